@@ -1,0 +1,80 @@
+//! The image under construction: each kernel object gets one row, however many ways lead to it.
+
+use crate::Refusal;
+use std::collections::HashMap;
+use std::os::fd::OwnedFd;
+use stillpoint_image::{Image, MemoryObject, Owner, PathFile, Usage};
+
+/// Contents that are read from a descriptor of ours (a deleted file, a memfd, shared memory) and stored as pages.
+#[derive(Debug)]
+pub struct Content {
+    /// Whose pages they are.
+    pub owner: Owner,
+    /// Where to read them: offset in the file is the address of the page.
+    pub source: OwnedFd,
+    /// Byte ranges to read.
+    pub ranges: Vec<stillpoint_image::Range>,
+    /// What it is, for error messages.
+    pub what: String,
+}
+
+/// An image under construction.
+#[derive(Debug, Default)]
+pub struct Builder {
+    /// The image so far.
+    pub image: Image,
+    /// Contents still to be stored.
+    pub contents: Vec<Content>,
+    /// What was found that cannot be captured.
+    pub refusals: Vec<Refusal>,
+    paths: HashMap<(u64, u64, Vec<u8>), u32>,
+    objects: HashMap<(u64, u64), u32>,
+}
+
+impl Builder {
+    /// An empty image.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Notes something that cannot be captured.
+    pub fn refuse(&mut self, what: impl Into<String>, why: impl Into<String>, hint: impl Into<String>) {
+        let refusal = Refusal { what: what.into(), why: why.into(), hint: hint.into() };
+        if !self.refusals.contains(&refusal) {
+            self.refusals.push(refusal);
+        }
+    }
+
+    /// Row of a file, one for each (device, inode, path); the stronger [`Usage`] wins. Returns the row and whether it
+    /// is new.
+    pub fn path(&mut self, file: PathFile) -> (u32, bool) {
+        let key = (file.dev, file.ino, file.path.0.clone());
+        if let Some(&row) = self.paths.get(&key) {
+            let known = &mut self.image.paths[row as usize];
+            known.usage = known.usage.max(file.usage);
+            return (row, false);
+        }
+        let row = self.image.paths.len() as u32;
+        self.image.paths.push(file);
+        self.paths.insert(key, row);
+        (row, true)
+    }
+
+    /// Row of a memory object, one for each (device, inode) of the kernel's internal tmpfs. Returns the row and
+    /// whether it is new; the caller of a new one adds its [`Content`].
+    pub fn object(&mut self, dev: u64, ino: u64, make: impl FnOnce() -> MemoryObject) -> (u32, bool) {
+        if let Some(&row) = self.objects.get(&(dev, ino)) {
+            return (row, false);
+        }
+        let row = self.image.objects.len() as u32;
+        self.image.objects.push(make());
+        self.objects.insert((dev, ino), row);
+        (row, true)
+    }
+
+    /// Files that need a digest: those whose contents a restore will check.
+    pub fn wants_digest(&self) -> impl Iterator<Item = (u32, &PathFile)> {
+        let rows = self.image.paths.iter().enumerate();
+        rows.filter(|(_, p)| p.usage > Usage::Path && !p.deleted).map(|(i, p)| (i as u32, p))
+    }
+}

@@ -1,0 +1,46 @@
+//! Why a checkpoint was not taken.
+
+/// Result of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Why a checkpoint was not taken. Whatever it is, the target runs on unharmed and the store is as before.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The target holds something that cannot be captured (exit code 3).
+    #[error("{}", list(.0))]
+    Refused(Vec<Refusal>),
+    /// There is no such target, or it cannot be a target (exit code 2): a zombie, a kernel thread, ourselves, …
+    #[error("{0}")]
+    Target(String),
+    /// The kernel refused an operation (exit code 1).
+    #[error(transparent)]
+    Kernel(#[from] stillpoint_linux::Error),
+    /// Anything else that failed (exit code 1).
+    #[error("{0}")]
+    Failed(String),
+}
+
+/// One thing that cannot be captured.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// What it is: `descriptor 5 (socket:[1234])`.
+    pub what: String,
+    /// Why it cannot be captured.
+    pub why: String,
+    /// What the user can do about it.
+    pub hint: String,
+}
+
+impl std::fmt::Display for Refusal {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}: {}", self.what, self.why)?;
+        if !self.hint.is_empty() {
+            write!(f, " ({})", self.hint)?;
+        }
+        Ok(())
+    }
+}
+
+fn list(refusals: &[Refusal]) -> String {
+    refusals.iter().map(|r| r.to_string()).collect::<Vec<_>>().join("\n")
+}

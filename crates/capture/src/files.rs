@@ -1,0 +1,1 @@
+//! Descriptors of the target and the objects behind them.

@@ -1,0 +1,2 @@
+//! The `stillpoint` command.
+fn main() {}

@@ -1,0 +1,385 @@
+//! Files, descriptors, pipes, sockets, terminals.
+
+use crate::Bytes;
+use minicbor::{Decode, Encode};
+
+/// A file in the file system, told by path and identity.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct PathFile {
+    /// Absolute path, without the kernel's ` (deleted)`.
+    #[n(0)]
+    pub path: Bytes,
+    /// Device of the file system (`st_dev`).
+    #[n(1)]
+    pub dev: u64,
+    /// Inode number.
+    #[n(2)]
+    pub ino: u64,
+    /// `st_mode`, type included.
+    #[n(3)]
+    pub mode: u32,
+    /// Owner.
+    #[n(4)]
+    pub uid: u32,
+    /// Group.
+    #[n(5)]
+    pub gid: u32,
+    /// `st_rdev` of a device.
+    #[n(6)]
+    pub rdev: u64,
+    /// Size in bytes at the cut.
+    #[n(7)]
+    pub size: u64,
+    /// Modification time at the cut, nanoseconds since 1970.
+    #[n(8)]
+    pub mtime_ns: i64,
+    /// Status change time at the cut, nanoseconds since 1970.
+    #[n(9)]
+    pub ctime_ns: i64,
+    /// Digest of the contents `[0, size)` at the cut, where it was taken.
+    #[n(10)]
+    pub digest: Option<Digest>,
+    /// How the program holds it; decides what restore must check.
+    #[n(11)]
+    pub usage: Usage,
+    /// The file has no name any more; its contents are saved under [`crate::Owner::File`] with this row's index.
+    #[n(12)]
+    pub deleted: bool,
+    /// Access time, nanoseconds since 1970 (given back to deleted files).
+    #[n(13)]
+    pub atime_ns: i64,
+    /// Written through a shared mapping: the mapped ranges are saved under [`crate::Owner::File`] as well and
+    /// written back on restore.
+    #[n(14)]
+    pub mapped_ranges: Vec<crate::Range>,
+}
+
+/// How a program holds a file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Encode, Decode)]
+pub enum Usage {
+    /// Only its path matters (a directory, a device, an `O_PATH` descriptor).
+    #[default]
+    #[n(0)]
+    Path,
+    /// Read or mapped privately: contents are expected to be the same.
+    #[n(1)]
+    Read,
+    /// Open for writing: `--files` decides.
+    #[n(2)]
+    Write,
+}
+
+/// Digest of a file's contents.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct Digest {
+    /// BLAKE3.
+    #[n(0)]
+    pub blake3: Bytes,
+    /// Whole contents, or (for very large files) head, tail and evenly spaced samples only.
+    #[n(1)]
+    pub sampled: bool,
+}
+
+/// A descriptor table (`files_struct`).
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct FileTable {
+    /// Descriptors in ascending order.
+    #[n(0)]
+    pub descriptors: Vec<Descriptor>,
+}
+
+/// One descriptor.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct Descriptor {
+    /// Its number.
+    #[n(0)]
+    pub fd: u32,
+    /// Index into [`crate::Image::files`]; equal for descriptors that share a description.
+    #[n(1)]
+    pub file: u32,
+    /// `FD_CLOEXEC`.
+    #[n(2)]
+    pub close_on_exec: bool,
+}
+
+/// An open file description (`struct file`).
+#[derive(Clone, Debug, PartialEq, Encode, Decode)]
+#[cbor(map)]
+pub struct OpenFile {
+    /// `O_*` as `/proc/PID/fdinfo` tells them, without `O_CLOEXEC`.
+    #[n(0)]
+    pub flags: u32,
+    /// Offset in bytes.
+    #[n(1)]
+    pub position: u64,
+    /// What is open.
+    #[n(2)]
+    pub kind: FileKind,
+    /// `F_SETOWN`/`F_SETSIG`, if any.
+    #[n(3)]
+    pub owner: Option<FileOwner>,
+    /// Locks that go with this description (flock, OFD) or with the process through it (POSIX).
+    #[n(4)]
+    pub locks: Vec<Lock>,
+}
+
+/// What an open file description refers to.
+#[derive(Clone, Debug, PartialEq, Encode, Decode)]
+pub enum FileKind {
+    /// Regular file, directory, device or `O_PATH` handle: index into [`crate::Image::paths`].
+    #[n(0)]
+    Path(#[n(0)] u32),
+    /// Standard stream from outside the job (0, 1, 2): becomes the one of whoever restores.
+    #[n(1)]
+    Stdio(#[n(0)] u32),
+    /// `/dev/tty`.
+    #[n(2)]
+    ControllingTerminal,
+    /// One end of a pipe or FIFO: index into [`crate::Image::pipes`]. Access mode is in the flags.
+    #[n(3)]
+    Pipe(#[n(0)] u32),
+    /// Index into [`crate::Image::sockets`].
+    #[n(4)]
+    Socket(#[n(0)] u32),
+    /// Pty master: index into [`crate::Image::ptys`].
+    #[n(5)]
+    PtyMaster(#[n(0)] u32),
+    /// Pty slave whose master is inside the job: index into [`crate::Image::ptys`].
+    #[n(6)]
+    PtySlave(#[n(0)] u32),
+    /// Memfd (or a handle to shared memory): index into [`crate::Image::objects`].
+    #[n(7)]
+    Memory(#[n(0)] u32),
+    /// eventfd.
+    #[n(8)]
+    Event {
+        /// Counter.
+        #[n(0)]
+        count: u64,
+        /// `EFD_SEMAPHORE`.
+        #[n(1)]
+        semaphore: bool,
+    },
+    /// timerfd.
+    #[n(9)]
+    Timer(#[n(0)] TimerFd),
+    /// signalfd with its mask.
+    #[n(10)]
+    Signal(#[n(0)] u64),
+    /// epoll.
+    #[n(11)]
+    Epoll(#[n(0)] Vec<EpollWatch>),
+    /// inotify.
+    #[n(12)]
+    Inotify(#[n(0)] Vec<InotifyWatch>),
+    /// pidfd of a process of the job, by pid.
+    #[n(13)]
+    Pid(#[n(0)] u32),
+    /// A file of procfs, opened again by path when the process stands: index into [`crate::Image::paths`].
+    #[n(14)]
+    Proc(#[n(0)] u32),
+}
+
+/// State of a timerfd.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct TimerFd {
+    /// `CLOCK_*`.
+    #[n(0)]
+    pub clock: i32,
+    /// Expirations not yet read.
+    #[n(1)]
+    pub ticks: u64,
+    /// `TFD_TIMER_*` flags of the last `timerfd_settime`.
+    #[n(2)]
+    pub flags: u32,
+    /// Time to the next expiry, nanoseconds; 0: disarmed.
+    #[n(3)]
+    pub remaining_ns: u64,
+    /// Interval, nanoseconds.
+    #[n(4)]
+    pub interval_ns: u64,
+}
+
+/// One watch of an epoll.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct EpollWatch {
+    /// Descriptor number it was added under.
+    #[n(0)]
+    pub fd: u32,
+    /// Event mask, with its input flags.
+    #[n(1)]
+    pub events: u32,
+    /// User data.
+    #[n(2)]
+    pub data: u64,
+    /// The watched description, index into [`crate::Image::files`] (the number may since mean another file).
+    #[n(3)]
+    pub file: u32,
+}
+
+/// One watch of an inotify.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct InotifyWatch {
+    /// Watch descriptor.
+    #[n(0)]
+    pub wd: i32,
+    /// Event mask.
+    #[n(1)]
+    pub mask: u32,
+    /// Watched path: index into [`crate::Image::paths`].
+    #[n(2)]
+    pub path: u32,
+}
+
+/// Who gets the signals of a description.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct FileOwner {
+    /// `F_OWNER_TID`, `F_OWNER_PID` or `F_OWNER_PGRP`.
+    #[n(0)]
+    pub kind: u32,
+    /// Its id.
+    #[n(1)]
+    pub id: u32,
+    /// `F_GETSIG` (0: SIGIO).
+    #[n(2)]
+    pub signal: u32,
+}
+
+/// A file lock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct Lock {
+    /// Which kind.
+    #[n(0)]
+    pub kind: LockKind,
+    /// Exclusive (write) or shared (read).
+    #[n(1)]
+    pub exclusive: bool,
+    /// First byte (0 for flock).
+    #[n(2)]
+    pub start: u64,
+    /// Last byte, inclusive; `None`: to the end of the file.
+    #[n(3)]
+    pub end: Option<u64>,
+}
+
+/// Kind of a file lock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+pub enum LockKind {
+    /// `flock`.
+    #[n(0)]
+    Flock,
+    /// `fcntl(F_SETLK)`: owned by the process.
+    #[n(1)]
+    Posix,
+    /// `fcntl(F_OFD_SETLK)`: owned by the description.
+    #[n(2)]
+    Ofd,
+}
+
+/// A pipe or FIFO with the data in it.
+#[derive(Clone, Debug, Default, PartialEq, Encode, Decode)]
+#[cbor(map)]
+pub struct Pipe {
+    /// Capacity in bytes (`F_GETPIPE_SZ`).
+    #[n(0)]
+    pub capacity: u64,
+    /// Unread data; a pipe in packet mode has one entry a packet, any other at most one.
+    #[n(1)]
+    pub data: Vec<Bytes>,
+    /// Path of a FIFO, index into [`crate::Image::paths`].
+    #[n(2)]
+    pub fifo: Option<u32>,
+    /// Set where the other end is outside the job and the pipe is the standard stream of that number.
+    #[n(3)]
+    pub stdio: Option<u32>,
+}
+
+/// A socket.
+#[derive(Clone, Debug, Default, PartialEq, Encode, Decode)]
+#[cbor(map)]
+pub struct Socket {
+    /// `AF_*`.
+    #[n(0)]
+    pub family: u32,
+    /// `SOCK_*`, without flags.
+    #[n(1)]
+    pub kind: u32,
+    /// `IPPROTO_*`.
+    #[n(2)]
+    pub protocol: u32,
+    /// Local address: raw `sockaddr`, empty if unbound.
+    #[n(3)]
+    pub local: Bytes,
+    /// Listening with this backlog.
+    #[n(4)]
+    pub listening: Option<u32>,
+    /// Peer within the job: index into [`crate::Image::sockets`].
+    #[n(5)]
+    pub peer: Option<u32>,
+    /// Options that can be set again, in the order to set them.
+    #[n(6)]
+    pub options: Vec<SocketOption>,
+    /// Received and unread: one entry a message (datagram, seqpacket) or one in all (stream).
+    #[n(7)]
+    pub queue: Vec<Bytes>,
+    /// `SHUT_RD` 1, `SHUT_WR` 2, both 3.
+    #[n(8)]
+    pub shutdown: u32,
+    /// Path of a bound unix socket that is a name in the file system: index into [`crate::Image::paths`].
+    #[n(9)]
+    pub path: Option<u32>,
+}
+
+/// A socket option.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct SocketOption {
+    /// `SOL_*` or protocol.
+    #[n(0)]
+    pub level: u32,
+    /// Option number.
+    #[n(1)]
+    pub name: u32,
+    /// Value as `getsockopt` gave it.
+    #[n(2)]
+    pub value: Bytes,
+}
+
+/// A pseudo-terminal whose master is inside the job.
+#[derive(Clone, Debug, Default, PartialEq, Encode, Decode)]
+#[cbor(map)]
+pub struct Pty {
+    /// Number of its slave (`/dev/pts/N`).
+    #[n(0)]
+    pub number: u32,
+    /// Its settings.
+    #[n(1)]
+    pub terminal: Terminal,
+    /// `TIOCSPTLCK` state.
+    #[n(2)]
+    pub locked: bool,
+    /// Packet mode (`TIOCPKT`).
+    #[n(3)]
+    pub packet_mode: bool,
+}
+
+/// Settings of a terminal.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct Terminal {
+    /// Raw `struct termios2`.
+    #[n(0)]
+    pub termios: Bytes,
+    /// Rows, columns, x pixels, y pixels.
+    #[n(1)]
+    pub window: [u16; 4],
+}

@@ -1,0 +1,344 @@
+//! Processes and threads.
+
+use crate::Bytes;
+use minicbor::{Decode, Encode};
+
+/// One process (thread group).
+#[derive(Clone, Debug, Default, PartialEq, Encode, Decode)]
+#[cbor(map)]
+pub struct Process {
+    /// Process id, as the program itself sees it.
+    #[n(0)]
+    pub pid: u32,
+    /// Threads; the first is the leader (`tid == pid`).
+    #[n(1)]
+    pub threads: Vec<Thread>,
+    /// Index into [`crate::Image::spaces`].
+    #[n(2)]
+    pub space: u32,
+    /// Index into [`crate::Image::tables`].
+    #[n(3)]
+    pub table: u32,
+    /// Whether it led its session.
+    #[n(4)]
+    pub leads_session: bool,
+    /// Whether it led its process group.
+    #[n(5)]
+    pub leads_group: bool,
+    /// Whether its process group was the foreground one of its terminal.
+    #[n(6)]
+    pub foreground: bool,
+    /// Executable, index into [`crate::Image::paths`].
+    #[n(7)]
+    pub exe: u32,
+    /// Current directory, index into [`crate::Image::paths`].
+    #[n(8)]
+    pub cwd: u32,
+    /// Root directory, index into [`crate::Image::paths`].
+    #[n(9)]
+    pub root: u32,
+    /// File mode creation mask.
+    #[n(10)]
+    pub umask: u32,
+    /// `(resource, soft, hard)`; `u64::MAX` is infinity.
+    #[n(11)]
+    pub rlimits: Vec<Rlimit>,
+    /// `/proc/PID/oom_score_adj`.
+    #[n(12)]
+    pub oom_score_adj: i32,
+    /// `PR_SET_CHILD_SUBREAPER`.
+    #[n(13)]
+    pub child_subreaper: bool,
+    /// Signal actions that are not the default.
+    #[n(14)]
+    pub actions: Vec<SignalAction>,
+    /// Signals pending for the process as a whole: raw `siginfo_t`, in queue order.
+    #[n(15)]
+    pub pending: Vec<Bytes>,
+    /// Interval timers (`setitimer`): real, virtual, prof.
+    #[n(16)]
+    pub itimers: Vec<IntervalTimer>,
+    /// POSIX timers (`timer_create`).
+    #[n(17)]
+    pub timers: Vec<PosixTimer>,
+    /// Stopped by this signal (job control), if it was.
+    #[n(18)]
+    pub stopped: Option<u32>,
+    /// Path of its control group in each hierarchy: lines of `/proc/PID/cgroup`.
+    #[n(19)]
+    pub cgroup: Vec<String>,
+    /// Whether the leader had already exited while other threads went on.
+    #[n(20)]
+    pub leader_exited: bool,
+}
+
+/// A resource limit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct Rlimit {
+    /// `RLIMIT_*` number.
+    #[n(0)]
+    pub resource: u32,
+    /// Soft limit; `u64::MAX` is infinity.
+    #[n(1)]
+    pub soft: u64,
+    /// Hard limit; `u64::MAX` is infinity.
+    #[n(2)]
+    pub hard: u64,
+}
+
+/// One thread.
+#[derive(Clone, Debug, Default, PartialEq, Encode, Decode)]
+#[cbor(map)]
+pub struct Thread {
+    /// Thread id, as the program itself sees it.
+    #[n(0)]
+    pub tid: u32,
+    /// Its name (`comm`).
+    #[n(1)]
+    pub name: Bytes,
+    /// General registers: the kernel's `user_regs_struct` (`NT_PRSTATUS`), including TLS bases.
+    #[n(2)]
+    pub regs: Bytes,
+    /// Extended state in the standard XSAVE format (`NT_X86_XSTATE`).
+    #[n(3)]
+    pub xstate: Bytes,
+    /// Blocked signals (bit `n - 1` is signal `n`).
+    #[n(4)]
+    pub sigmask: u64,
+    /// Signals pending for this thread: raw `siginfo_t`, in queue order.
+    #[n(5)]
+    pub pending: Vec<Bytes>,
+    /// Alternate signal stack as `sigaltstack` reports it.
+    #[n(6)]
+    pub altstack: AltStack,
+    /// Address the kernel clears and wakes when the thread ends (0: none).
+    #[n(7)]
+    pub clear_child_tid: u64,
+    /// Robust futex list: head address and length of the head structure (0, 0: none).
+    #[n(8)]
+    pub robust_list: Range,
+    /// Restartable sequences registration, if any.
+    #[n(9)]
+    pub rseq: Option<Rseq>,
+    /// Credentials.
+    #[n(10)]
+    pub creds: Credentials,
+    /// Scheduling.
+    #[n(11)]
+    pub sched: Sched,
+    /// Parent-death signal (0: none).
+    #[n(12)]
+    pub pdeath_signal: u32,
+    /// Timer slack, nanoseconds.
+    #[n(13)]
+    pub timer_slack_ns: u64,
+    /// Seccomp filters, oldest first: each is an array of 8-byte BPF instructions with its flags.
+    #[n(14)]
+    pub seccomp: Vec<SeccompFilter>,
+    /// Strict seccomp mode.
+    #[n(15)]
+    pub seccomp_strict: bool,
+    /// `PR_SET_NO_NEW_PRIVS`.
+    #[n(16)]
+    pub no_new_privs: bool,
+    /// A system call with a relative timeout that the cut interrupted.
+    #[n(17)]
+    pub blocked: Option<BlockedCall>,
+    /// I/O priority as `ioprio_get` reports it.
+    #[n(18)]
+    pub ioprio: u32,
+    /// `PR_GET_TSC` (0 or 1: `PR_TSC_ENABLE`).
+    #[n(19)]
+    pub tsc: u32,
+}
+
+/// A system call with a relative timeout whose remaining time the kernel alone knows (`-ERESTART_RESTARTBLOCK`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct BlockedCall {
+    /// Number of the system call that was first made (never `restart_syscall`).
+    #[n(0)]
+    pub nr: u64,
+    /// Time that was left at the cut, nanoseconds; `None` if unknown (it then starts over).
+    #[n(1)]
+    pub remaining_ns: Option<u64>,
+}
+
+/// A pair of address and length.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Encode, Decode)]
+#[cbor(array)]
+pub struct Range {
+    /// First byte.
+    #[n(0)]
+    pub start: u64,
+    /// Length in bytes.
+    #[n(1)]
+    pub len: u64,
+}
+
+impl Range {
+    /// First byte behind the range.
+    pub fn end(&self) -> u64 {
+        self.start + self.len
+    }
+}
+
+/// `stack_t`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct AltStack {
+    /// Lowest address.
+    #[n(0)]
+    pub sp: u64,
+    /// `SS_*` flags.
+    #[n(1)]
+    pub flags: u32,
+    /// Size in bytes.
+    #[n(2)]
+    pub size: u64,
+}
+
+/// Registration of restartable sequences, `struct ptrace_rseq_configuration`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct Rseq {
+    /// Address of the thread's `struct rseq`.
+    #[n(0)]
+    pub address: u64,
+    /// Registered length.
+    #[n(1)]
+    pub size: u32,
+    /// Abort signature.
+    #[n(2)]
+    pub signature: u32,
+    /// Registration flags.
+    #[n(3)]
+    pub flags: u32,
+}
+
+/// Credentials of a thread.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct Credentials {
+    /// Real, effective, saved and file-system user id.
+    #[n(0)]
+    pub uid: [u32; 4],
+    /// Real, effective, saved and file-system group id.
+    #[n(1)]
+    pub gid: [u32; 4],
+    /// Supplementary groups.
+    #[n(2)]
+    pub groups: Vec<u32>,
+    /// Capability sets: inheritable, permitted, effective, bounding, ambient.
+    #[n(3)]
+    pub caps: [u64; 5],
+    /// `PR_GET_SECUREBITS`.
+    #[n(4)]
+    pub securebits: u32,
+}
+
+/// Scheduling of a thread.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct Sched {
+    /// `SCHED_*`, without flags.
+    #[n(0)]
+    pub policy: u32,
+    /// Nice value.
+    #[n(1)]
+    pub nice: i32,
+    /// Real-time priority.
+    #[n(2)]
+    pub priority: u32,
+    /// `SCHED_FLAG_*`.
+    #[n(3)]
+    pub flags: u64,
+    /// Deadline parameters or custom slice: runtime, deadline, period in nanoseconds.
+    #[n(4)]
+    pub deadline: [u64; 3],
+    /// Allowed CPUs: bit mask, little-endian.
+    #[n(5)]
+    pub affinity: Bytes,
+    /// Utilisation clamps: minimum and maximum.
+    #[n(6)]
+    pub util: [u32; 2],
+}
+
+/// One seccomp filter.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct SeccompFilter {
+    /// `struct sock_filter` array.
+    #[n(0)]
+    pub program: Bytes,
+    /// `SECCOMP_FILTER_FLAG_*` that can be read back (log).
+    #[n(1)]
+    pub flags: u64,
+}
+
+/// A signal action, `struct kernel_sigaction`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct SignalAction {
+    /// Signal number.
+    #[n(0)]
+    pub signal: u32,
+    /// Handler address (1: ignore).
+    #[n(1)]
+    pub handler: u64,
+    /// `SA_*` flags.
+    #[n(2)]
+    pub flags: u64,
+    /// `SA_RESTORER` address.
+    #[n(3)]
+    pub restorer: u64,
+    /// Signals blocked while the handler runs.
+    #[n(4)]
+    pub mask: u64,
+}
+
+/// An interval timer; zero value: disarmed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct IntervalTimer {
+    /// Time to the next expiry, microseconds.
+    #[n(0)]
+    pub value_us: u64,
+    /// Interval, microseconds.
+    #[n(1)]
+    pub interval_us: u64,
+}
+
+/// A POSIX timer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct PosixTimer {
+    /// Kernel id.
+    #[n(0)]
+    pub id: u32,
+    /// `CLOCK_*`.
+    #[n(1)]
+    pub clock: i32,
+    /// `SIGEV_*`, without the thread flag.
+    #[n(2)]
+    pub notify: u32,
+    /// Signal number.
+    #[n(3)]
+    pub signal: u32,
+    /// `sigev_value`.
+    #[n(4)]
+    pub value: u64,
+    /// Thread that is notified (`SIGEV_THREAD_ID`), 0 for the process.
+    #[n(5)]
+    pub tid: u32,
+    /// Time to the next expiry, nanoseconds (0: disarmed).
+    #[n(6)]
+    pub remaining_ns: u64,
+    /// Interval, nanoseconds.
+    #[n(7)]
+    pub interval_ns: u64,
+    /// Overrun count as `timer_getoverrun` reports it.
+    #[n(8)]
+    pub overrun: u32,
+}

@@ -1,0 +1,1 @@
+//! Giving back attributes of processes and threads.

@@ -1,0 +1,1 @@
+//! Opening and installing the descriptors of the restored program.

@@ -1,0 +1,30 @@
+//! A checkpoint becomes a running process: rebuild, loaders.
+#![forbid(unsafe_code)]
+
+pub mod attributes;
+pub mod error;
+pub mod files;
+
+pub use error::{Error, Result};
+
+/// What to do about files that the program had open for writing and that changed since (`--files`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum FilesPolicy {
+    /// A file that only grew is cut back to its recorded size (the tail is kept in the store); any other change
+    /// is refused.
+    #[default]
+    Rollback,
+    /// Files are taken as they are.
+    Keep,
+    /// Any change is refused.
+    Refuse,
+}
+
+/// Where standard streams from outside the job lead after the restore.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stdio {
+    /// To the standard streams of the restoring process.
+    Current,
+    /// To `/dev/null`.
+    Null,
+}

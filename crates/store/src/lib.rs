@@ -1,0 +1,1 @@
+//! Where checkpoints live: segments, manifests, commit, verify, prune.

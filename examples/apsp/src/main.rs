@@ -1,0 +1,2 @@
+//! All-pairs shortest paths.
+fn main() {}
