@@ -3,8 +3,15 @@
 //! The only room with `unsafe` and architecture-specific code. Nothing here knows what a checkpoint is.
 #![allow(unsafe_code)] // each block says why it holds
 
+pub mod arch;
 pub mod error;
+pub mod inject;
+pub mod memory;
+pub mod pagemap;
 pub mod program;
+pub mod ptrace;
+pub mod remote;
+pub mod spawn;
 
 pub use error::{Error, Result};
 
