@@ -8,6 +8,7 @@ pub mod error;
 pub mod inject;
 pub mod memory;
 pub mod pagemap;
+pub mod proc;
 pub mod program;
 pub mod ptrace;
 pub mod remote;
