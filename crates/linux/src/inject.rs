@@ -115,7 +115,7 @@ impl<'a> Site<'a> {
                 program.data.len()
             )));
         }
-        self.memory.write(self.data(), &program.data)?;
+        self.memory.write(self.data(), &program.placed(self.data().0))?;
         let mut results: Vec<i64> = Vec::with_capacity(program.calls.len());
         for call in &program.calls {
             let args = call.args.map(|a| match a {

@@ -4,7 +4,9 @@
 #![allow(unsafe_code)] // each block says why it holds
 
 pub mod arch;
+pub mod bpf;
 pub mod error;
+pub mod host;
 pub mod inject;
 pub mod memory;
 pub mod pagemap;

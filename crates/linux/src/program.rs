@@ -65,6 +65,8 @@ pub struct Call {
 pub struct Program {
     pub(crate) calls: Vec<Call>,
     pub(crate) data: Vec<u8>,
+    /// Words of the data (offset) that hold the address of other data (offset).
+    links: Vec<(u32, u32)>,
 }
 
 impl Program {
@@ -85,6 +87,24 @@ impl Program {
     /// Adds `len` zero bytes for a result; see [`Program::data`].
     pub fn room(&mut self, len: usize) -> Arg {
         self.data(&vec![0; len])
+    }
+
+    /// Makes the word at `offset` bytes behind `at` hold the address of `to`; both are data of this program. For
+    /// structures that point to others.
+    pub fn link(&mut self, at: Arg, offset: u32, to: Arg) {
+        if let (Arg::Data(at), Arg::Data(to)) = (at, to) {
+            self.links.push((at + offset, to));
+        }
+    }
+
+    /// The data as it is to be placed at this address.
+    pub(crate) fn placed(&self, address: u64) -> Vec<u8> {
+        let mut data = self.data.clone();
+        for &(at, to) in &self.links {
+            let word = (address + u64::from(to)).to_le_bytes();
+            data[at as usize..at as usize + 8].copy_from_slice(&word);
+        }
+        data
     }
 
     /// Adds a path or other string with its terminating zero.

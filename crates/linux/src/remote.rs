@@ -71,6 +71,16 @@ impl<'a> Remote<'a> {
         self.memory
     }
 
+    /// Where its programs run.
+    pub fn area(&self) -> Area {
+        self.area
+    }
+
+    /// A few words of memory in the area that no program uses.
+    pub fn scratch(&self) -> RemoteAddr {
+        RemoteAddr(self.stack())
+    }
+
     /// Uses another area from now on; its code must already be there.
     pub fn move_to(&mut self, area: Area) {
         self.area = area;
@@ -242,7 +252,7 @@ impl Run for Remote<'_> {
         }
         let data_at = self.area.start.0 + self.area.len - 64 - data_len as u64;
         let data_at = data_at & !63;
-        self.memory.write(RemoteAddr(data_at), &program.data)?;
+        self.memory.write(RemoteAddr(data_at), &program.placed(data_at))?;
         let mut results = Vec::with_capacity(program.calls.len());
         while results.len() < program.calls.len() {
             let from = results.len();

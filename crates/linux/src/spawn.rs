@@ -34,6 +34,9 @@ pub struct CloneArgs {
 const _: () = assert!(size_of::<CloneArgs>() == 88);
 
 impl CloneArgs {
+    /// Offset of [`CloneArgs::set_tid`].
+    pub const SET_TID_OFFSET: u32 = std::mem::offset_of!(CloneArgs, set_tid) as u32;
+
     /// The arguments as the kernel's bytes.
     pub fn to_bytes(&self) -> Vec<u8> {
         let w = [self.flags, self.pidfd, self.child_tid, self.parent_tid, self.exit_signal, self.stack];
@@ -113,5 +116,19 @@ pub fn tgkill(pid: u32, tid: u32, signal: i32) -> Result<()> {
     Ok(())
 }
 
+/// Collects a child of ours that was killed.
+pub fn reap(pid: u32) {
+    let mut status = 0;
+    // SAFETY: `status` outlives the call.
+    unsafe { libc::waitpid(pid as libc::pid_t, &mut status, libc::__WALL) };
+}
+
 /// Length of the reserved head of the address space that no mapping may use (`vm.mmap_min_addr`), and its end.
 pub const ADDRESS_SPACE: (u64, u64) = (0x10000, 0x7fff_ffff_f000);
+
+/// Puts future children of this thread into a new time namespace (`CAP_SYS_ADMIN`). `time_namespaces(7)`.
+pub fn unshare_time() -> std::io::Result<()> {
+    const CLONE_NEWTIME: i32 = 0x80;
+    // SAFETY: plain flag; this thread itself stays in its namespace.
+    if unsafe { libc::unshare(CLONE_NEWTIME) } < 0 { Err(std::io::Error::last_os_error()) } else { Ok(()) }
+}
