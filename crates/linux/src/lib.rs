@@ -6,14 +6,20 @@
 pub mod arch;
 pub mod bpf;
 pub mod error;
+pub mod features;
 pub mod host;
 pub mod inject;
+pub mod layout;
+pub mod limits;
 pub mod memory;
 pub mod pagemap;
 pub mod proc;
 pub mod program;
 pub mod ptrace;
 pub mod remote;
+pub mod sched;
+pub mod seccomp;
+pub mod sharing;
 pub mod spawn;
 
 pub use error::{Error, Result};

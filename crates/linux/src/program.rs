@@ -124,6 +124,21 @@ impl Program {
         self.push(what.into(), nr, &args, OnError::Continue)
     }
 
+    /// Adds the calls of another program behind those that are there.
+    pub fn append(&mut self, other: Program) {
+        let Arg::Data(data) = self.data(&other.data) else { return };
+        let first = self.calls.len() as u32;
+        self.links.extend(other.links.iter().map(|(at, to)| (data + at, data + to)));
+        self.calls.extend(other.calls.into_iter().map(|mut call| {
+            call.args = call.args.map(|arg| match arg {
+                Arg::Value(v) => Arg::Value(v),
+                Arg::Data(at) => Arg::Data(data + at),
+                Arg::Result(Step(n)) => Arg::Result(Step(first + n)),
+            });
+            call
+        }));
+    }
+
     fn push(&mut self, what: String, nr: i64, args: &[Arg], on_error: OnError) -> Step {
         let mut all = [Arg::Value(0); 6];
         all[..args.len()].copy_from_slice(args);
@@ -134,6 +149,11 @@ impl Program {
     /// Number of calls.
     pub fn len(&self) -> usize {
         self.calls.len()
+    }
+
+    /// Bytes of data that travel with it.
+    pub fn data_len(&self) -> usize {
+        self.data.len()
     }
 
     /// Whether there is nothing to do.

@@ -58,6 +58,15 @@ impl Proc {
         Self::open(pid, tid, PathBuf::from(format!("/proc/{pid}/task/{tid}")))
     }
 
+    /// Opens the folder of a thread, whatever process it belongs to.
+    ///
+    /// # Errors
+    /// [`Error::Gone`] if there is none.
+    pub fn thread_by_tid(tid: u32) -> Result<Proc> {
+        let direct = Self::open(tid, tid, PathBuf::from(format!("/proc/{tid}")))?;
+        Self::thread(direct.status()?.tgid, tid)
+    }
+
     fn open(pid: u32, tid: u32, path: PathBuf) -> Result<Proc> {
         let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
         match rustix::fs::open(&path, flags, Mode::empty()) {
