@@ -27,6 +27,7 @@ pub struct Site<'a> {
     memory: &'a Memory,
     gadgets: Gadgets,
     start: RemoteAddr,
+    frame_len: u64,
     slot_len: u64,
     slots: usize,
     data_len: usize,
@@ -59,7 +60,9 @@ impl<'a> Site<'a> {
         slots: usize,
         data_len: usize,
     ) -> Result<Self> {
-        let slot_len = (arch::home_frame_len(xstate_len) as u64 + 64).next_multiple_of(64);
+        // A slot holds the frame home and the one of a call that undoes another.
+        let frame_len = (arch::home_frame_len(xstate_len) as u64).next_multiple_of(64);
+        let slot_len = 2 * frame_len;
         let data_len = data_len.next_multiple_of(64);
         let len = (slot_len * slots as u64 + data_len as u64).next_multiple_of(4096);
         let live = if (stack.start..stack.end).contains(&stack.sp) { stack.sp } else { stack.start };
@@ -72,7 +75,7 @@ impl<'a> Site<'a> {
         }
         let mut saved = vec![0; len as usize];
         memory.read(RemoteAddr(start), &mut saved)?;
-        Ok(Site { memory, gadgets, start: RemoteAddr(start), slot_len, slots, data_len, saved })
+        Ok(Site { memory, gadgets, start: RemoteAddr(start), frame_len, slot_len, slots, data_len, saved })
     }
 
     /// How many threads can be visited at a time.
@@ -100,11 +103,11 @@ impl<'a> Site<'a> {
         debug_assert!(slot < self.slots);
         let original = outside_critical_section(self.memory, &thread, thread.regs()?)?;
         let mask = thread.sigmask()?;
-        let base = (self.start.0 + slot as u64 * self.slot_len).next_multiple_of(64);
-        let frame =
-            arch::home_frame(base, &original.reissue(), &thread.xstate()?, mask, self.gadgets.sigreturn);
+        let base = self.start.0 + slot as u64 * self.slot_len;
+        let xstate = thread.xstate()?;
+        let frame = arch::home_frame(base, &original.reissue(), &xstate, mask, self.gadgets.sigreturn);
         self.memory.write(RemoteAddr(base), &frame)?;
-        Ok(Visit { site: self, thread: Some(thread), original, mask, base, used: false, held: 0 })
+        Ok(Visit { site: self, thread: Some(thread), original, xstate, mask, base, used: false, held: 0 })
     }
 
     /// Runs a program in a visited thread, one call after the other. Its data must fit the data area.
@@ -151,6 +154,7 @@ pub struct Visit<'a> {
     site: &'a Site<'a>,
     thread: Option<Stopped>,
     original: Regs,
+    xstate: Vec<u8>,
     mask: u64,
     base: u64,
     used: bool,
@@ -176,10 +180,27 @@ impl Visit<'_> {
         self.finish()
     }
 
+    /// Makes a call that changes the program, which `undo` reverses: should we die before the caller made `undo`
+    /// itself, the thread makes it on its way home.
+    pub fn call_with_undo(&mut self, nr: i64, args: [u64; 6], undo: (i64, [u64; 6])) -> Result<i64> {
+        let (site, base) = (self.site, self.base + self.site.frame_len);
+        let regs = self.original.for_call(site.gadgets.call, self.base, undo.0, undo.1);
+        let frame = arch::home_frame(base, &regs, &self.xstate, u64::MAX, site.gadgets.sigreturn);
+        site.memory.write(RemoteAddr(base), &frame)?;
+        self.begin_from(base, nr, args)?;
+        self.enter()?;
+        self.finish()
+    }
+
     /// Sets the thread off into a call, to stop at its entry.
     pub fn begin(&mut self, nr: i64, args: [u64; 6]) -> Result<()> {
+        self.begin_from(self.base, nr, args)
+    }
+
+    /// As [`Visit::begin`], with the way home through the frame at `frame`.
+    fn begin_from(&mut self, frame: u64, nr: i64, args: [u64; 6]) -> Result<()> {
         let thread = self.take()?;
-        let regs = self.original.for_call(self.site.gadgets.call, self.base, nr, args);
+        let regs = self.original.for_call(self.site.gadgets.call, frame, nr, args);
         let r = thread
             .set_regs(&regs)
             .and_then(|()| if self.used { Ok(()) } else { thread.set_sigmask(u64::MAX) });

@@ -146,6 +146,12 @@ impl Program {
         Step(self.calls.len() as u32 - 1)
     }
 
+    /// Its calls: what they do, number, and arguments as far as they are known before it is placed (else 0).
+    pub fn calls(&self) -> impl Iterator<Item = (&str, i64, [u64; 6])> {
+        let known = |a: Arg| if let Arg::Value(v) = a { v } else { 0 };
+        self.calls.iter().map(move |c| (c.what.as_str(), c.nr, c.args.map(known)))
+    }
+
     /// Number of calls.
     pub fn len(&self) -> usize {
         self.calls.len()

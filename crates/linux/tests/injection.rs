@@ -56,6 +56,13 @@ fn visit(pid: u32, steps: u32) {
         assert_eq!(visit.finish().unwrap(), i64::from(pid));
         step();
     }
+    let flags = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE) as u64;
+    let (at, unmap) = (0x10_0000_0000, (libc::SYS_munmap, [0x10_0000_0000, 4096, 0, 0, 0, 0]));
+    let mapped = visit.call_with_undo(libc::SYS_mmap, [at, 4096, 3, flags, u64::MAX, 0], unmap).unwrap();
+    assert_eq!(mapped as u64, at);
+    step();
+    assert_eq!(visit.call(unmap.0, unmap.1).unwrap(), 0);
+    step();
     let mut program = Program::new();
     let old = program.data(&[0xff; 24]);
     program.call("sigaltstack", libc::SYS_sigaltstack, [0u64.into(), old]);
@@ -92,7 +99,7 @@ fn an_abandoned_thread_finds_home_from_every_step() {
     let script =
         "i=0; s=1; while [ $i -lt 150000 ]; do s=$(( (s * 31 + i) % 1000003 )); i=$((i+1)); done; echo $s";
     let expected = Command::new("sh").args(["-c", script]).output().unwrap().stdout;
-    for steps in 0..13 {
+    for steps in 0..15 {
         let child = Command::new("sh").args(["-c", script]).stdout(Stdio::piped()).spawn().unwrap();
         std::thread::sleep(Duration::from_millis(20));
         let before = maps(child.id());

@@ -41,6 +41,8 @@ pub struct Status {
     pub rss: u64,
     /// Swapped memory, bytes.
     pub swap: u64,
+    /// Locked in memory, bytes.
+    pub locked: u64,
     /// Dumping core.
     pub core_dumping: bool,
     /// Transparent huge pages allowed; `None` for zombies, kernel threads and old kernels.
@@ -132,6 +134,7 @@ fn field(s: &mut Status, key: &[u8], value: &[u8]) -> Option<()> {
         b"Kthread" => s.kthread = small(value)? != 0,
         b"Threads" => s.threads = small(value)?,
         b"VmRSS" => s.rss = kilobytes(value)?,
+        b"VmLck" => s.locked = kilobytes(value)?,
         b"VmSwap" => s.swap = kilobytes(value)?,
         b"CoreDumping" => s.core_dumping = small(value)? != 0,
         b"THP_enabled" => s.thp_enabled = Some(small(value)? != 0),
