@@ -100,7 +100,7 @@ fn checkpoint(store: &Store, memory: &[u8], holes: bool) -> Result<f64, Box<dyn 
     let start = Instant::now();
     let mut writer = store.begin("full")?;
     let range = Range { start: 0, len: memory.len() as u64 };
-    writer.put(Owner::Space(0), range, Zeros::Omit, &mut |address, buffer: &mut [u8]| {
+    writer.put(Owner::Space(0), range, Zeros::Omit, |address, buffer| {
         buffer.copy_from_slice(&memory[address as usize..address as usize + buffer.len()]);
         if holes {
             buffer.chunks_exact_mut(PAGE as usize).step_by(2).for_each(|page| page.fill(0));

@@ -12,8 +12,7 @@ pub(crate) struct Ledger {
     pub checkpoint: u64,
     /// Highest id ever given to a segment.
     pub segment: u64,
-    /// Checkpoint that the highest segment was begun for; 0: it was made by a rewrite that is still under way.
-    /// `None`: nothing is under way.
+    /// What is under way: the checkpoint that the highest segment was begun for, or 0 while something is removed.
     pub pending: Option<u64>,
 }
 
@@ -46,7 +45,10 @@ impl Ledger {
 
     /// Whether work was begun and neither completed nor undone.
     pub fn unfinished(&self, folder: &Folder) -> bool {
-        let committed = |id| id != 0 && folder.checkpoint(id).exists();
-        self.pending.is_some_and(|id| folder.segment(self.segment).exists() && !committed(id))
+        match self.pending {
+            None => false,
+            Some(0) => true,
+            Some(id) => folder.segment(self.segment).exists() && !folder.checkpoint(id).exists(),
+        }
     }
 }

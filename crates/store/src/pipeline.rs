@@ -136,7 +136,7 @@ impl Pipeline {
         owner: Owner,
         ranges: &[Range],
         zeros: Zeros,
-        fill: &mut dyn FnMut(&[Range], &mut [u8]) -> Result<(), E>,
+        mut fill: impl FnMut(&[Range], &mut [u8]) -> Result<(), E>,
     ) -> Result<(), PutError<E>> {
         let mut batch = Vec::new();
         let mut rest = ranges.iter().copied();

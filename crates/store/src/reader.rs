@@ -128,7 +128,7 @@ impl Reader {
         let Place::Stored { segment, offset, length, .. } = extent.place else {
             return Ok(Block { segment: 0, offset: 0, bytes: Arc::default() });
         };
-        let mixed = (segment ^ offset / PAGE).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let mixed = (segment ^ (offset / PAGE)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let slot = &self.cache[(mixed >> 60) as usize % CACHED];
         let cached = slot.lock().unwrap_or_else(PoisonError::into_inner).clone();
         if let Some(block) = cached.filter(|b| (b.segment, b.offset) == (segment, offset)) {

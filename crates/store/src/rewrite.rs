@@ -197,13 +197,13 @@ fn copy_block(
     for range in ranges {
         let put = Range { start: number * STRIDE + range.start, len: range.len };
         let mut rest = &block[range.start as usize..range.end() as usize];
-        let mut fill = |_: &[Range], buffer: &mut [u8]| -> Result<(), Error> {
+        let fill = |_: &[Range], buffer: &mut [u8]| -> Result<(), Error> {
             let (now, later) = rest.split_at(buffer.len());
             buffer.copy_from_slice(now);
             rest = later;
             Ok(())
         };
-        match pipeline.put(MOVED, &[put], Zeros::Record, &mut fill) {
+        match pipeline.put(MOVED, &[put], Zeros::Record, fill) {
             Ok(()) => {}
             Err(PutError::Store(e) | PutError::Fill(e)) => return Err(e),
         }

@@ -79,7 +79,7 @@ impl Store {
     fn drop_checkpoints(&self, folder: &Folder, ids: Vec<u64>) -> Result<Freed> {
         // Remember the highest id before its manifest goes, so that it never comes again. A full medium must not keep
         // anyone from making room: then it is remembered afterwards.
-        let ledger = Ledger::read(folder)?;
+        let ledger = Ledger { pending: Some(0), ..Ledger::read(folder)? };
         let remembered = ledger.write(&self.medium, folder);
         if let Err(e) = &remembered
             && !e.is_full()
@@ -92,7 +92,7 @@ impl Store {
         self.medium.sync_folder(&folder.checkpoints())?;
         let mut freed = sweep(self, folder, Rewriting::Yes)?;
         if remembered.is_err() {
-            let late = Ledger { checkpoint: ledger.checkpoint, ..Ledger::read(folder)? };
+            let late = Ledger { checkpoint: ledger.checkpoint, pending: None, ..Ledger::read(folder)? };
             late.write(&self.medium, folder)?;
         }
         freed.checkpoints = ids;

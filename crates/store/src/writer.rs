@@ -93,9 +93,9 @@ impl Writer {
         owner: Owner,
         range: Range,
         zeros: Zeros,
-        fill: &mut dyn FnMut(u64, &mut [u8]) -> Result<(), E>,
+        mut fill: impl FnMut(u64, &mut [u8]) -> Result<(), E>,
     ) -> Result<(), PutError<E>> {
-        self.put_ranges(owner, &[range], zeros, &mut |batch, buffer| fill(batch[0].start, buffer))
+        self.put_ranges(owner, &[range], zeros, |batch, buffer| fill(batch[0].start, buffer))
     }
 
     /// Puts the pages of many ranges, like [`Writer::put`]; made for `process_vm_readv`, which reads many at once.
@@ -113,7 +113,7 @@ impl Writer {
         owner: Owner,
         ranges: &[Range],
         zeros: Zeros,
-        fill: &mut dyn FnMut(&[Range], &mut [u8]) -> Result<(), E>,
+        fill: impl FnMut(&[Range], &mut [u8]) -> Result<(), E>,
     ) -> Result<(), PutError<E>> {
         for range in ranges {
             assert!(
