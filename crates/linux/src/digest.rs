@@ -73,6 +73,7 @@ pub fn read_at(file: impl AsFd, offset: u64, buffer: &mut [u8]) -> Result<()> {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use std::os::unix::fs::FileExt;

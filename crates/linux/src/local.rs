@@ -40,6 +40,7 @@ impl Run for LocalRun {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -89,6 +89,7 @@ fn write_mapped(fd: impl AsFd, offset: u64, bytes: &[u8], huge_page: u64) -> Res
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -69,6 +69,7 @@ pub fn contents(read_end: impl AsFd) -> Result<Vec<Vec<u8>>> {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

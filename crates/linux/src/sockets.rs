@@ -25,7 +25,8 @@ pub fn pair(kind: i32) -> Result<(OwnedFd, OwnedFd)> {
     }
 }
 
-/// Value of an option as raw bytes; `None` where the socket does not have the option.
+/// Value of an option as raw bytes; `None` where the socket does not have the option. Not for `SO_GET_FILTER`, whose
+/// length is not in bytes ([`has_filter`]).
 pub fn option(socket: impl AsFd, level: u32, name: u32) -> Result<Option<Vec<u8>>> {
     let mut value = vec![0u8; 256];
     let mut len = value.len() as libc::socklen_t;
@@ -48,6 +49,23 @@ pub fn option(socket: impl AsFd, level: u32, name: u32) -> Result<Option<Vec<u8>
 pub fn int_option(socket: impl AsFd, level: u32, name: u32) -> Result<Option<i32>> {
     let value = option(socket, level, name)?;
     Ok(value.and_then(|v| v.get(..4).map(|b| i32::from_ne_bytes([b[0], b[1], b[2], b[3]]))))
+}
+
+/// Whether a packet filter is attached (`SO_GET_FILTER`).
+pub fn has_filter(socket: impl AsFd) -> Result<bool> {
+    let mut len: libc::socklen_t = 0;
+    // SAFETY: the length of this option counts instructions; for none of them the kernel writes nothing but how many
+    // there are.
+    let r = unsafe {
+        let fd = socket.as_fd().as_raw_fd();
+        let nothing = std::ptr::null_mut();
+        libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_GET_FILTER, nothing, &raw mut len)
+    };
+    match check(|| "look for a packet filter".into(), r.into()) {
+        Ok(_) => Ok(len > 0),
+        Err(e) if e.errno() == Some(libc::EACCES) => Ok(true), // not a classic one
+        Err(e) => Err(e),
+    }
 }
 
 /// Sets an option.
@@ -122,7 +140,8 @@ pub fn send(socket: impl AsFd, message: &[u8]) -> Result<usize, std::io::Error> 
 /// The unread messages of a unix socket, left where they are: one entry a message, or one in all for a stream.
 ///
 /// `SO_PEEK_OFF` makes successive peeks walk along the queue. It is state of the socket, so it is put back to what
-/// it was; the owner must stand still meanwhile.
+/// it was; the owner must stand still meanwhile. A pending error (`POLLERR`) would be taken by the first peek: callers
+/// look for one first.
 pub fn peek_all(socket: impl AsFd, stream: bool) -> Result<Vec<Vec<u8>>> {
     let sol = libc::SOL_SOCKET as u32;
     let before = int_option(&socket, sol, libc::SO_PEEK_OFF as u32)?.unwrap_or(-1);
@@ -136,8 +155,10 @@ pub fn peek_all(socket: impl AsFd, stream: bool) -> Result<Vec<Vec<u8>>> {
 fn peek_walk(socket: impl AsFd, stream: bool) -> Result<Vec<Vec<u8>>> {
     let fd = socket.as_fd().as_raw_fd();
     let mut messages = Vec::new();
+    // A stream is read just to its last byte: asking for more would take a pending error.
+    let mut left = if stream { crate::descriptors::readable(&socket)? as usize } else { usize::MAX };
     let mut buffer = vec![0u8; 1 << 18];
-    loop {
+    while left > 0 {
         // SAFETY: the kernel writes at most `buffer.len()` bytes. MSG_TRUNC makes it return the length of the whole
         // message; streams do without, as there it has another meaning.
         let n = unsafe {
@@ -160,10 +181,12 @@ fn peek_walk(socket: impl AsFd, stream: bool) -> Result<Vec<Vec<u8>>> {
             return Ok(messages);
         }
         messages.push(buffer[..n].to_vec());
+        left = if stream { left.saturating_sub(n) } else { left };
         if messages.len() > 100_000 {
             return Err(Error::Other("more than 100,000 messages in the queue of a socket".into()));
         }
     }
+    Ok(messages)
 }
 
 /// Tells an empty message from the end of a sequenced-packet connection: only a message has a sender's length.
@@ -287,6 +310,7 @@ fn parse_unix(body: &[u8]) -> Option<UnixSocket> {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -50,7 +50,7 @@ pub fn set_window(tty: impl AsFd, size: [u16; 4]) -> Result<()> {
 
 /// Number of the slave of a master.
 pub fn number(master: impl AsFd) -> Result<u32> {
-    Ok(ioctl_int(master, libc::TIOCGPTN as u64, "read the number of a pty")? as u32)
+    Ok(ioctl_int(master, libc::TIOCGPTN, "read the number of a pty")? as u32)
 }
 
 /// Whether the slave of a master cannot be opened.
@@ -60,7 +60,7 @@ pub fn locked(master: impl AsFd) -> Result<bool> {
 
 /// Locks or unlocks the slave of a master.
 pub fn set_locked(master: impl AsFd, locked: bool) -> Result<()> {
-    ioctl_set_int(master, libc::TIOCSPTLCK as u64, locked.into(), "set the lock of a pty")
+    ioctl_set_int(master, libc::TIOCSPTLCK, locked.into(), "set the lock of a pty")
 }
 
 /// Whether a master is in packet mode.
@@ -70,7 +70,7 @@ pub fn packet_mode(master: impl AsFd) -> Result<bool> {
 
 /// Switches packet mode of a master.
 pub fn set_packet_mode(master: impl AsFd, on: bool) -> Result<()> {
-    ioctl_set_int(master, libc::TIOCPKT as u64, on.into(), "set the packet mode of a pty")
+    ioctl_set_int(master, libc::TIOCPKT, on.into(), "set the packet mode of a pty")
 }
 
 /// Whether a terminal is in exclusive mode.

@@ -137,6 +137,7 @@ pub fn open_by_handle(mount: impl AsFd, kind: i32, handle: &[u8]) -> Result<Owne
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 
