@@ -6,7 +6,8 @@ use crate::{Error, Result};
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SchedAttr {
-    size: u32,
+    /// Set by [`set_attributes`].
+    pub size: u32,
     /// `SCHED_*`.
     pub policy: u32,
     /// `SCHED_FLAG_*`.
