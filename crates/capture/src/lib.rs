@@ -3,8 +3,10 @@
 
 pub mod attributes;
 pub mod builder;
+pub mod checkpoint;
 pub mod error;
 pub mod files;
 
+pub use checkpoint::{Engine, Options, Progress, Report, checkpoint};
 pub use builder::{Builder, Content};
 pub use error::{Error, Refusal, Result};

@@ -4,7 +4,9 @@
 #![allow(unsafe_code)] // each block says why it holds
 
 pub mod error;
+pub mod probe;
 pub mod program;
+pub mod supervise;
 
 pub use error::{Error, Result};
 

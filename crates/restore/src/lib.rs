@@ -4,7 +4,9 @@
 pub mod attributes;
 pub mod error;
 pub mod files;
+pub mod rebuild;
 
+pub use rebuild::{Options, Progress, Restored, restore};
 pub use error::{Error, Result};
 
 /// What to do about files that the program had open for writing and that changed since (`--files`).

@@ -1,0 +1,201 @@
+//! The supervisor: it stands between whoever started a job (a shell, a script, a service manager) and the job, and
+//! tries not to be noticed. Signals, stops and the end pass through it in both directions.
+
+use crate::failure::{Failure, Result};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
+use rustix::process::{Pid, getpgid, getpgrp, getsid};
+use stillpoint_linux::supervise::{Change, Received, Signals, die_of, forward, stop_like, wait};
+
+/// How a job ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// It exited with this code.
+    Exited(i32),
+    /// This signal killed it.
+    Killed(i32),
+}
+
+impl End {
+    /// Ends this process in the same way.
+    pub fn follow(self) -> ! {
+        match self {
+            End::Exited(code) => std::process::exit(code),
+            End::Killed(signal) => die_of(signal),
+        }
+    }
+}
+
+/// A supervised job.
+#[derive(Debug)]
+pub struct Supervisor {
+    signals: Signals,
+    pid: u32,
+    pidfd: OwnedFd,
+    /// The job is in our own process group: what the terminal sends to the group, it has already.
+    same_group: bool,
+    /// The terminal, where the job leads a process group of its own and has to be made its foreground group.
+    terminal: Option<Foreground>,
+    stopped: bool,
+}
+
+impl Supervisor {
+    /// Supervises a child of ours. With `foreground`, a job that is in our session but leads a process group of its
+    /// own gets the terminal if it is ours to give.
+    pub fn new(signals: Signals, pid: u32, pidfd: OwnedFd, foreground: bool) -> Self {
+        let group = Pid::from_raw(pid as i32).and_then(|p| getpgid(Some(p)).ok());
+        let same_group = group.is_none_or(|g| g == getpgrp());
+        let terminal = group.filter(|_| foreground && !same_group).and_then(|g| Foreground::of(g, pid));
+        Self { signals, pid, pidfd, same_group, terminal, stopped: false }
+    }
+
+    /// Passes signals and stops through until the job ends.
+    pub fn watch(mut self) -> Result<End> {
+        self.give_terminal();
+        loop {
+            if let Some(end) = self.changes()? {
+                return Ok(end);
+            }
+            wait_for(&[self.signals.as_fd(), self.pidfd.as_fd()])?;
+            while let Some(signal) = self.signals.next()? {
+                if self.is_for_job(&signal) {
+                    forward(self.pidfd.as_fd(), &signal)?;
+                }
+            }
+        }
+    }
+
+    /// Whether the job has not got this signal already.
+    fn is_for_job(&self, signal: &Received) -> bool {
+        match signal.signal {
+            libc_signal::CHLD => false,
+            // The shell continues the whole group; a second SIGCONT would run the job's handler twice.
+            libc_signal::CONT => self.stopped && !(signal.from_kernel && self.same_group),
+            _ if signal.sender == self.pid => false, // it signalled its own group, or its parent
+            _ => !(signal.from_kernel && self.same_group),
+        }
+    }
+
+    /// Takes note of what happened to the job; `Some` when it ended.
+    fn changes(&mut self) -> Result<Option<End>> {
+        while let Some(change) = wait(self.pidfd.as_fd())? {
+            match change {
+                Change::Exited(code) => return Ok(Some(End::Exited(code))),
+                Change::Killed(signal) => return Ok(Some(End::Killed(signal))),
+                Change::Continued => self.stopped = false,
+                Change::Stopped(signal) => {
+                    self.stopped = true;
+                    self.stop(signal);
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// Stops with the job, so that the shell takes the terminal and shows the job as stopped. A plain SIGSTOP was meant
+    /// for the job alone: whoever sent it will continue it, and would not continue us.
+    fn stop(&mut self, signal: i32) {
+        if !matches!(signal, libc_signal::TSTP | libc_signal::TTIN | libc_signal::TTOU) {
+            return;
+        }
+        if let Some(terminal) = &self.terminal {
+            if signal != libc_signal::TSTP && terminal.is_given() {
+                // It used the terminal in the moment before it was given to it.
+                terminal.continue_group();
+                return;
+            }
+            terminal.take_back();
+        }
+        stop_like(signal);
+        self.give_terminal();
+    }
+
+    fn give_terminal(&self) {
+        if let Some(terminal) = &self.terminal
+            && terminal.give()
+        {
+            terminal.continue_group();
+        }
+    }
+}
+
+/// Signal numbers, named as in signal(7).
+mod libc_signal {
+    use rustix::process::Signal;
+    pub const CHLD: i32 = Signal::CHILD.as_raw();
+    pub const CONT: i32 = Signal::CONT.as_raw();
+    pub const TSTP: i32 = Signal::TSTP.as_raw();
+    pub const TTIN: i32 = Signal::TTIN.as_raw();
+    pub const TTOU: i32 = Signal::TTOU.as_raw();
+}
+
+/// The foreground of our terminal, lent to the process group of the job; it comes back on drop. All signals are
+/// blocked, SIGTTOU among them, so that a background process may do this too (tcsetpgrp(3)).
+#[derive(Debug)]
+struct Foreground {
+    terminal: OwnedFd,
+    group: Pid,
+    ours: Pid,
+}
+
+impl Foreground {
+    fn of(group: Pid, pid: u32) -> Option<Self> {
+        let session = getsid(Pid::from_raw(pid as i32)).ok()?;
+        if session != getsid(None).ok()? {
+            return None;
+        }
+        let terminal = crate::terminal::controlling()?;
+        Some(Self { terminal, group, ours: getpgrp() })
+    }
+
+    /// Gives the foreground to the job if we have it.
+    fn give(&self) -> bool {
+        let ours_to_give = rustix::termios::tcgetpgrp(&self.terminal) == Ok(self.ours);
+        ours_to_give && rustix::termios::tcsetpgrp(&self.terminal, self.group).is_ok()
+    }
+
+    fn is_given(&self) -> bool {
+        rustix::termios::tcgetpgrp(&self.terminal) == Ok(self.group)
+    }
+
+    fn take_back(&self) {
+        if self.is_given() {
+            let _ = rustix::termios::tcsetpgrp(&self.terminal, self.ours); // fails once the terminal hung up
+        }
+    }
+
+    fn continue_group(&self) {
+        let _ = rustix::process::kill_process_group(self.group, rustix::process::Signal::CONT);
+    }
+}
+
+impl Drop for Foreground {
+    fn drop(&mut self) {
+        // The job has ended, and its group may have vanished with it: whatever is in front now, it is our turn.
+        if rustix::termios::tcgetpgrp(&self.terminal) != Ok(self.ours) {
+            let _ = rustix::termios::tcsetpgrp(&self.terminal, self.ours);
+        }
+    }
+}
+
+fn wait_for(sources: &[BorrowedFd<'_>]) -> Result<()> {
+    let mut polled: Vec<PollFd<'_>> = sources.iter().map(|&fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
+    match poll(&mut polled, None) {
+        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+        Err(e) => Err(Failure::failed(format!("poll: {e}"))),
+    }
+}
+
+/// Lets go of what belongs to the job: a pipe whose other end waits for the job to close it must not stay open because
+/// we hold it too. `stdin` is kept where we still read it for the job.
+pub fn let_go(keep_stdin: bool) -> Result<()> {
+    let null = std::fs::OpenOptions::new().read(true).write(true).open("/dev/null");
+    let null = null.map_err(|e| Failure::failed(format!("/dev/null: {e}")))?;
+    let failed = |e| Failure::failed(format!("dup2: {e}"));
+    if !keep_stdin {
+        rustix::stdio::dup2_stdin(&null).map_err(failed)?;
+    }
+    rustix::stdio::dup2_stdout(&null).map_err(failed)?;
+    rustix::stdio::dup2_stderr(&null).map_err(failed)?;
+    Ok(stillpoint_linux::supervise::drop_inherited()?)
+}
