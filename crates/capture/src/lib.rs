@@ -7,6 +7,6 @@ pub mod checkpoint;
 pub mod error;
 pub mod files;
 
-pub use checkpoint::{Engine, Options, Progress, Report, checkpoint};
 pub use builder::{Builder, Content};
+pub use checkpoint::{Engine, Options, Progress, Report, checkpoint};
 pub use error::{Error, Refusal, Result};

@@ -39,6 +39,12 @@ impl Failure {
         Self { code: REFUSED, what: what.to_string(), hint: None }
     }
 
+    /// Says what was being done.
+    pub fn within(mut self, doing: &str) -> Self {
+        self.what = format!("{doing}: {}", self.what);
+        self
+    }
+
     /// Adds what to do.
     pub fn hint(mut self, hint: impl Into<String>) -> Self {
         self.hint = Some(hint.into());

@@ -94,11 +94,15 @@ pub fn long(seconds: u64) -> String {
     }
 }
 
+/// Now, in nanoseconds since 1970.
+pub fn now_ns() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos() as u64
+}
+
 /// How long ago a time (nanoseconds since 1970) is.
 pub fn age(taken_ns: u64) -> String {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-    match now.checked_sub(taken_ns / 1_000_000_000) {
-        Some(seconds) => format!("{} ago", long(seconds)),
+    match now_ns().checked_sub(taken_ns) {
+        Some(ns) => format!("{} ago", long(ns / 1_000_000_000)),
         None => "in the future".into(),
     }
 }
@@ -127,7 +131,8 @@ pub fn ms(d: Duration) -> f64 {
 
 /// A command line for people: arguments that need it are quoted, a long one is cut.
 pub fn command(arguments: &[stillpoint_image::Bytes], longest: usize) -> String {
-    let plain = |s: &str| !s.is_empty() && s.chars().all(|c| c.is_ascii_alphanumeric() || "-_./=:,+@%".contains(c));
+    let plain =
+        |s: &str| !s.is_empty() && s.chars().all(|c| c.is_ascii_alphanumeric() || "-_./=:,+@%".contains(c));
     let quote = |s: String| if plain(&s) { s } else { format!("{s:?}") };
     let text = arguments.iter().map(|a| quote(a.to_string())).collect::<Vec<_>>().join(" ");
     if text.chars().count() <= longest {
@@ -142,7 +147,10 @@ mod tests {
 
     #[test]
     fn sizes() {
-        assert_eq!([bytes(0), bytes(1023), bytes(1024), bytes(1 << 30)], ["0 B", "1023 B", "1.0 KiB", "1.0 GiB"]);
+        assert_eq!(
+            [bytes(0), bytes(1023), bytes(1024), bytes(1 << 30)],
+            ["0 B", "1023 B", "1.0 KiB", "1.0 GiB"]
+        );
         assert_eq!(bytes((1 << 20) - 1), "1.0 MiB");
         assert_eq!(bytes(u64::MAX), "16.0 EiB");
         assert_eq!([count(0), count(999), count(262_144)], ["0", "999", "262,144"]);
@@ -151,9 +159,10 @@ mod tests {
     #[test]
     fn times() {
         let of = |us| short(Duration::from_micros(us));
-        assert_eq!([of(0), of(50), of(800), of(310_000), of(740_000)], [
-            "0.00 ms", "0.05 ms", "0.8 ms", "310 ms", "0.74 s"
-        ]);
+        assert_eq!(
+            [of(0), of(50), of(800), of(310_000), of(740_000)],
+            ["0.00 ms", "0.05 ms", "0.8 ms", "310 ms", "0.74 s"]
+        );
         assert_eq!([of(12_000_000), of(600_000_000)], ["12.0 s", "10 min"]);
         assert_eq!([long(119), long(12_000), long(1_000_000)], ["119 s", "3 h 20 min", "11 d"]);
     }
@@ -167,7 +176,8 @@ mod tests {
 
     #[test]
     fn command_lines() {
-        let of = |a: &[&str], n| command(&a.iter().map(|s| s.as_bytes().to_vec().into()).collect::<Vec<_>>(), n);
+        let of =
+            |a: &[&str], n| command(&a.iter().map(|s| s.as_bytes().to_vec().into()).collect::<Vec<_>>(), n);
         assert_eq!(of(&["sh", "-c", "a b"], 80), "sh -c \"a b\"");
         assert_eq!(of(&["abcdef"], 4), "abc…");
     }

@@ -52,7 +52,8 @@ fn paint(words: &str, counts: &Counts) {
     let style = indicatif::ProgressStyle::with_template(
         "{prefix} [{bar:30}] {bytes} of {total_bytes}  {bytes_per_sec}  {eta} left",
     );
-    let style = style.map(|s| s.progress_chars("=> ")).unwrap_or_else(|_| indicatif::ProgressStyle::default_bar());
+    let style =
+        style.map(|s| s.progress_chars("=> ")).unwrap_or_else(|_| indicatif::ProgressStyle::default_bar());
     let bar = indicatif::ProgressBar::hidden().with_style(style).with_prefix(words.to_string());
     let mut visible = false;
     loop {

@@ -5,6 +5,7 @@ use crate::failure::{Failure, Result};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::process::{Pid, getpgid, getpgrp, getsid};
+use std::io::{PipeReader, PipeWriter};
 use stillpoint_linux::supervise::{Change, Received, Signals, die_of, forward, stop_like, wait};
 
 /// How a job ended.
@@ -178,8 +179,61 @@ impl Drop for Foreground {
     }
 }
 
+/// Ends this process when a signal asks for it, or when the command in front has gone, for as long as it lives: while a
+/// program is being brought back there is nobody to pass signals to.
+#[derive(Debug)]
+pub struct GiveUp {
+    stop: Option<PipeWriter>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl GiveUp {
+    /// Watches in a thread of its own.
+    pub fn watch(signals: &Signals, relay: Option<BorrowedFd<'_>>) -> Result<Self> {
+        let failed = |e: std::io::Error| Failure::failed(format!("cannot watch for signals: {e}"));
+        let (stopped, stop) = std::io::pipe().map_err(failed)?;
+        let signals = signals.try_clone()?;
+        let relay = relay.map(|r| r.try_clone_to_owned()).transpose().map_err(failed)?;
+        let work = move || give_up(&signals, &stopped, relay.as_ref());
+        let thread = std::thread::Builder::new().name("signals".into()).spawn(work).map_err(failed)?;
+        Ok(Self { stop: Some(stop), thread: Some(thread) })
+    }
+}
+
+impl Drop for GiveUp {
+    fn drop(&mut self) {
+        drop(self.stop.take()); // the other end hangs up
+        let _ = self.thread.take().map(std::thread::JoinHandle::join);
+    }
+}
+
+fn give_up(signals: &Signals, stopped: &PipeReader, relay: Option<&OwnedFd>) {
+    loop {
+        let mut polled = vec![
+            PollFd::new(stopped, PollFlags::IN),
+            PollFd::from_borrowed_fd(signals.as_fd(), PollFlags::IN),
+        ];
+        // Nothing is asked of the relay; that its reader has gone is told unasked.
+        polled.extend(relay.map(|r| PollFd::new(r, PollFlags::empty())));
+        let _ = poll(&mut polled, None);
+        let told: Vec<bool> = polled.iter().map(|p| !p.revents().is_empty()).collect();
+        if told[0] {
+            return;
+        }
+        if told.get(2) == Some(&true) {
+            std::process::exit(crate::failure::FAILED.into());
+        }
+        while let Ok(Some(signal)) = signals.next() {
+            if signal.would_end_us() {
+                die_of(signal.signal);
+            }
+        }
+    }
+}
+
 fn wait_for(sources: &[BorrowedFd<'_>]) -> Result<()> {
-    let mut polled: Vec<PollFd<'_>> = sources.iter().map(|&fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
+    let mut polled: Vec<PollFd<'_>> =
+        sources.iter().map(|&fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
     match poll(&mut polled, None) {
         Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
         Err(e) => Err(Failure::failed(format!("poll: {e}"))),

@@ -122,7 +122,8 @@ impl Subject {
         const PTRACE_GET_RSEQ_CONFIGURATION: u32 = 0x420f;
         let rseq = self.call("PTRACE_GET_RSEQ_CONFIGURATION", PTRACE_GET_RSEQ_CONFIGURATION, 24, data);
         const PTRACE_SECCOMP_GET_FILTER: u32 = 0x420c;
-        let filter = self.call("PTRACE_SECCOMP_GET_FILTER", PTRACE_SECCOMP_GET_FILTER, 0, std::ptr::null_mut());
+        let filter =
+            self.call("PTRACE_SECCOMP_GET_FILTER", PTRACE_SECCOMP_GET_FILTER, 0, std::ptr::null_mut());
         // It has no filter: past the check of privileges, the kernel says so.
         let filter = match filter {
             Err(e) if matches!(e.errno(), Some(libc::EINVAL | libc::ENOENT)) => Ok(()),
@@ -254,7 +255,8 @@ pub fn set_mm_map() -> Result<()> {
     const PR_SET_MM_MAP: usize = 14;
     // SAFETY: prctl(2) reads a live structure, which holds what the child already has, no auxv and no exe_fd.
     in_child("prctl(PR_SET_MM_MAP)", || unsafe {
-        let done = libc::prctl(PR_SET_MM, PR_SET_MM_MAP, &raw const layout, size_of::<prctl_mm_map>(), 0usize);
+        let done =
+            libc::prctl(PR_SET_MM, PR_SET_MM_MAP, &raw const layout, size_of::<prctl_mm_map>(), 0usize);
         if done == 0 { 0 } else { errno() }
     })
 }
@@ -291,7 +293,9 @@ pub fn timer_ids() -> Result<()> {
     const PR_TIMER_CREATE_RESTORE_IDS: i32 = 77;
     const GET: usize = 2;
     // SAFETY: this prctl(2) takes no pointers.
-    check("prctl(PR_TIMER_CREATE_RESTORE_IDS)", unsafe { libc::prctl(PR_TIMER_CREATE_RESTORE_IDS, GET, 0, 0, 0) })
+    check("prctl(PR_TIMER_CREATE_RESTORE_IDS)", unsafe {
+        libc::prctl(PR_TIMER_CREATE_RESTORE_IDS, GET, 0, 0, 0)
+    })
 }
 
 /// userfaultfd with asynchronous write-protection.

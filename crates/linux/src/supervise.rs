@@ -89,6 +89,12 @@ impl Signals {
         }
     }
 
+    /// Another handle of the same stream, for another thread.
+    pub fn try_clone(&self) -> Result<Self> {
+        let fd = self.fd.try_clone().map_err(|e| Error::call("dup signalfd", e))?;
+        Ok(Self { fd, mask: self.mask, sigchld: self.sigchld })
+    }
+
     /// The next signal, if one is waiting.
     pub fn next(&self) -> Result<Option<Received>> {
         let mut buffer = [0u8; size_of::<libc::signalfd_siginfo>()];
@@ -106,6 +112,27 @@ impl Signals {
             queued: (info.ssi_code == libc::SI_QUEUE).then_some(info.ssi_ptr),
             uid: info.ssi_uid,
         }))
+    }
+}
+
+impl Received {
+    /// Whether it would have ended this process, had the signals not been taken.
+    pub fn would_end_us(&self) -> bool {
+        const HARMLESS: [i32; 7] = [
+            libc::SIGCHLD,
+            libc::SIGCONT,
+            libc::SIGURG,
+            libc::SIGWINCH,
+            libc::SIGTSTP,
+            libc::SIGTTIN,
+            libc::SIGTTOU,
+        ];
+        // SAFETY: zero is a valid `sigaction`, and sigaction(2) with a null new action only reads the old one.
+        let ignored = unsafe {
+            let mut now: libc::sigaction = zeroed();
+            libc::sigaction(self.signal, std::ptr::null(), &mut now) == 0 && now.sa_sigaction == libc::SIG_IGN
+        };
+        !ignored && !HARMLESS.contains(&self.signal)
     }
 }
 
@@ -143,9 +170,8 @@ pub fn forward(pidfd: BorrowedFd<'_>, signal: &Received) -> Result<()> {
     });
     let pointer = info.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
     // SAFETY: pidfd_send_signal(2) reads a siginfo_t from the pointer, or takes null for that of kill(2).
-    let done = unsafe {
-        libc::syscall(libc::SYS_pidfd_send_signal, pidfd.as_raw_fd(), signal.signal, pointer, 0)
-    };
+    let done =
+        unsafe { libc::syscall(libc::SYS_pidfd_send_signal, pidfd.as_raw_fd(), signal.signal, pointer, 0) };
     match check("pidfd_send_signal", done as i32) {
         Err(e) if e.errno() == Some(libc::ESRCH) => Ok(()), // it ended meanwhile
         other => other,

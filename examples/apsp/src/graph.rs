@@ -29,7 +29,8 @@ impl Graph {
             z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
             ((z ^ (z >> 31)) % below as u64) as usize
         };
-        let edges = (0..nodes * DEGREE).map(|i| (i / DEGREE, random(nodes), 1 + random(HEAVIEST as usize) as u32));
+        let edges =
+            (0..nodes * DEGREE).map(|i| (i / DEGREE, random(nodes), 1 + random(HEAVIEST as usize) as u32));
         Self { nodes, edges: edges.collect() }
     }
 }
@@ -54,7 +55,8 @@ impl FromStr for Graph {
             return Err("line 1 is not `NODES EDGES`".into());
         };
         let edge = |(number, line): (usize, &str)| {
-            edge(line, nodes).ok_or_else(|| format!("line {number} is not `FROM TO WEIGHT` with nodes below {nodes}"))
+            edge(line, nodes)
+                .ok_or_else(|| format!("line {number} is not `FROM TO WEIGHT` with nodes below {nodes}"))
         };
         let edges = lines.map(edge).collect::<Result<Vec<_>, _>>()?;
         if edges.len() != count {

@@ -25,7 +25,9 @@ fn main() -> ExitCode {
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let outcome = match arguments[..] {
         ["--generate", nodes, seed, graph] => generate(nodes, seed, graph.as_ref()),
-        [graph, result] => solve(graph.as_ref(), result.as_ref(), available_parallelism().map_or(1, usize::from)),
+        [graph, result] => {
+            solve(graph.as_ref(), result.as_ref(), available_parallelism().map_or(1, usize::from))
+        }
         [graph, result, threads] => {
             number(threads).and_then(|threads| solve(graph.as_ref(), result.as_ref(), threads))
         }

@@ -62,9 +62,21 @@ fn own_features() -> Vec<Feature> {
     const ROOT_HINT: &str = "run as root, or give the program CAP_CHECKPOINT_RESTORE (or CAP_SYS_ADMIN)";
     use Need::{Optional, Required};
     vec![
-        feature("Linux 6.7", Required, "the interfaces everything stands on", "boot a newer kernel", kernel()),
+        feature(
+            "Linux 6.7",
+            Required,
+            "the interfaces everything stands on",
+            "boot a newer kernel",
+            kernel(),
+        ),
         tried("clone3 set_tid", Required, "restored threads get their old ids", ROOT_HINT, probe::set_tid()),
-        tried("PR_SET_MM_MAP", Required, "heap, command line and auxv as they were", ROOT_HINT, probe::set_mm_map()),
+        tried(
+            "PR_SET_MM_MAP",
+            Required,
+            "heap, command line and auxv as they were",
+            ROOT_HINT,
+            probe::set_mm_map(),
+        ),
         tried(
             "pid namespaces",
             Optional,
@@ -93,7 +105,13 @@ fn own_features() -> Vec<Feature> {
             "run as root, or with CAP_SYS_PTRACE; the kernel needs CONFIG_USERFAULTFD",
             probe::userfaultfd(),
         ),
-        tried("sock_diag", Required, "the state of sockets", "the kernel needs CONFIG_UNIX_DIAG", sock_diag()),
+        tried(
+            "sock_diag",
+            Required,
+            "the state of sockets",
+            "the kernel needs CONFIG_UNIX_DIAG",
+            sock_diag(),
+        ),
         feature(
             "CAP_SYS_RESOURCE",
             Optional,
@@ -125,7 +143,13 @@ fn process_features() -> Vec<Feature> {
     let mut features = vec![
         tried("pidfd_getfd", Required, "descriptors of the program", attach, subject.pidfd_getfd()),
         tried("process_vm_readv", Required, "memory of the program", attach, subject.process_vm_readv()),
-        tried("kcmp", Required, "what is shared and what is a copy", "the kernel needs CONFIG_KCMP", subject.kcmp()),
+        tried(
+            "kcmp",
+            Required,
+            "what is shared and what is a copy",
+            "the kernel needs CONFIG_KCMP",
+            subject.kcmp(),
+        ),
         tried(
             "PAGEMAP_SCAN",
             Required,
@@ -148,7 +172,13 @@ fn process_features() -> Vec<Feature> {
     let [syscall_info, rseq, filter] = traced;
     features.extend([
         tried("ptrace", Required, "stopping a program and looking into it", attach, attached),
-        tried("PTRACE_GET_SYSCALL_INFO", Required, "calls that were interrupted", "Linux 5.3 or newer", syscall_info),
+        tried(
+            "PTRACE_GET_SYSCALL_INFO",
+            Required,
+            "calls that were interrupted",
+            "Linux 5.3 or newer",
+            syscall_info,
+        ),
         tried(
             "PTRACE_GET_RSEQ_CONFIGURATION",
             Required,
