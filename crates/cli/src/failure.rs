@@ -54,7 +54,8 @@ impl Failure {
 
 impl Display for Failure {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "stillpoint: {}", self.what.replace('\n', "\n  "))?;
+        let indented = self.what.replace('\n', "\n  ").replace("\n  \n", "\n\n");
+        write!(f, "stillpoint: {indented}")?;
         self.hint.as_ref().map_or(Ok(()), |hint| write!(f, "\n  {hint}"))
     }
 }

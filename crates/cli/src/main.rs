@@ -24,7 +24,11 @@ fn main() -> ExitCode {
         output::note(&format!("stillpoint: a mistake in stillpoint itself: {what}{place}"));
         std::process::exit(FAILED.into());
     }));
-    match dispatch(Cli::parse()) {
+    let outcome = match Cli::try_parse() {
+        Ok(cli) => dispatch(cli),
+        Err(e) => usage(&e),
+    };
+    match outcome {
         Ok(code) => code,
         Err(failure) => {
             output::note(&failure.to_string());
@@ -55,6 +59,22 @@ fn dispatch(cli: Cli) -> Result<ExitCode> {
             let failed = |e| Failure::failed(format!("manual page: {e}"));
             clap_mangen::Man::new(Cli::command()).render(&mut page).map_err(failed)?;
             print(&page)
+        }
+    }
+}
+
+/// Help and version are answers; anything else is a mistake of the user's.
+fn usage(error: &clap::Error) -> Result<ExitCode> {
+    let text = error.render().to_string();
+    if !error.use_stderr() {
+        return print(text.as_bytes());
+    }
+    let text = text.trim_end();
+    match text.strip_prefix("error: ") {
+        Some(mistake) => Err(Failure::usage(mistake)),
+        None => {
+            output::note(text); // no command at all: the help, with the exit code of a mistake
+            Ok(ExitCode::from(failure::USAGE))
         }
     }
 }

@@ -6,7 +6,9 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::process::{Pid, getpgid, getpgrp, getsid};
 use std::io::{PipeReader, PipeWriter};
-use stillpoint_linux::supervise::{Change, Received, Signals, die_of, forward, stop_like, wait};
+use stillpoint_linux::supervise::{
+    Change, Received, Signals, die_of, drop_inherited, forward, stop_like, wait,
+};
 
 /// How a job ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,21 +35,29 @@ pub struct Supervisor {
     signals: Signals,
     pid: u32,
     pidfd: OwnedFd,
-    /// The job is in our own process group: what the terminal sends to the group, it has already.
-    same_group: bool,
-    /// The terminal, where the job leads a process group of its own and has to be made its foreground group.
     terminal: Option<Foreground>,
     stopped: bool,
 }
 
 impl Supervisor {
-    /// Supervises a child of ours. With `foreground`, a job that is in our session but leads a process group of its
-    /// own gets the terminal if it is ours to give.
-    pub fn new(signals: Signals, pid: u32, pidfd: OwnedFd, foreground: bool) -> Self {
-        let group = Pid::from_raw(pid as i32).and_then(|p| getpgid(Some(p)).ok());
-        let same_group = group.is_none_or(|g| g == getpgrp());
-        let terminal = group.filter(|_| foreground && !same_group).and_then(|g| Foreground::of(g, pid));
-        Self { signals, pid, pidfd, same_group, terminal, stopped: false }
+    /// Supervises a child of ours.
+    pub fn new(signals: Signals, pid: u32, pidfd: OwnedFd) -> Self {
+        Self { signals, pid, pidfd, terminal: None, stopped: false }
+    }
+
+    /// If the job leads a process group of its own in our session, it gets the terminal whenever that is ours to give.
+    pub fn with_terminal(mut self) -> Self {
+        self.terminal = self.group().filter(|&g| g != getpgrp()).and_then(|g| Foreground::of(g, self.pid));
+        self
+    }
+
+    fn group(&self) -> Option<Pid> {
+        getpgid(Pid::from_raw(self.pid as i32)).ok()
+    }
+
+    /// Whether what the terminal sends to our process group has reached the job already.
+    fn in_our_group(&self) -> bool {
+        self.group().is_none_or(|g| g == getpgrp())
     }
 
     /// Passes signals and stops through until the job ends.
@@ -71,9 +81,9 @@ impl Supervisor {
         match signal.signal {
             libc_signal::CHLD => false,
             // The shell continues the whole group; a second SIGCONT would run the job's handler twice.
-            libc_signal::CONT => self.stopped && !(signal.from_kernel && self.same_group),
+            libc_signal::CONT => self.stopped,
             _ if signal.sender == self.pid => false, // it signalled its own group, or its parent
-            _ => !(signal.from_kernel && self.same_group),
+            _ => !(signal.from_kernel && self.in_our_group()),
         }
     }
 
@@ -172,8 +182,11 @@ impl Foreground {
 
 impl Drop for Foreground {
     fn drop(&mut self) {
-        // The job has ended, and its group may have vanished with it: whatever is in front now, it is our turn.
-        if rustix::termios::tcgetpgrp(&self.terminal) != Ok(self.ours) {
+        // The job has ended. If a group of its children is in front and has ended too, nobody else takes the terminal
+        // back; a group that lives is the shell's affair: we may have been put in the background.
+        let front = rustix::termios::tcgetpgrp(&self.terminal);
+        let vanished = |g| rustix::process::test_kill_process_group(g) == Err(rustix::io::Errno::SRCH);
+        if self.is_given() || front.is_ok_and(vanished) {
             let _ = rustix::termios::tcsetpgrp(&self.terminal, self.ours);
         }
     }
@@ -251,5 +264,5 @@ pub fn let_go(keep_stdin: bool) -> Result<()> {
     }
     rustix::stdio::dup2_stdout(&null).map_err(failed)?;
     rustix::stdio::dup2_stderr(&null).map_err(failed)?;
-    Ok(stillpoint_linux::supervise::drop_inherited()?)
+    Ok(drop_inherited()?)
 }

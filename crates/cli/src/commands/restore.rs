@@ -36,7 +36,10 @@ pub fn run(common: &Common, args: &Restore) -> Result<ExitCode> {
             let Some(revived) = revived else { return Ok(ExitCode::FAILURE) };
             let_go(false)?;
             let _ = std::env::set_current_dir("/"); // a supervisor must not keep a file system busy
-            revived.supervise(false)
+            let (supervisor, record) = revived.into_supervisor();
+            let end = supervisor.watch();
+            drop(record);
+            end?.follow()
         }
     }
 }
@@ -49,10 +52,10 @@ fn in_foreground(common: &Common, args: &Restore) -> Result<ExitCode> {
     let pump = revived.restored.stdin_pump.take();
     let_go(pump.is_some())?;
     pump.map(start_pump).transpose()?;
-    let supervisor = revived.into_supervisor(true);
-    let end = supervisor.0.watch();
+    let (supervisor, record) = revived.into_supervisor();
+    let end = supervisor.with_terminal().watch();
     drop(settings);
-    drop(supervisor.1);
+    drop(record);
     end?.follow()
 }
 
@@ -110,16 +113,9 @@ impl Revived {
         Ok(Self { restored, record, signals, meta: image.meta, job, notes })
     }
 
-    fn into_supervisor(self, foreground: bool) -> (Supervisor, Option<Record>) {
+    fn into_supervisor(self) -> (Supervisor, Option<Record>) {
         let Restored { pid, pidfd, .. } = self.restored;
-        (Supervisor::new(self.signals, pid, pidfd, foreground), self.record)
-    }
-
-    fn supervise(self, foreground: bool) -> Result<ExitCode> {
-        let (supervisor, record) = self.into_supervisor(foreground);
-        let end = supervisor.watch();
-        drop(record);
-        end?.follow()
+        (Supervisor::new(self.signals, pid, pidfd), self.record)
     }
 
     fn answer(&self) -> Answer {

@@ -19,7 +19,7 @@ pub fn run(common: &Common, args: &Run) -> Result<ExitCode> {
     if !args.detach {
         let started = Started::start(common, args)?;
         let_go(false)?;
-        return started.supervise(true);
+        return started.supervise();
     }
     let stdout_is_taken = stays(std::io::stdout().as_fd());
     match detach()? {
@@ -64,8 +64,8 @@ impl Started {
     }
 
     /// Supervises the job to its end, and ends like it.
-    fn supervise(self, foreground: bool) -> Result<ExitCode> {
-        let end = Supervisor::new(self.signals, self.child.pid, self.child.pidfd, foreground).watch();
+    fn supervise(self) -> Result<ExitCode> {
+        let end = Supervisor::new(self.signals, self.child.pid, self.child.pidfd).watch();
         drop(self.record);
         end?.follow()
     }
@@ -88,7 +88,7 @@ fn in_background(common: &Common, args: &Run, relay: Relay) -> Result<ExitCode> 
     let Some(started) = started else { return Ok(ExitCode::FAILURE) };
     let_go(false)?;
     let _ = std::env::set_current_dir("/"); // a supervisor must not keep a file system busy
-    started.supervise(false)
+    started.supervise()
 }
 
 impl Started {
@@ -126,11 +126,6 @@ impl Record {
     pub fn write(store: Store, claim: Claim, running: &Running) -> Result<Self> {
         store.set_running(claim.job(), running).map_err(jobs::store_failure)?;
         Ok(Self { store, claim })
-    }
-
-    /// Name of the job.
-    pub fn job(&self) -> &str {
-        self.claim.job()
     }
 }
 
