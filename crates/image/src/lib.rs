@@ -12,6 +12,7 @@ pub mod files;
 pub mod memory;
 pub mod pages;
 pub mod process;
+pub mod validate;
 pub mod wire;
 
 use minicbor::{Decode, Encode};

@@ -3,6 +3,8 @@
 use crate::PAGE;
 
 /// What a run of pages belongs to.
+///
+/// Ordered as written here: address spaces, then objects, then files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Owner {
     /// Private pages at virtual addresses of this address space (index into [`crate::Image::spaces`]).
@@ -11,6 +13,16 @@ pub enum Owner {
     Object(u32),
     /// Pages at offsets of this file (index into [`crate::Image::paths`]): deleted files, shared writable mappings.
     File(u32),
+}
+
+impl std::fmt::Display for Owner {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Owner::Space(row) => write!(f, "address space {row}"),
+            Owner::Object(row) => write!(f, "memory object {row}"),
+            Owner::File(row) => write!(f, "file {row}"),
+        }
+    }
 }
 
 /// A run of pages of one owner that is stored in one piece.
@@ -41,6 +53,18 @@ impl Extent {
     pub fn end(&self) -> u64 {
         self.address + self.len()
     }
+
+    /// The part of it within `[from, to)`, which must lie inside it and be whole pages.
+    pub fn part(&self, from: u64, to: u64) -> Extent {
+        debug_assert!(self.address <= from && from < to && to <= self.end());
+        let mut part = *self;
+        part.address = from;
+        part.pages = ((to - from) / PAGE) as u32;
+        if let Place::Stored { skip, .. } = &mut part.place {
+            *skip += ((from - self.address) / PAGE) as u16;
+        }
+        part
+    }
 }
 
 /// Where the contents of an extent are.
@@ -49,20 +73,30 @@ pub enum Place {
     /// All bytes are zero. Pages in no extent read as their mapping does by itself: zero for anonymous memory, the
     /// file's own bytes for a private file mapping; so this is only needed where that default is not zero.
     Zero,
-    /// In a segment.
+    /// In a block of a segment.
+    ///
+    /// A block is what one checksum covers and what is read in one piece. An extent may be only part of it: when a
+    /// later checkpoint replaces some pages of a block, its other pages stay where they are.
     Stored {
         /// Number of the segment within the job.
         segment: u64,
-        /// Offset in the segment file, bytes.
+        /// Offset of the block in the segment file, bytes.
         offset: u64,
-        /// Stored length in bytes (equal to the extent's own length unless compressed).
+        /// Stored length of the block in bytes.
         length: u32,
-        /// How it is encoded.
+        /// Pages that the whole block decodes to, at most [`MAX_BLOCK_PAGES`].
+        block_pages: u16,
+        /// Pages of the block in front of this extent.
+        skip: u16,
+        /// How the block is encoded.
         codec: Codec,
-        /// CRC-32 (IEEE) of the stored bytes.
+        /// CRC-32 (IEEE) of the stored bytes of the block.
         crc: u32,
     },
 }
+
+/// Most pages a block may have; bounds the memory that reading one needs. (Writers use far smaller ones.)
+pub const MAX_BLOCK_PAGES: u16 = 1024;
 
 /// Encoding of stored pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -1,1 +1,55 @@
 //! Where checkpoints live: segments, manifests, commit, verify, prune.
+//!
+//! ```text
+//! STORE/jobs/JOB/segments/ID.pages     page data, written once with direct I/O
+//! STORE/jobs/JOB/checkpoints/ID        manifest: description of the program and page map; its rename commits
+//! STORE/jobs/JOB/tails/                cut tails of files, kept until the whole job is removed
+//! STORE/jobs/JOB/running               who runs the job now
+//! ```
+//!
+//! A checkpoint is visible once its manifest has its name, and by then everything it points to is durable; a crash, a
+//! full or a failing disk at any point leaves the earlier checkpoints whole. Every byte read back is checked against a
+//! checksum before it is used. `docs/format.md` tells the bytes, the order of commits, and what is assumed of the
+//! medium.
+//!
+//! Who may do what at the same time is settled by two `flock`s of each job:
+//!
+//! * `writer.lock` is held exclusively by whoever adds or removes anything: a [`Writer`] from [`Store::begin`] to its
+//!   end, [`Store::remove`], [`Store::prune`]. When it can be taken, no writer lives and leftovers are leftovers.
+//! * `reader.lock` is shared by a [`Store::load`] while it reads the manifest and opens the segments, and exclusive
+//!   while segments are deleted. A loaded checkpoint needs no lock: it holds its segments open, and the kernel keeps
+//!   a file for as long as anyone has it open.
+#![forbid(unsafe_code)]
+
+mod buffer;
+mod codec;
+mod error;
+mod folder;
+mod layers;
+mod ledger;
+mod lock;
+mod medium;
+mod name;
+mod pipeline;
+mod reader;
+mod record;
+mod rewrite;
+mod running;
+mod segment;
+mod store;
+mod sweep;
+mod tails;
+mod verify;
+mod writer;
+
+pub use error::{Error, PutError, Result};
+#[doc(hidden)]
+pub use medium::{Fault, Op};
+pub use name::check_name;
+pub use reader::{Checkpoint, Reader};
+pub use running::{Claim, Running};
+pub use store::{Store, Summary};
+pub use sweep::Freed;
+pub use tails::Tail;
+pub use verify::Report;
+pub use writer::{Committed, Writer, Zeros};

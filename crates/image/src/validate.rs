@@ -1,0 +1,198 @@
+//! Whether a description is consistent in itself: every row it refers to exists, everything ordered is in order.
+//!
+//! A decoded image may come from anywhere. Whoever uses one that passed [`image`] and [`page_map`] can index its
+//! tables and subtract its addresses without looking again.
+
+use crate::{
+    Backing, Codec, FileKind, Image, MAX_BLOCK_PAGES, Mapping, OpenFile, Owner, PAGE, PageMap, Place, Process,
+};
+
+/// What is wrong with a description.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Invalid {
+    /// A row refers to a row that is not there.
+    #[error("{what} {row} refers to {target} {index}, of which there are {count}")]
+    Index {
+        /// Table of the row.
+        what: &'static str,
+        /// The row.
+        row: usize,
+        /// Table it refers to.
+        target: &'static str,
+        /// Index it gives.
+        index: u32,
+        /// Rows that table has.
+        count: usize,
+    },
+    /// A row contradicts itself or its neighbour.
+    #[error("{what} {row}: {why}")]
+    Row {
+        /// Table of the row.
+        what: &'static str,
+        /// The row.
+        row: usize,
+        /// What is wrong with it.
+        why: &'static str,
+    },
+}
+
+/// One row whose references are being looked up.
+struct Row {
+    what: &'static str,
+    row: usize,
+}
+
+impl Row {
+    fn refers(&self, target: &'static str, index: u32, count: usize) -> Result<(), Invalid> {
+        if (index as usize) < count {
+            return Ok(());
+        }
+        Err(Invalid::Index { what: self.what, row: self.row, target, index, count })
+    }
+
+    fn must(&self, holds: bool, why: &'static str) -> Result<(), Invalid> {
+        if holds { Ok(()) } else { Err(Invalid::Row { what: self.what, row: self.row, why }) }
+    }
+}
+
+fn rows<'t, T>(what: &'static str, table: &'t [T]) -> impl Iterator<Item = (Row, &'t T)> {
+    table.iter().enumerate().map(move |(row, item)| (Row { what, row }, item))
+}
+
+/// Checks all cross references of an image and the order of its mappings and descriptors.
+pub fn image(image: &Image) -> Result<(), Invalid> {
+    for (row, process) in rows("process", &image.processes) {
+        check_process(&row, process, image)?;
+    }
+    for (row, space) in rows("address space", &image.spaces) {
+        let mut end = 0;
+        for mapping in &space.mappings {
+            row.must(mapping.start >= end, "its mappings are out of order or overlap")?;
+            check_mapping(&row, mapping, image)?;
+            end = mapping.end;
+        }
+    }
+    for (row, table) in rows("descriptor table", &image.tables) {
+        let ordered = table.descriptors.is_sorted_by(|a, b| a.fd < b.fd);
+        row.must(ordered, "its descriptors are out of order")?;
+        for descriptor in &table.descriptors {
+            row.refers("open file", descriptor.file, image.files.len())?;
+        }
+    }
+    for (row, file) in rows("open file", &image.files) {
+        check_open_file(&row, file, image)?;
+    }
+    for (row, path) in rows("file", &image.paths) {
+        let sound = path.mapped_ranges.iter().all(|r| r.start.checked_add(r.len).is_some());
+        row.must(sound, "a mapped range runs past the end of the address space")?;
+    }
+    for (row, pipe) in rows("pipe", &image.pipes) {
+        if let Some(fifo) = pipe.fifo {
+            row.refers("file", fifo, image.paths.len())?;
+        }
+    }
+    for (row, socket) in rows("socket", &image.sockets) {
+        if let Some(peer) = socket.peer {
+            row.refers("socket", peer, image.sockets.len())?;
+        }
+        if let Some(path) = socket.path {
+            row.refers("file", path, image.paths.len())?;
+        }
+    }
+    Ok(())
+}
+
+fn check_process(row: &Row, process: &Process, image: &Image) -> Result<(), Invalid> {
+    row.must(!process.threads.is_empty(), "it has no thread")?;
+    row.refers("address space", process.space, image.spaces.len())?;
+    row.refers("descriptor table", process.table, image.tables.len())?;
+    for path in [process.exe, process.cwd, process.root] {
+        row.refers("file", path, image.paths.len())?;
+    }
+    Ok(())
+}
+
+fn check_mapping(row: &Row, mapping: &Mapping, image: &Image) -> Result<(), Invalid> {
+    let aligned = mapping.start.is_multiple_of(PAGE) && mapping.end.is_multiple_of(PAGE);
+    row.must(aligned && mapping.start < mapping.end, "a mapping is empty or not of whole pages")?;
+    for guard in &mapping.guards {
+        let inside = guard.start >= mapping.start
+            && guard.start.checked_add(guard.len).is_some_and(|end| end <= mapping.end);
+        row.must(inside, "a guard region lies outside its mapping")?;
+    }
+    match &mapping.backing {
+        Backing::Anonymous | Backing::Special(_) => Ok(()),
+        Backing::File { path, .. } | Backing::Device { path, .. } => {
+            row.refers("file", *path, image.paths.len())
+        }
+        Backing::Object { object, .. } => row.refers("memory object", *object, image.objects.len()),
+    }
+}
+
+fn check_open_file(row: &Row, file: &OpenFile, image: &Image) -> Result<(), Invalid> {
+    match &file.kind {
+        FileKind::Path(i) | FileKind::Proc(i) => row.refers("file", *i, image.paths.len()),
+        FileKind::Pipe(i) => row.refers("pipe", *i, image.pipes.len()),
+        FileKind::Socket(i) => row.refers("socket", *i, image.sockets.len()),
+        FileKind::PtyMaster(i) | FileKind::PtySlave(i) => row.refers("pty", *i, image.ptys.len()),
+        FileKind::Memory(i) => row.refers("memory object", *i, image.objects.len()),
+        FileKind::Epoll(watches) => {
+            watches.iter().try_for_each(|w| row.refers("open file", w.file, image.files.len()))
+        }
+        FileKind::Inotify(watches) => {
+            watches.iter().try_for_each(|w| row.refers("file", w.path, image.paths.len()))
+        }
+        FileKind::Stdio(_)
+        | FileKind::ControllingTerminal
+        | FileKind::Event { .. }
+        | FileKind::Timer(_)
+        | FileKind::Signal(_)
+        | FileKind::Pid(_) => Ok(()),
+    }
+}
+
+/// Checks a page map by itself: order, overlap, alignment, and that every extent fits its block.
+pub fn page_map(map: &PageMap) -> Result<(), Invalid> {
+    let mut last: Option<(Owner, u64)> = None;
+    for (row, extent) in rows("extent", &map.extents) {
+        row.must(extent.pages > 0, "it has no pages")?;
+        row.must(extent.address.is_multiple_of(PAGE), "its address is not at a page boundary")?;
+        let end = extent.address.checked_add(extent.len());
+        row.must(end.is_some(), "it runs past the end of the address space")?;
+        let behind = last.is_none_or(|(owner, end)| {
+            owner < extent.owner || owner == extent.owner && end <= extent.address
+        });
+        row.must(behind, "it is out of order or overlaps the one before")?;
+        last = Some((extent.owner, extent.end()));
+        check_place(&row, extent.pages, &extent.place)?;
+    }
+    Ok(())
+}
+
+fn check_place(row: &Row, pages: u32, place: &Place) -> Result<(), Invalid> {
+    let Place::Stored { offset, length, block_pages, skip, codec, .. } = *place else { return Ok(()) };
+    row.must(block_pages <= MAX_BLOCK_PAGES, "its block is too large")?;
+    let fits = u32::from(skip).checked_add(pages).is_some_and(|last| last <= u32::from(block_pages));
+    row.must(fits, "it does not fit its block")?;
+    row.must(length > 0, "its block has no bytes")?;
+    let bytes = u64::from(block_pages) * PAGE;
+    row.must(u64::from(length) <= bytes, "its block is stored longer than it is")?;
+    row.must(offset.checked_add(u64::from(length)).is_some(), "its block runs past the end of any file")?;
+    if codec == Codec::Raw {
+        row.must(u64::from(length) == bytes, "its block is not as long as its pages")?;
+        row.must(offset.is_multiple_of(PAGE), "its block is not at a page boundary")?;
+    }
+    Ok(())
+}
+
+/// Checks that every owner named by a page map is a row of the image.
+pub fn owners(image: &Image, map: &PageMap) -> Result<(), Invalid> {
+    for (row, extent) in rows("extent", &map.extents) {
+        match extent.owner {
+            Owner::Space(i) => row.refers("address space", i, image.spaces.len())?,
+            Owner::Object(i) => row.refers("memory object", i, image.objects.len())?,
+            Owner::File(i) => row.refers("file", i, image.paths.len())?,
+        }
+    }
+    Ok(())
+}

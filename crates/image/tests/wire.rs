@@ -1,0 +1,298 @@
+//! Manifests from anywhere: whole ones come back as they were, all others give an error.
+
+use proptest::prelude::*;
+use stillpoint_image::wire::{self, HEADER, RECORD, WireError};
+use stillpoint_image::*;
+
+/// An image with at least one row in every table.
+fn sample() -> Image {
+    let thread =
+        Thread { tid: 7, name: b"main".to_vec().into(), regs: vec![1; 216].into(), ..Thread::default() };
+    let process = Process { pid: 7, threads: vec![thread], ..Process::default() };
+    let mapping = |start: u64, backing| Mapping {
+        start,
+        end: start + 4 * PAGE,
+        prot: 3,
+        shared: false,
+        backing,
+        flags: MappingFlags::HEAP | MappingFlags::LOCKED,
+        pkey: 0,
+        huge_page: 0,
+        guards: vec![Range { start, len: PAGE }],
+        name: Some(b"arena".to_vec().into()),
+    };
+    let mappings = vec![
+        mapping(0x1000, Backing::Anonymous),
+        mapping(0x10000, Backing::File { path: 0, offset: 0, may_write: false }),
+        mapping(0x20000, Backing::Object { object: 0, offset: 0, may_write: true }),
+        mapping(0x30000, Backing::Special("[vdso]".into())),
+    ];
+    let kinds = [
+        FileKind::Path(0),
+        FileKind::Pipe(0),
+        FileKind::Socket(0),
+        FileKind::PtyMaster(0),
+        FileKind::PtySlave(0),
+        FileKind::Memory(0),
+        FileKind::Event { count: 3, semaphore: true },
+        FileKind::Epoll(vec![EpollWatch { fd: 3, ..EpollWatch::default() }]),
+        FileKind::Inotify(vec![InotifyWatch { wd: 1, mask: 2, path: 0 }]),
+        FileKind::Timer(TimerFd::default()),
+    ];
+    let file = |kind| OpenFile { flags: 2, position: 9, kind, owner: None, locks: Vec::new() };
+    let descriptors = (0..kinds.len() as u32).map(|fd| Descriptor { fd, file: fd, close_on_exec: fd == 1 });
+    Image {
+        meta: Meta { job: "web".into(), id: 3, label: Some("first".into()), ..Meta::default() },
+        processes: vec![process],
+        spaces: vec![AddressSpace { mappings, ..AddressSpace::default() }],
+        objects: vec![MemoryObject { size: 4 * PAGE, ..MemoryObject::default() }],
+        tables: vec![FileTable { descriptors: descriptors.collect() }],
+        files: kinds.into_iter().map(file).collect(),
+        paths: vec![PathFile { path: b"/bin/\xff".to_vec().into(), ..PathFile::default() }],
+        pipes: vec![Pipe { data: vec![b"unread".to_vec().into()], fifo: Some(0), ..Pipe::default() }],
+        sockets: vec![Socket { peer: Some(0), path: Some(0), ..Socket::default() }],
+        ptys: vec![Pty::default()],
+        terminal: Some(Terminal::default()),
+    }
+}
+
+fn stored(owner: Owner, page: u64, pages: u32, skip: u16) -> Extent {
+    let block_pages = pages as u16 + skip;
+    let place = Place::Stored {
+        segment: 2,
+        offset: PAGE * (1 + page),
+        length: u32::from(block_pages) * PAGE as u32,
+        block_pages,
+        skip,
+        codec: Codec::Raw,
+        crc: 0x1234_5678,
+    };
+    Extent { owner, address: page * PAGE, pages, place }
+}
+
+fn sample_map() -> PageMap {
+    PageMap {
+        extents: vec![
+            stored(Owner::Space(0), 1, 3, 0),
+            Extent { owner: Owner::Space(0), address: 4 * PAGE, pages: 9, place: Place::Zero },
+            stored(Owner::Space(0), 16, 1, 5),
+            stored(Owner::Object(0), 0, 4, 0),
+            stored(Owner::File(0), 2, 64, 0),
+        ],
+    }
+}
+
+/// Makes all checksums right again, as somebody hostile would.
+fn reseal(manifest: &mut [u8], body: usize) {
+    let crc = |bytes: &[u8]| crc32fast::hash(bytes).to_le_bytes();
+    let (body_crc, map_crc) = (crc(&manifest[HEADER..HEADER + body]), crc(&manifest[HEADER + body..]));
+    manifest[40..44].copy_from_slice(&body_crc);
+    manifest[44..48].copy_from_slice(&map_crc);
+    let header = crc(&manifest[..HEADER - 4]);
+    manifest[HEADER - 4..HEADER].copy_from_slice(&header);
+}
+
+fn body_len(manifest: &[u8]) -> usize {
+    manifest.len() - HEADER - sample_map().extents.len() * RECORD
+}
+
+#[test]
+fn comes_back_as_it_was() {
+    let manifest = wire::encode(&sample(), &sample_map());
+    assert_eq!(wire::decode(&manifest), Ok((sample(), sample_map())));
+    assert_eq!(wire::decode_meta(&manifest), Ok(sample().meta));
+    assert_eq!(wire::decode_pages(&manifest), Ok(sample_map()));
+    let empty = PageMap::default();
+    let other = wire::with_pages(&manifest, &empty).expect("same description");
+    assert_eq!(wire::decode(&other), Ok((sample(), empty)));
+}
+
+#[test]
+fn every_flipped_bit_is_noticed() {
+    let manifest = wire::encode(&sample(), &sample_map());
+    for bit in 0..manifest.len() * 8 {
+        let mut flipped = manifest.clone();
+        flipped[bit / 8] ^= 1 << (bit % 8);
+        assert!(wire::decode(&flipped).is_err(), "bit {bit}");
+    }
+}
+
+#[test]
+fn every_other_length_is_noticed() {
+    let manifest = wire::encode(&sample(), &sample_map());
+    for len in 0..manifest.len() {
+        assert!(wire::decode(&manifest[..len]).is_err(), "{len} bytes");
+    }
+    let longer = [manifest.as_slice(), &[0]].concat();
+    assert!(matches!(wire::decode(&longer), Err(WireError::Length { .. })));
+}
+
+#[test]
+fn says_what_is_wrong() {
+    let manifest = wire::encode(&sample(), &sample_map());
+    let body = body_len(&manifest);
+    let changed = |at: usize, seal: bool, to: &[u8]| {
+        let mut other = manifest.clone();
+        other[at..at + to.len()].copy_from_slice(to);
+        if seal {
+            reseal(&mut other, body);
+        }
+        wire::decode(&other).expect_err("changed")
+    };
+    assert_eq!(wire::decode(b"#!/bin/sh"), Err(WireError::Foreign));
+    assert_eq!(changed(0, true, b"X"), WireError::Foreign);
+    assert_eq!(changed(8, true, &[9]), WireError::Newer { found: 9 });
+    assert_eq!(changed(8, true, &[0]), WireError::Header);
+    assert_eq!(changed(52, true, &[1]), WireError::Header);
+    assert_eq!(changed(16, true, &[0xff; 8]), WireError::Header);
+    assert!(matches!(changed(16, false, &[0xff]), WireError::Checksum { part: "header", .. }));
+    assert!(matches!(changed(HEADER + 9, false, &[0xff]), WireError::Checksum { part: "description", .. }));
+    assert!(matches!(changed(HEADER + body, false, &[0xff]), WireError::Checksum { part: "page map", .. }));
+    assert_eq!(changed(HEADER + body, true, &[7]), WireError::Record(0));
+    assert_eq!(changed(HEADER + body + RECORD + 2, true, &[1]), WireError::Record(1));
+    let expected = manifest.len() as u64;
+    assert_eq!(wire::decode(&manifest[..100]), Err(WireError::Length { expected, found: 100 }));
+}
+
+#[test]
+fn page_maps_are_validated() {
+    let wrong: [(&str, fn(&mut PageMap)); 10] = [
+        ("swapped", |map| map.extents.swap(0, 1)),
+        ("overlapping", |map| map.extents[1].address = 3 * PAGE),
+        ("empty", |map| map.extents[1].pages = 0),
+        ("misaligned", |map| map.extents[1].address += 1),
+        ("past the end", |map| map.extents[2].address = u64::MAX - PAGE + 1),
+        ("no such space", |map| map.extents[0].owner = Owner::Space(1)),
+        ("no such object", |map| map.extents[3].owner = Owner::Object(1)),
+        ("outside its block", |map| map.extents[2].pages = 2),
+        ("longer than its block", |map| map.extents[4].pages = 65),
+        ("misaligned block", |map| {
+            let Place::Stored { offset, .. } = &mut map.extents[0].place else { panic!("stored") };
+            *offset += 512;
+        }),
+    ];
+    for (what, spoil) in wrong {
+        let mut map = sample_map();
+        spoil(&mut map);
+        let result = wire::decode(&wire::encode(&sample(), &map));
+        assert!(matches!(result, Err(WireError::Invalid(_))), "{what}: {result:?}");
+    }
+}
+
+#[test]
+fn references_are_validated() {
+    let wrong: [(&str, fn(&mut Image)); 20] = [
+        ("space", |i| i.processes[0].space = 1),
+        ("table", |i| i.processes[0].table = 1),
+        ("exe", |i| i.processes[0].exe = 1),
+        ("cwd", |i| i.processes[0].cwd = u32::MAX),
+        ("root", |i| i.processes[0].root = 1),
+        ("threads", |i| i.processes[0].threads.clear()),
+        ("mapping order", |i| i.spaces[0].mappings.swap(0, 1)),
+        ("mapping end", |i| i.spaces[0].mappings[0].end = 0),
+        ("guard", |i| i.spaces[0].mappings[0].guards[0].len = u64::MAX),
+        ("mapped file", |i| {
+            i.spaces[0].mappings[1].backing = Backing::File { path: 1, offset: 0, may_write: false };
+        }),
+        ("mapped object", |i| {
+            i.spaces[0].mappings[2].backing = Backing::Object { object: 1, offset: 0, may_write: false };
+        }),
+        ("descriptor", |i| i.tables[0].descriptors[0].file = 99),
+        ("descriptor order", |i| i.tables[0].descriptors.swap(0, 1)),
+        ("pipe", |i| i.files[1].kind = FileKind::Pipe(1)),
+        ("socket", |i| i.files[2].kind = FileKind::Socket(1)),
+        ("pty", |i| i.files[3].kind = FileKind::PtyMaster(1)),
+        ("watched file", |i| {
+            i.files[7].kind = FileKind::Epoll(vec![EpollWatch { file: 99, ..EpollWatch::default() }]);
+        }),
+        ("fifo", |i| i.pipes[0].fifo = Some(1)),
+        ("peer", |i| i.sockets[0].peer = Some(1)),
+        ("mapped range", |i| i.paths[0].mapped_ranges.push(Range { start: 1, len: u64::MAX })),
+    ];
+    for (what, spoil) in wrong {
+        let mut image = sample();
+        spoil(&mut image);
+        let result = wire::decode(&wire::encode(&image, &sample_map()));
+        assert!(matches!(result, Err(WireError::Invalid(_))), "{what}: {result:?}");
+    }
+}
+
+fn owner() -> impl Strategy<Value = Owner> {
+    (0..3, 0_u32..2).prop_map(|(kind, row)| match kind {
+        0 => Owner::Space(row),
+        1 => Owner::Object(row),
+        _ => Owner::File(row),
+    })
+}
+
+prop_compose! {
+    fn any_map()(
+        runs in prop::collection::vec((owner(), 0_u64..5, 1_u32..65, 0_u16..9, any::<bool>(), any::<u32>()), 0..40),
+    ) -> PageMap {
+        let mut runs = runs;
+        runs.sort_by_key(|run| run.0);
+        let mut page = 0;
+        let mut extents = Vec::new();
+        for (owner, gap, pages, skip, zero, checksum) in runs {
+            page += gap;
+            let mut extent = stored(owner, page, pages, skip);
+            match &mut extent.place {
+                place if zero => *place = Place::Zero,
+                Place::Stored { crc, .. } => *crc = checksum,
+                Place::Zero => {}
+            }
+            extents.push(extent);
+            page += u64::from(pages);
+        }
+        PageMap { extents }
+    }
+}
+
+proptest! {
+    #[test]
+    fn any_page_map_comes_back(map in any_map()) {
+        let mut image = sample();
+        image.spaces.push(AddressSpace::default());
+        image.objects.push(MemoryObject::default());
+        image.paths.push(PathFile::default());
+        let manifest = wire::encode(&image, &map);
+        prop_assert_eq!(wire::decode(&manifest), Ok((image, map)));
+    }
+
+    #[test]
+    fn noise_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..400)) {
+        prop_assert!(wire::decode(&bytes).is_err());
+        let headed = [wire::MAGIC.as_slice(), &bytes].concat();
+        prop_assert!(wire::decode(&headed).is_err());
+    }
+
+    /// Sealed again after the change, so that the decoders behind the checksums are reached.
+    #[test]
+    fn sealed_changes_never_panic(
+        changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),
+    ) {
+        let mut manifest = wire::encode(&sample(), &sample_map());
+        let body = body_len(&manifest);
+        let len = manifest.len() - HEADER;
+        for (at, value) in changes {
+            manifest[HEADER + at.index(len)] = value;
+        }
+        reseal(&mut manifest, body);
+        let _ = wire::decode(&manifest);
+        let _ = wire::decode_meta(&manifest);
+        let _ = wire::decode_pages(&manifest);
+    }
+
+    #[test]
+    fn sealed_noise_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+        let mut manifest = wire::encode(&Image::default(), &PageMap::default());
+        manifest.truncate(HEADER);
+        manifest.extend_from_slice(&bytes);
+        let total = manifest.len() as u64;
+        manifest[16..24].copy_from_slice(&(bytes.len() as u64).to_le_bytes());
+        manifest[32..40].copy_from_slice(&total.to_le_bytes());
+        reseal(&mut manifest, bytes.len());
+        let _ = wire::decode(&manifest);
+        let _ = wire::decode_meta(&manifest);
+    }
+}

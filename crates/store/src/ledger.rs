@@ -1,0 +1,54 @@
+//! What must be remembered of a job beyond its files: ids that were given out, and work that is under way.
+
+use crate::Result;
+use crate::folder::Folder;
+use crate::medium::Medium;
+use crate::record::Record;
+
+/// The ledger of a job. Written by the holder of `writer.lock` only.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Ledger {
+    /// Highest id of a checkpoint that was ever visible (as far as it was recorded; see [`Ledger::read`]).
+    pub checkpoint: u64,
+    /// Highest id ever given to a segment.
+    pub segment: u64,
+    /// What is under way: the checkpoint that the highest segment was begun for, or 0 while something is removed.
+    pub pending: Option<u64>,
+}
+
+impl Ledger {
+    /// Reads the ledger and brings it up to date with the files. One that is missing or damaged is made up from the
+    /// files alone: then ids of removed checkpoints may come again, and nothing worse.
+    pub fn read(folder: &Folder) -> Result<Ledger> {
+        let mut ledger = match Record::read("ledger", &folder.ledger()) {
+            Ok(Some(record)) => Ledger {
+                checkpoint: record.get("checkpoint").unwrap_or(0),
+                segment: record.get("segment").unwrap_or(0),
+                pending: record.get("pending"),
+            },
+            Ok(None) | Err(crate::Error::Record { .. }) => Ledger::default(),
+            Err(e) => return Err(e),
+        };
+        ledger.checkpoint = ledger.checkpoint.max(folder.checkpoint_ids()?.last().copied().unwrap_or(0));
+        ledger.segment = ledger.segment.max(folder.segment_ids()?.last().copied().unwrap_or(0));
+        Ok(ledger)
+    }
+
+    pub fn write(&self, medium: &Medium, folder: &Folder) -> Result<()> {
+        let mut record =
+            Record::new("ledger").number("checkpoint", self.checkpoint).number("segment", self.segment);
+        if let Some(id) = self.pending {
+            record = record.number("pending", id);
+        }
+        record.write(medium, &folder.ledger())
+    }
+
+    /// Whether work was begun and neither completed nor undone.
+    pub fn unfinished(&self, folder: &Folder) -> bool {
+        match self.pending {
+            None => false,
+            Some(0) => true,
+            Some(id) => folder.segment(self.segment).exists() && !folder.checkpoint(id).exists(),
+        }
+    }
+}

@@ -1,0 +1,389 @@
+//! Page data on its way to a segment: filled by the caller, checksummed and written by a few threads.
+//!
+//! The caller fills one buffer while others are being written. Zero pages fall out at once and the rest closes up, so
+//! a buffer that is written has no gaps. Memory is bounded by the number of buffers: a caller that is faster than the
+//! medium waits for one.
+
+use crate::buffer::Buffer;
+use crate::layers::Layers;
+use crate::medium::Medium;
+use crate::segment::{self, Segment};
+use crate::writer::Zeros;
+use crate::{Error, PutError, Result};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use stillpoint_image::{Codec, Extent, Owner, PAGE, Place, Range};
+
+/// Size of a buffer, and so of a write, in bytes.
+const BUFFER: usize = 1 << 20;
+/// Buffers in all: one is being filled, the others are in flight.
+const BUFFERS: usize = 12;
+/// Writing threads, and so writes in flight.
+const THREADS: usize = 4;
+/// Pages of a block: what one checksum covers and one lazy fault reads, 256 KiB.
+const BLOCK_PAGES: u16 = 64;
+/// Room is reserved in steps of so many bytes.
+const RESERVE: u64 = 256 << 20;
+const PAGE_BYTES: usize = PAGE as usize;
+
+/// A piece of a buffer that one checksum covers.
+#[derive(Clone, Copy, Debug)]
+struct Block {
+    row: usize,
+    from: usize,
+    len: usize,
+}
+
+/// A buffer to be written.
+struct Filled {
+    buffer: Buffer,
+    used: usize,
+    offset: u64,
+    blocks: Vec<Block>,
+}
+
+/// A buffer that was written, or not.
+struct Written {
+    buffer: Buffer,
+    checksums: Vec<(usize, u32)>,
+    result: Result<()>,
+}
+
+/// What the writing threads share.
+struct Shared {
+    medium: Medium,
+    segment: Segment,
+    queue: Mutex<Receiver<Filled>>,
+    /// Something failed, or nobody wants the data any more: what is queued need not be written.
+    stopped: AtomicBool,
+}
+
+/// The way into a segment.
+pub(crate) struct Pipeline {
+    shared: Arc<Shared>,
+    queue: Option<Sender<Filled>>,
+    written: Receiver<Written>,
+    threads: Vec<JoinHandle<()>>,
+    free: Vec<Buffer>,
+    buffers: usize,
+    in_flight: usize,
+    /// The buffer being filled, the bytes of it that are in use, and the blocks in those.
+    current: Option<Buffer>,
+    used: usize,
+    blocks: Vec<Block>,
+    /// Where in the segment the current buffer will go.
+    offset: u64,
+    reserved: u64,
+    reserves: bool,
+    failed: Option<String>,
+    /// What has been put so far.
+    pub layers: Layers,
+}
+
+impl Pipeline {
+    /// A way into a new segment.
+    pub fn new(medium: Medium, segment: Segment) -> Self {
+        let (queue, receiver) = channel();
+        let (sender, written) = channel();
+        let shared = Shared { medium, segment, queue: Mutex::new(receiver), stopped: AtomicBool::new(false) };
+        let shared = Arc::new(shared);
+        let start = |_| {
+            let (shared, sender) = (shared.clone(), sender.clone());
+            std::thread::spawn(move || write_all(&shared, &sender))
+        };
+        Pipeline {
+            threads: (0..THREADS).map(start).collect(),
+            shared,
+            queue: Some(queue),
+            written,
+            free: Vec::new(),
+            buffers: 0,
+            in_flight: 0,
+            current: None,
+            used: 0,
+            blocks: Vec::new(),
+            offset: segment::HEADER,
+            reserved: 0,
+            reserves: true,
+            failed: None,
+            layers: Layers::default(),
+        }
+    }
+
+    /// The segment.
+    pub fn segment(&self) -> &Segment {
+        &self.shared.segment
+    }
+
+    /// Bytes of page data so far.
+    pub fn bytes(&self) -> u64 {
+        self.offset - segment::HEADER + self.used as u64
+    }
+
+    /// Whether nothing has failed so far.
+    pub fn check(&self) -> Result<()> {
+        match &self.failed {
+            Some(why) => Err(Error::Failed(why.clone())),
+            None => Ok(()),
+        }
+    }
+
+    /// Puts the pages of some ranges; see [`crate::Writer::put_ranges`].
+    pub fn put<E>(
+        &mut self,
+        owner: Owner,
+        ranges: &[Range],
+        zeros: Zeros,
+        mut fill: impl FnMut(&[Range], &mut [u8]) -> Result<(), E>,
+    ) -> Result<(), PutError<E>> {
+        let mut batch = Vec::new();
+        let mut rest = ranges.iter().copied();
+        let mut next = rest.next();
+        while next.is_some() {
+            let room = self.room()?;
+            let mut len = 0;
+            batch.clear();
+            while let Some(range) = next {
+                let free = (room.len() - len) as u64;
+                if free == 0 {
+                    break;
+                }
+                let taken = range.len.min(free);
+                if taken > 0 {
+                    batch.push(Range { start: range.start, len: taken });
+                    len += taken as usize;
+                }
+                let left = Range { start: range.start + taken, len: range.len - taken };
+                next = if left.len > 0 { Some(left) } else { rest.next() };
+            }
+            if len > 0 {
+                fill(&batch, &mut room[..len]).map_err(PutError::Fill)?;
+                self.absorb(owner, &batch, zeros);
+            }
+        }
+        Ok(())
+    }
+
+    /// The free part of the current buffer, at least a page.
+    fn room(&mut self) -> Result<&mut [u8]> {
+        self.check()?;
+        if self.used == BUFFER {
+            self.submit();
+        }
+        if self.current.is_none() {
+            self.current = Some(self.buffer()?);
+        }
+        match &mut self.current {
+            Some(buffer) => Ok(&mut buffer.bytes_mut()[self.used..]),
+            None => Ok(&mut []), // it was just put there
+        }
+    }
+
+    /// An empty buffer: a free one, a new one while there may be more, else the first that comes back.
+    fn buffer(&mut self) -> Result<Buffer> {
+        loop {
+            while let Ok(written) = self.written.try_recv() {
+                self.take_back(written);
+            }
+            self.check()?;
+            if let Some(buffer) = self.free.pop() {
+                return Ok(buffer);
+            }
+            if self.buffers < BUFFERS {
+                self.buffers += 1;
+                return Ok(Buffer::new(BUFFER));
+            }
+            self.wait();
+        }
+    }
+
+    /// Waits for one buffer to come back.
+    fn wait(&mut self) {
+        match self.written.recv() {
+            Ok(written) => self.take_back(written),
+            Err(_) => self.fail("the writing threads are gone".into()),
+        }
+    }
+
+    fn take_back(&mut self, written: Written) {
+        self.in_flight -= 1;
+        self.free.push(written.buffer);
+        written.checksums.into_iter().for_each(|(row, crc)| self.layers.seal(row, crc));
+        if let Err(e) = written.result {
+            self.fail(e.to_string());
+        }
+    }
+
+    /// Refuses everything from now on, for this reason or an earlier one.
+    pub fn fail(&mut self, why: String) {
+        self.shared.stopped.store(true, Ordering::Relaxed);
+        self.failed.get_or_insert(why);
+    }
+
+    /// Takes up what was filled in behind the used part: notes zero pages, closes up the others.
+    fn absorb(&mut self, owner: Owner, batch: &[Range], zeros: Zeros) {
+        let mut from = self.used;
+        for range in batch {
+            let end = from + range.len as usize;
+            let mut address = range.start;
+            while from < end {
+                let Some(buffer) = &mut self.current else { return };
+                let bytes = buffer.bytes_mut();
+                let zero = is_zero(&bytes[from..from + PAGE_BYTES]);
+                let pages = bytes[from..end].chunks_exact(PAGE_BYTES);
+                let run = 1 + pages.skip(1).take_while(|page| is_zero(page) == zero).count();
+                let len = run * PAGE_BYTES;
+                if zero {
+                    self.layers.put_empty(owner, address, run as u32, zeros == Zeros::Omit);
+                } else {
+                    if from != self.used {
+                        bytes.copy_within(from..from + len, self.used);
+                    }
+                    self.note(owner, address, run);
+                }
+                from += len;
+                address += len as u64;
+            }
+        }
+    }
+
+    /// Adds pages that stand right behind the used part to the page map, in blocks.
+    fn note(&mut self, owner: Owner, mut address: u64, mut pages: usize) {
+        while pages > 0 {
+            let room = self.open_block(owner, address);
+            let taken = pages.min(usize::from(room.map_or(BLOCK_PAGES, |(_, room)| room)));
+            match room {
+                Some((row, _)) => {
+                    self.layers.extend(row, taken as u16);
+                    if let Some(block) = self.blocks.last_mut() {
+                        block.len += taken * PAGE_BYTES;
+                    }
+                }
+                None => {
+                    let row = self.layers.put(self.extent(owner, address, taken as u16));
+                    self.blocks.push(Block { row, from: self.used, len: taken * PAGE_BYTES });
+                }
+            }
+            self.used += taken * PAGE_BYTES;
+            address += (taken * PAGE_BYTES) as u64;
+            pages -= taken;
+        }
+    }
+
+    /// The last block's row and the pages it may still take, if it is continued at this address.
+    fn open_block(&self, owner: Owner, address: u64) -> Option<(usize, u16)> {
+        let block = self.blocks.last()?;
+        let last = self.layers.last(block.row)?;
+        let pages = (block.len / PAGE_BYTES) as u16;
+        (last.owner == owner && last.end() == address && pages < BLOCK_PAGES)
+            .then_some((block.row, BLOCK_PAGES - pages))
+    }
+
+    fn extent(&self, owner: Owner, address: u64, pages: u16) -> Extent {
+        let place = Place::Stored {
+            segment: self.shared.segment.id,
+            offset: self.offset + self.used as u64,
+            length: u32::from(pages) * PAGE as u32,
+            block_pages: pages,
+            skip: 0,
+            codec: Codec::Raw,
+            crc: 0, // known when it is written
+        };
+        Extent { owner, address, pages: u32::from(pages), place }
+    }
+
+    /// Hands the current buffer over to be written.
+    fn submit(&mut self) {
+        let Some(buffer) = self.current.take() else { return };
+        if self.used == 0 {
+            self.free.push(buffer);
+            return;
+        }
+        self.reserve(self.offset + self.used as u64);
+        let filled =
+            Filled { buffer, used: self.used, offset: self.offset, blocks: std::mem::take(&mut self.blocks) };
+        self.offset += self.used as u64;
+        self.used = 0;
+        let sent = self.queue.as_ref().is_some_and(|queue| queue.send(filled).is_ok());
+        if sent {
+            self.in_flight += 1;
+        } else {
+            self.fail("the writing threads are gone".into());
+        }
+    }
+
+    /// Reserves room ahead of the writes. Inside the size of a file they run in parallel, at its end one by one.
+    fn reserve(&mut self, end: u64) {
+        if !self.reserves || end <= self.reserved {
+            return;
+        }
+        let from = self.reserved;
+        self.reserved = end.next_multiple_of(RESERVE);
+        let Shared { medium, segment, .. } = &*self.shared;
+        // Not every file system can, and a nearly full one may still have room for what is really written.
+        let done = medium.preallocate(&segment.file, &segment.path, from, self.reserved - from);
+        self.reserves = done.is_ok();
+    }
+
+    /// Writes what is left, and makes all of it durable. The segment then has just the size it needs.
+    pub fn finish(&mut self) -> Result<()> {
+        self.submit();
+        while self.in_flight > 0 && self.failed.is_none() {
+            self.wait();
+        }
+        self.check()?;
+        self.stop();
+        let Shared { medium, segment, .. } = &*self.shared;
+        let durable = medium
+            .truncate(&segment.file, &segment.path, self.offset)
+            .and_then(|()| medium.sync(&segment.file, &segment.path));
+        if let Err(e) = &durable {
+            self.fail(e.to_string());
+        }
+        durable
+    }
+
+    fn stop(&mut self) {
+        self.queue = None;
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Pipeline {
+    fn drop(&mut self) {
+        self.shared.stopped.store(true, Ordering::Relaxed);
+        self.stop();
+    }
+}
+
+/// A writing thread.
+fn write_all(shared: &Shared, done: &Sender<Written>) {
+    loop {
+        let next = shared.queue.lock().unwrap_or_else(PoisonError::into_inner).recv();
+        let Ok(filled) = next else { return };
+        let mut written = Written { buffer: filled.buffer, checksums: Vec::new(), result: Ok(()) };
+        if !shared.stopped.load(Ordering::Relaxed) {
+            let bytes = &written.buffer.bytes()[..filled.used];
+            let checksum = |b: &Block| (b.row, crc32fast::hash(&bytes[b.from..b.from + b.len]));
+            let checksums = filled.blocks.iter().map(checksum).collect();
+            let Shared { medium, segment, .. } = shared;
+            written.result = medium.write_at(&segment.file, &segment.path, bytes, filled.offset);
+            written.checksums = checksums;
+        }
+        if written.result.is_err() {
+            shared.stopped.store(true, Ordering::Relaxed);
+        }
+        if done.send(written).is_err() {
+            return;
+        }
+    }
+}
+
+/// Whether a page is all zeros. The first bytes settle it for nearly all others.
+fn is_zero(page: &[u8]) -> bool {
+    page.chunks_exact(128).all(|chunk| chunk.iter().fold(0, |all, byte| all | byte) == 0)
+}

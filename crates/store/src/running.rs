@@ -1,0 +1,138 @@
+//! Who runs a job now, and who may use its name.
+
+use crate::lock::Lock;
+use crate::record::Record;
+use crate::{Error, Result, Store, check_name};
+use std::time::Duration;
+use stillpoint_image::Bytes;
+
+/// Who runs a job. A record of what was, when it was written: whether that process still lives is for the reader of
+/// the record to find out, by pid, start time and boot.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Running {
+    /// Process id of the job's root process, as seen by the supervisor.
+    pub pid: u32,
+    /// Its start time: field 22 of `/proc/PID/stat`, clock ticks since boot.
+    pub start_time: u64,
+    /// `/proc/sys/kernel/random/boot_id` of the boot that both times belong to.
+    pub boot_id: String,
+    /// Process id of the supervisor.
+    pub supervisor_pid: u32,
+    /// Its start time, as above.
+    pub supervisor_start_time: u64,
+    /// When the record was written, nanoseconds since 1970.
+    pub since_ns: u64,
+    /// Checkpoint that the job was restored from, if it was.
+    pub restored_from: Option<u64>,
+    /// Command line of the job.
+    pub command: Vec<Bytes>,
+}
+
+/// The name of a job, held by whoever starts or runs it until this is dropped or its process dies.
+#[derive(Debug)]
+pub struct Claim {
+    job: String,
+    _lock: Lock,
+}
+
+impl Claim {
+    /// The name.
+    pub fn job(&self) -> &str {
+        &self.job
+    }
+}
+
+impl Store {
+    /// Takes the name of a job, new or known, for as long as the [`Claim`] lives. The descriptor behind it does not
+    /// survive `exec`, but it does survive `fork`.
+    ///
+    /// # Errors
+    /// [`Error::NameTaken`] while somebody else holds it; [`Error::Name`], [`Error::Io`].
+    pub fn claim(&self, job: &str) -> Result<Claim> {
+        let folder = self.make(job)?;
+        let taken = || Error::NameTaken { job: job.to_owned() };
+        let lock = Lock::exclusive(&folder.name_lock(), Duration::ZERO)?.ok_or_else(taken)?;
+        Ok(Claim { job: job.to_owned(), _lock: lock })
+    }
+
+    /// Takes a name that no job has yet: `base`, or else `base-2`, `base-3`, …
+    ///
+    /// # Errors
+    /// [`Error::Name`], [`Error::Io`].
+    pub fn claim_new(&self, base: &str) -> Result<Claim> {
+        check_name(base)?;
+        let mut number = 1_u64;
+        loop {
+            let job = if number == 1 { base.to_owned() } else { format!("{base}-{number}") };
+            number += 1;
+            if self.is_used(&job)? {
+                continue;
+            }
+            match self.claim(&job) {
+                // Whoever held it a moment ago may have begun a job under it.
+                Ok(claim) if !self.is_used(&job)? => return Ok(claim),
+                Ok(_) | Err(Error::NameTaken { .. }) => {}
+                Err(e) => return Err(e),
+            }
+        }
+    }
+
+    /// Whether a job of this name has left anything in the store.
+    fn is_used(&self, job: &str) -> Result<bool> {
+        let folder = self.folder_unchecked(job);
+        Ok(folder.running().exists() || folder.ledger().exists() || !folder.checkpoint_ids()?.is_empty())
+    }
+
+    /// Records who runs a job.
+    ///
+    /// # Errors
+    /// [`Error::Name`], [`Error::Io`].
+    pub fn set_running(&self, job: &str, running: &Running) -> Result<()> {
+        let folder = self.make(job)?;
+        let mut record = Record::new("running")
+            .number("pid", running.pid.into())
+            .number("start-time", running.start_time)
+            .with("boot-id", &running.boot_id)
+            .number("supervisor-pid", running.supervisor_pid.into())
+            .number("supervisor-start-time", running.supervisor_start_time)
+            .number("since-ns", running.since_ns);
+        if let Some(id) = running.restored_from {
+            record = record.number("restored-from", id);
+        }
+        for argument in &running.command {
+            record = record.with("command", &argument.0);
+        }
+        record.write(&self.medium, &folder.running())
+    }
+
+    /// Who runs a job, if that is recorded.
+    ///
+    /// # Errors
+    /// [`Error::NoJob`], [`Error::Name`], [`Error::Io`]; [`Error::Record`] if the record is damaged.
+    pub fn running(&self, job: &str) -> Result<Option<Running>> {
+        let path = self.known(job)?.running();
+        let Some(record) = Record::read("running", &path)? else { return Ok(None) };
+        let decode = || {
+            let pid = |key| record.get(key).and_then(|pid| u32::try_from(pid).ok());
+            Some(Running {
+                pid: pid("pid")?,
+                start_time: record.get("start-time")?,
+                boot_id: record.text("boot-id")?,
+                supervisor_pid: pid("supervisor-pid")?,
+                supervisor_start_time: record.get("supervisor-start-time")?,
+                since_ns: record.get("since-ns")?,
+                restored_from: record.get("restored-from"),
+                command: record.all("command").map(|argument| Bytes(argument.to_vec())).collect(),
+            })
+        };
+        decode().map(Some).ok_or(Error::Record { path, kind: "running" })
+    }
+
+    /// Forgets who runs a job; nothing happens if nobody does.
+    ///
+    /// # Errors
+    /// [`Error::NoJob`], [`Error::Name`], [`Error::Io`].
+    pub fn clear_running(&self, job: &str) -> Result<()> {
+        self.medium.remove(&self.known(job)?.running())
+    }
+}

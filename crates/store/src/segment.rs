@@ -1,0 +1,106 @@
+//! Segment files: a header of one page, then blocks of page data.
+
+use crate::buffer::Buffer;
+use crate::folder::Folder;
+use crate::medium::Medium;
+use crate::{Error, Result};
+use rustix::fs::OFlags;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use stillpoint_image::PAGE;
+
+/// Length of the header, bytes: a page, so that everything behind it is aligned.
+pub(crate) const HEADER: u64 = PAGE;
+const MAGIC: [u8; 8] = *b"STILLSEG";
+const VERSION: u32 = 1;
+
+/// A segment that is open.
+#[derive(Debug)]
+pub(crate) struct Segment {
+    pub id: u64,
+    pub path: PathBuf,
+    pub file: File,
+}
+
+impl Segment {
+    /// Creates a segment. Its file takes direct I/O if the file system does, which is settled here, by writing the
+    /// header.
+    pub fn create(medium: &Medium, folder: &Folder, id: u64) -> Result<Segment> {
+        let path = folder.segment(id);
+        let direct = Segment::create_with(medium, &path, id, OFlags::DIRECT);
+        let file = match direct {
+            Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::InvalidInput => {
+                medium.remove(&path)?;
+                Segment::create_with(medium, &path, id, OFlags::empty())
+            }
+            other => other,
+        };
+        match file {
+            Ok(file) => Ok(Segment { id, path, file }),
+            Err(e) => {
+                let _ = medium.remove(&path);
+                Err(e)
+            }
+        }
+    }
+
+    fn create_with(medium: &Medium, path: &std::path::Path, id: u64, flags: OFlags) -> Result<File> {
+        let file = medium.create(path, flags)?;
+        let mut header = Buffer::new(HEADER as usize);
+        header.bytes_mut().copy_from_slice(&encode_header(id));
+        medium.write_at(&file, path, header.bytes(), 0)?;
+        Ok(file)
+    }
+
+    /// Opens a segment for reading and checks its header; `None` if there is no such file.
+    pub fn open(folder: &Folder, id: u64) -> Result<Option<Segment>> {
+        let path = folder.segment(id);
+        let file = match File::open(&path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            other => other.map_err(Error::io("open", &path))?,
+        };
+        let mut header = [0; HEADER as usize];
+        let wrong = |why: &str| Error::Segment { path: path.clone(), why: why.to_owned() };
+        match file.read_exact_at(&mut header, 0) {
+            Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => return Err(wrong("it has been cut")),
+            other => other.map_err(Error::io("read", &path))?,
+        }
+        check_header(&header, id).map_err(|why| wrong(&why))?;
+        Ok(Some(Segment { id, path, file }))
+    }
+
+    /// Its length in bytes.
+    pub fn len(&self) -> Result<u64> {
+        Ok(self.file.metadata().map_err(Error::io("look at", &self.path))?.len())
+    }
+}
+
+fn encode_header(id: u64) -> [u8; HEADER as usize] {
+    let mut header = [0; HEADER as usize];
+    header[0..8].copy_from_slice(&MAGIC);
+    header[8..12].copy_from_slice(&VERSION.to_le_bytes());
+    header[12..16].copy_from_slice(&(HEADER as u32).to_le_bytes());
+    header[16..24].copy_from_slice(&id.to_le_bytes());
+    let (body, crc) = header.split_at_mut(HEADER as usize - 4);
+    crc.copy_from_slice(&crc32fast::hash(body).to_le_bytes());
+    header
+}
+
+fn check_header(header: &[u8; HEADER as usize], id: u64) -> Result<(), String> {
+    if header[0..8] != MAGIC {
+        return Err("not a segment".into());
+    }
+    let number = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| header[at + i]));
+    if number(HEADER as usize - 4) != crc32fast::hash(&header[..HEADER as usize - 4]) {
+        return Err("its header is damaged".into());
+    }
+    if number(8) > VERSION {
+        return Err(format!("written in format version {}: use a newer stillpoint", number(8)));
+    }
+    if header != &encode_header(id) {
+        return Err("it is another segment, moved or copied here".into());
+    }
+    Ok(())
+}

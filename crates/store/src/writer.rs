@@ -1,0 +1,235 @@
+//! A checkpoint being written.
+
+use crate::folder::Folder;
+use crate::ledger::Ledger;
+use crate::lock::Lock;
+use crate::medium::Medium;
+use crate::pipeline::Pipeline;
+use crate::segment::Segment;
+use crate::{Error, PutError, Result};
+use std::collections::BTreeSet;
+use stillpoint_image::{Extent, Image, Owner, PAGE, PageMap, Place, Range, validate, wire};
+
+/// What becomes of pages that are all zeros. They are never stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Zeros {
+    /// They are in no extent: they read as their mapping does by itself. Right for anonymous memory, objects, files.
+    Omit,
+    /// They are recorded as [`Place::Zero`]. Needed where a page would read otherwise by itself: in a private file
+    /// mapping.
+    Record,
+}
+
+/// A checkpoint being written, by one writer at a time for each job.
+///
+/// Nothing of it is visible before [`Writer::commit`] returns; dropped before that, or after any error, it leaves
+/// nothing behind. Of pages that are put twice, the last call counts.
+pub struct Writer {
+    id: u64,
+    folder: Folder,
+    medium: Medium,
+    pipeline: Pipeline,
+    /// Older segments known to be there.
+    reused: BTreeSet<u64>,
+    committed: bool,
+    /// Released last.
+    _lock: Lock,
+}
+
+/// What a commit has added to the store.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Committed {
+    /// Number of the checkpoint within its job.
+    pub id: u64,
+    /// Pages of the program that are not zero, wherever they are stored.
+    pub pages: u64,
+    /// Pages that this checkpoint itself stored.
+    pub stored_pages: u64,
+    /// Bytes of page data that this checkpoint itself stored.
+    pub written_bytes: u64,
+    /// Size of the manifest, bytes.
+    pub manifest_bytes: u64,
+}
+
+impl Writer {
+    /// Begins a checkpoint; the caller holds the job's writer lock and has cleaned up behind dead writers.
+    pub(crate) fn begin(medium: Medium, folder: Folder, lock: Lock) -> Result<Writer> {
+        let mut ledger = Ledger::read(&folder)?;
+        ledger.segment += 1;
+        let id = ledger.checkpoint + 1;
+        ledger.pending = Some(id);
+        ledger.write(&medium, &folder)?;
+        let segment = Segment::create(&medium, &folder, ledger.segment)?;
+        let pipeline = Pipeline::new(medium.clone(), segment);
+        let reused = BTreeSet::new();
+        Ok(Writer { id, folder, medium, pipeline, reused, committed: false, _lock: lock })
+    }
+
+    /// Number that the checkpoint will have within its job.
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// Bytes of page data put so far, zero pages not counted.
+    pub fn written_bytes(&self) -> u64 {
+        self.pipeline.bytes()
+    }
+
+    /// Puts the pages of one range of addresses (or offsets, of an object or a file).
+    ///
+    /// `fill` is called with an address and a piece of one of the writer's page-aligned buffers, at most 1 MiB long,
+    /// and fills all of it with the contents from that address on; piece after piece until the range is complete.
+    /// Its bytes are not copied again. Waits only when the medium is slower than the caller and all buffers are in
+    /// flight.
+    ///
+    /// # Errors
+    /// [`PutError::Fill`] when `fill` fails: pieces before that one are put, the others are not.
+    /// [`PutError::Store`] when a write, possibly of an earlier call, has failed.
+    ///
+    /// # Panics
+    /// If the range is not whole pages.
+    pub fn put<E>(
+        &mut self,
+        owner: Owner,
+        range: Range,
+        zeros: Zeros,
+        mut fill: impl FnMut(u64, &mut [u8]) -> Result<(), E>,
+    ) -> Result<(), PutError<E>> {
+        self.put_ranges(owner, &[range], zeros, |batch, buffer| fill(batch[0].start, buffer))
+    }
+
+    /// Puts the pages of many ranges, like [`Writer::put`]; made for `process_vm_readv`, which reads many at once.
+    ///
+    /// `fill` is called with a batch of ranges and a piece of buffer that is as long as they are together, and fills
+    /// it with their contents one behind the other. Batches are cut where a buffer ends, also within a range.
+    ///
+    /// # Errors
+    /// As [`Writer::put`].
+    ///
+    /// # Panics
+    /// If a range is not whole pages.
+    pub fn put_ranges<E>(
+        &mut self,
+        owner: Owner,
+        ranges: &[Range],
+        zeros: Zeros,
+        fill: impl FnMut(&[Range], &mut [u8]) -> Result<(), E>,
+    ) -> Result<(), PutError<E>> {
+        for range in ranges {
+            assert!(
+                range.start.is_multiple_of(PAGE)
+                    && range.len.is_multiple_of(PAGE)
+                    && range.start.checked_add(range.len).is_some(),
+                "{range:x?} is not whole pages"
+            );
+        }
+        self.pipeline.put(owner, ranges, zeros, fill)
+    }
+
+    /// Takes pages over from an older checkpoint of the same job, where they stay.
+    ///
+    /// The extent must come from a checkpoint that was loaded, or committed, while nothing else was removed from the
+    /// job; load the newest checkpoint after [`crate::Store::begin`] to be sure.
+    ///
+    /// # Errors
+    /// [`Error::Stale`] if its segment is no longer there; the writer can go on.
+    pub fn reuse(&mut self, extent: &Extent) -> Result<()> {
+        self.pipeline.check()?;
+        if let Place::Stored { segment, .. } = extent.place
+            && !self.reused.contains(&segment)
+        {
+            if segment == self.pipeline.segment().id || !self.folder.segment(segment).exists() {
+                return Err(Error::Stale { job: self.folder.job.clone(), segment });
+            }
+            self.reused.insert(segment);
+        }
+        self.pipeline.layers.put(*extent);
+        Ok(())
+    }
+
+    /// Forgets what was put or reused in a range: the pages read as their mapping does by itself.
+    ///
+    /// # Panics
+    /// If the range is not whole pages.
+    pub fn forget(&mut self, owner: Owner, range: Range) {
+        assert!(
+            range.start.is_multiple_of(PAGE) && range.len.is_multiple_of(PAGE),
+            "{range:x?} is not whole pages"
+        );
+        let mut address = range.start;
+        while address < range.end() {
+            let pages = ((range.end() - address) / PAGE).min(u64::from(u32::MAX / 2)) as u32;
+            self.pipeline.layers.put_empty(owner, address, pages, true);
+            address += u64::from(pages) * PAGE;
+        }
+    }
+
+    /// Commits the checkpoint: page data durable, then the manifest durable under a temporary name, then its name,
+    /// then the folder. Sets `job`, `id`, `pages` and `written_bytes` of the image's [`stillpoint_image::Meta`].
+    ///
+    /// # Errors
+    /// Whatever fails, nothing of the checkpoint stays: [`Error::Image`] if the image is inconsistent, [`Error::Io`],
+    /// [`Error::Failed`].
+    pub fn commit(mut self, mut image: Image) -> Result<Committed> {
+        self.pipeline.finish()?;
+        let written_bytes = self.pipeline.bytes();
+        let pages = std::mem::take(&mut self.pipeline.layers).flatten();
+        image.meta.job.clone_from(&self.folder.job);
+        image.meta.id = self.id;
+        image.meta.pages = pages.stored_pages();
+        image.meta.written_bytes = written_bytes;
+        validate::image(&image)?;
+        validate::page_map(&pages)?;
+        validate::owners(&image, &pages)?;
+        if written_bytes == 0 {
+            self.medium.remove(&self.pipeline.segment().path)?;
+        }
+        let manifest_bytes = self.write_manifest(&image, &pages)?;
+        self.committed = true;
+        Ok(Committed {
+            id: self.id,
+            pages: image.meta.pages,
+            stored_pages: written_bytes / PAGE,
+            written_bytes,
+            manifest_bytes,
+        })
+    }
+
+    /// The part of a commit that makes the checkpoint visible. Returns the size of the manifest.
+    fn write_manifest(&self, image: &Image, pages: &PageMap) -> Result<u64> {
+        let manifest = wire::encode(image, pages);
+        self.medium.sync_folder(&self.folder.segments())?;
+        self.medium.write_temporary(&self.folder.temporary_checkpoint(self.id), &manifest)?;
+        let name = self.folder.checkpoint(self.id);
+        self.medium.rename(&self.folder.temporary_checkpoint(self.id), &name)?;
+        self.medium.sync_folder(&self.folder.checkpoints())?;
+        Ok(manifest.len() as u64)
+    }
+
+    /// Undoes whatever was done. The segment goes only after the manifest is durably gone; if anything fails, what is
+    /// left is either whole or removed at the next open.
+    fn undo(&self) -> Result<()> {
+        let visible = self.folder.checkpoint(self.id);
+        if visible.exists() {
+            self.medium.remove(&visible)?;
+            self.medium.sync_folder(&self.folder.checkpoints())?;
+        }
+        self.medium.remove(&self.folder.temporary_checkpoint(self.id))?;
+        self.medium.remove(&self.pipeline.segment().path)
+    }
+}
+
+impl Drop for Writer {
+    fn drop(&mut self) {
+        if !self.committed {
+            self.pipeline.fail("it was given up".into());
+            let _ = self.undo();
+        }
+    }
+}
+
+impl std::fmt::Debug for Writer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Writer({}@{}, {} bytes)", self.folder.job, self.id, self.written_bytes())
+    }
+}

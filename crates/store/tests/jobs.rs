@@ -1,0 +1,136 @@
+//! Names, locks, tails, and the record of who runs.
+
+mod common;
+
+use common::*;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::time::Duration;
+use stillpoint_store::{Error, Running, Store, check_name};
+
+fn store() -> (tempfile::TempDir, Store) {
+    let folder = tempfile::tempdir().expect("folder");
+    let mut store = Store::open(folder.path()).expect("store");
+    store.set_patience(Duration::from_millis(20));
+    (folder, store)
+}
+
+#[test]
+fn names_are_checked() {
+    let long = "x".repeat(129);
+    for wrong in ["", ".", "..", ".a", "-a", "a/b", "a@1", "a b", "a\n", "a\u{7f}", long.as_str()] {
+        let error = check_name(wrong).expect_err(wrong);
+        assert!(error.is_usage());
+    }
+    for right in ["a", "web-1", "Größe", "a.b", "x_y", &long[1..]] {
+        check_name(right).expect(right);
+    }
+    let (_folder, store) = store();
+    assert!(matches!(store.begin("../x"), Err(Error::Name { .. })));
+    assert!(matches!(store.load("../x", None), Err(Error::Name { .. })));
+}
+
+#[test]
+fn one_writer_at_a_time() {
+    let (_folder, store) = store();
+    checkpoint(&store, "web", &memory(0, 3, 1)).expect("first");
+    let mut writer = store.begin("web").expect("writer");
+    put(&mut writer, 0, 3, 2).expect("put");
+    assert!(matches!(store.begin("web"), Err(Error::Busy { .. })));
+    assert!(matches!(store.remove("web", 1), Err(Error::Busy { .. })));
+    assert!(matches!(store.prune("web", 0), Err(Error::Busy { .. })));
+    assert!(matches!(store.remove_job("web"), Err(Error::Busy { .. })));
+    Store::open(store.path()).expect("open cleans up, but not behind the living");
+    assert_holds(&store, "web", 1, &memory(0, 3, 1));
+    store.begin("other").expect("another job is another matter");
+    writer.commit(image()).expect("commit");
+    assert_holds(&store, "web", 2, &memory(0, 3, 2));
+}
+
+#[test]
+fn names_are_claimed_once() {
+    let (_folder, store) = store();
+    let claim = store.claim("web").expect("claim");
+    assert!(matches!(store.claim("web"), Err(Error::NameTaken { .. })));
+    assert!(matches!(store.remove_job("web"), Err(Error::NameTaken { .. })));
+    assert_eq!(store.claim_new("web").expect("next").job(), "web-2");
+    drop(claim);
+    let claim = store.claim_new("web").expect("free again, and never used");
+    assert_eq!(claim.job(), "web");
+    checkpoint(&store, "web", &memory(0, 3, 1)).expect("checkpoint");
+    drop(claim);
+    assert_eq!(store.claim_new("web").expect("used").job(), "web-2");
+    assert_eq!(store.claim("web").expect("known").job(), "web");
+}
+
+#[test]
+fn who_runs_is_remembered() {
+    let (_folder, store) = store();
+    assert!(matches!(store.running("web"), Err(Error::NoJob { .. })));
+    let running = Running {
+        pid: 4711,
+        start_time: 99,
+        boot_id: "b-o-o-t".into(),
+        supervisor_pid: 4710,
+        command: vec![b"./prog".to_vec().into(), b"a b\n\xff%".to_vec().into(), b"".to_vec().into()],
+        ..Running::default()
+    };
+    store.set_running("web", &running).expect("set");
+    assert_eq!(store.running("web").expect("get"), Some(running.clone()));
+    let next = Running { restored_from: Some(3), ..running };
+    store.set_running("web", &next).expect("set");
+    assert_eq!(store.running("web").expect("get"), Some(next));
+    store.clear_running("web").expect("clear");
+    assert_eq!(store.running("web").expect("get"), None);
+    store.clear_running("web").expect("twice");
+    std::fs::write(store.path().join("jobs/web/running"), "pid 1\n").expect("write");
+    assert!(matches!(store.running("web"), Err(Error::Record { .. })));
+}
+
+#[test]
+fn tails_stay_with_the_job() {
+    let (_folder, store) = store();
+    checkpoint(&store, "web", &memory(0, 3, 1)).expect("first");
+    let tail: Vec<u8> = (0..3_000_000_u32).map(|i| (i % 251) as u8).collect();
+    let file = Path::new("/var/log/a b.log");
+    let kept = store.keep_tail("web", 1, file, 4096, &mut tail.as_slice()).expect("kept");
+    assert_eq!(std::fs::read(&kept).expect("read"), tail);
+    store.keep_tail("web", 1, file, 5, &mut &b"second"[..]).expect("kept");
+    store.remove("web", 1).expect("remove");
+    std::fs::write(store.path().join("jobs/web/tails/3.data"), "never cut").expect("write");
+    let store = Store::open(store.path()).expect("open");
+    let tails = store.tails("web").expect("tails");
+    assert_eq!(tails.len(), 2);
+    assert_eq!((&tails[0].data, tails[0].offset, tails[0].length), (&kept, 4096, 3_000_000));
+    assert_eq!((tails[0].file.as_path(), tails[0].crc), (file, crc32fast::hash(&tail)));
+    assert_eq!((tails[1].checkpoint, tails[1].length), (1, 6));
+    assert!(!store.path().join("jobs/web/tails/3.data").exists());
+    store.remove_job("web").expect("remove all");
+    assert!(store.jobs().expect("jobs").is_empty());
+    assert!(names(&store.path().join("jobs")).is_empty());
+}
+
+#[test]
+fn an_unreadable_tail_is_not_kept() {
+    struct Broken;
+    impl std::io::Read for Broken {
+        fn read(&mut self, _: &mut [u8]) -> std::io::Result<usize> {
+            Err(std::io::Error::other("broken"))
+        }
+    }
+    let (_folder, store) = store();
+    let error = store.keep_tail("web", 1, Path::new("/log"), 0, &mut Broken).expect_err("broken");
+    assert_eq!(error.to_string(), "read /log: broken");
+    assert!(store.tails("web").expect("tails").is_empty());
+    assert_eq!(names(&store.path().join("jobs/web/tails")), ["lock"]);
+}
+
+#[test]
+fn files_are_private() {
+    let (_folder, store) = store();
+    checkpoint(&store, "web", &memory(0, 3, 1)).expect("first");
+    for name in ["segments/1.pages", "checkpoints/1", "ledger"] {
+        let mode = store.path().join("jobs/web").join(name).metadata().expect(name).permissions().mode();
+        assert_eq!(mode & 0o77, 0, "{name} holds a program's memory");
+    }
+}

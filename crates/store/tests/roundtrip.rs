@@ -1,0 +1,206 @@
+//! What is put comes back, in full and incremental checkpoints.
+
+mod common;
+
+use common::*;
+use std::convert::Infallible;
+use stillpoint_image::{Owner, PAGE, Place, Range};
+use stillpoint_store::{Error, PutError, Store, Zeros};
+
+fn store() -> (tempfile::TempDir, Store) {
+    let folder = tempfile::tempdir().expect("folder");
+    let store = Store::open(&folder.path().join("store")).expect("store");
+    (folder, store)
+}
+
+#[test]
+fn an_absent_store_is_empty() {
+    let (folder, store) = store();
+    assert!(store.jobs().expect("jobs").is_empty());
+    assert!(matches!(store.load("web", None), Err(Error::NoJob { .. })));
+    assert!(!folder.path().join("store").exists(), "reading has written");
+    drop(store.begin("web").expect("writer"));
+    assert!(matches!(store.load("web", None), Err(Error::NoneYet { .. })));
+    assert!(matches!(store.load("web", Some(1)), Err(Error::NoCheckpoint { .. })));
+}
+
+#[test]
+fn a_full_checkpoint_comes_back() {
+    let (_folder, store) = store();
+    // More than all buffers together, with zero pages at odd places.
+    let mut full = memory(3, 9000, 7);
+    full.extend((0..9000).step_by(37).map(|page| (page, 0)));
+    let mut writer = store.begin("web").expect("writer");
+    let range = Range { start: 0, len: 9010 * PAGE };
+    let mut calls = 0;
+    let fill = |address: u64, buffer: &mut [u8]| {
+        calls += 1;
+        assert!(buffer.as_ptr().addr().is_multiple_of(PAGE_BYTES));
+        for (i, page) in buffer.chunks_exact_mut(PAGE_BYTES).enumerate() {
+            let number = address / PAGE + i as u64;
+            fill_page(number, full.get(&number).copied().unwrap_or(0), page);
+        }
+        Ok::<_, Infallible>(())
+    };
+    writer.put(SPACE, range, Zeros::Omit, fill).expect("put");
+    assert!(calls < 80, "{calls} calls");
+    let done = writer.commit(image()).expect("commit");
+    let pages = full.values().filter(|seed| **seed != 0).count() as u64;
+    assert_eq!((done.id, done.pages, done.stored_pages), (1, pages, pages));
+    assert_eq!(done.written_bytes, pages * PAGE);
+    assert_eq!(segment_bytes(&store, "web"), (1 + pages) * PAGE);
+    assert_holds(&store, "web", 1, &full);
+    assert_no_leftovers(&store, "web");
+    let summary = store.summary("web", None).expect("summary");
+    assert_eq!(
+        (summary.meta.id, summary.meta.pages, summary.manifest_bytes),
+        (1, pages, done.manifest_bytes)
+    );
+    let report = store.verify("web", None).expect("verify");
+    assert_eq!((report.id, report.pages, report.problems.len()), (1, pages, 0));
+}
+
+#[test]
+fn blocks_are_as_large_as_may_be() {
+    let (_folder, store) = store();
+    let mut writer = store.begin("web").expect("writer");
+    (0..64).for_each(|page| put(&mut writer, page, 1, 5).expect("put"));
+    put(&mut writer, 64, 64, 5).expect("put");
+    writer.commit(image()).expect("commit");
+    let pages: Vec<u32> =
+        store.load("web", None).expect("load").pages.extents.iter().map(|e| e.pages).collect();
+    assert_eq!(pages, [64, 64]);
+}
+
+#[test]
+fn many_ranges_at_once() {
+    let (_folder, store) = store();
+    let mut writer = store.begin("web").expect("writer");
+    let ranges: Vec<Range> = (0..500).map(|i| Range { start: i * 10 * PAGE, len: (i % 4) * PAGE }).collect();
+    let fill = |batch: &[Range], buffer: &mut [u8]| {
+        let mut rest = buffer;
+        for range in batch {
+            for page in (range.start / PAGE)..(range.end() / PAGE) {
+                let (now, later) = rest.split_at_mut(PAGE_BYTES);
+                fill_page(page, 3, now);
+                rest = later;
+            }
+        }
+        assert!(rest.is_empty());
+        Ok::<_, Infallible>(())
+    };
+    writer.put_ranges(SPACE, &ranges, Zeros::Omit, fill).expect("put");
+    writer.commit(image()).expect("commit");
+    let expected = ranges.iter().flat_map(|r| r.start / PAGE..r.end() / PAGE).map(|page| (page, 3)).collect();
+    assert_holds(&store, "web", 1, &expected);
+}
+
+#[test]
+fn zero_pages_are_recorded_on_demand() {
+    let (_folder, store) = store();
+    let mut writer = store.begin("web").expect("writer");
+    let range = Range { start: PAGE, len: 600 * PAGE };
+    let zeros = |_: u64, buffer: &mut [u8]| {
+        buffer.fill(0);
+        Ok::<_, Infallible>(())
+    };
+    writer.put(SPACE, range, Zeros::Record, zeros).expect("put");
+    writer.put(Owner::Object(0), range, Zeros::Omit, zeros).expect("put");
+    let done = writer.commit(image()).expect("commit");
+    assert_eq!((done.pages, done.written_bytes), (0, 0));
+    let checkpoint = store.load("web", None).expect("load");
+    let [extent] = checkpoint.pages.extents[..] else { panic!("{:?}", checkpoint.pages) };
+    assert_eq!((extent.owner, extent.address, extent.pages, extent.place), (SPACE, PAGE, 600, Place::Zero));
+    let mut bytes = vec![1; extent.len() as usize];
+    checkpoint.reader.read(&extent, &mut bytes).expect("read");
+    assert!(bytes.iter().all(|byte| *byte == 0));
+    assert_no_leftovers(&store, "web"); // no segment for nothing
+}
+
+#[test]
+fn later_pages_cover_earlier_ones() {
+    let (_folder, store) = store();
+    let mut writer = store.begin("web").expect("writer");
+    put(&mut writer, 0, 100, 1).expect("put");
+    put(&mut writer, 40, 1, 2).expect("put");
+    put(&mut writer, 50, 2, 0).expect("put");
+    put(&mut writer, 40, 1, 3).expect("put");
+    writer.forget(SPACE, Range { start: 90 * PAGE, len: 20 * PAGE });
+    writer.commit(image()).expect("commit");
+    let mut expected = memory(0, 90, 1);
+    expected.insert(40, 3);
+    expected.insert(50, 0);
+    expected.insert(51, 0);
+    assert_holds(&store, "web", 1, &expected);
+}
+
+#[test]
+fn an_incremental_checkpoint_points_to_older_ones() {
+    let (_folder, store) = store();
+    checkpoint(&store, "web", &memory(0, 300, 1)).expect("full");
+    let mut writer = store.begin("web").expect("writer");
+    for extent in store.load("web", None).expect("load").pages.extents {
+        writer.reuse(&extent).expect("reuse");
+    }
+    put(&mut writer, 10, 5, 2).expect("put");
+    let done = writer.commit(image()).expect("commit");
+    assert_eq!((done.pages, done.stored_pages), (300, 5));
+    let mut expected = memory(0, 300, 1);
+    expected.extend(memory(10, 5, 2));
+    assert_holds(&store, "web", 2, &expected);
+    assert_holds(&store, "web", 1, &memory(0, 300, 1));
+}
+
+#[test]
+fn pages_that_are_gone_are_not_reused() {
+    let (_folder, store) = store();
+    checkpoint(&store, "web", &memory(0, 3, 1)).expect("full");
+    let old = store.load("web", None).expect("load");
+    store.remove("web", 1).expect("remove");
+    let mut writer = store.begin("web").expect("writer");
+    assert!(matches!(writer.reuse(&old.pages.extents[0]), Err(Error::Stale { .. })));
+    put(&mut writer, 0, 3, 2).expect("the writer can go on");
+    assert_eq!(writer.commit(image()).expect("commit").id, 2, "ids are not used again");
+    let mut bytes = vec![0; old.pages.extents[0].len() as usize];
+    old.reader.read(&old.pages.extents[0], &mut bytes).expect("a loaded checkpoint stays readable");
+}
+
+#[test]
+fn a_failing_fill_leaves_the_writer_usable() {
+    let (_folder, store) = store();
+    let mut writer = store.begin("web").expect("writer");
+    put(&mut writer, 0, 5, 1).expect("put");
+    let range = Range { start: 100 * PAGE, len: 4 * PAGE };
+    let failed = writer.put(SPACE, range, Zeros::Omit, |_, buffer| {
+        buffer.fill(9);
+        Err("gone")
+    });
+    assert!(matches!(failed, Err(PutError::Fill("gone"))));
+    put(&mut writer, 5, 5, 1).expect("put");
+    writer.commit(image()).expect("commit");
+    assert_holds(&store, "web", 1, &memory(0, 10, 1));
+}
+
+#[test]
+fn a_dropped_writer_leaves_nothing() {
+    let (_folder, store) = store();
+    checkpoint(&store, "web", &memory(0, 3, 1)).expect("full");
+    let mut writer = store.begin("web").expect("writer");
+    put(&mut writer, 0, 5000, 1).expect("put");
+    drop(writer);
+    assert_eq!(store.checkpoints("web").expect("ids"), [1]);
+    assert_no_leftovers(&store, "web");
+    assert_eq!(checkpoint(&store, "web", &memory(0, 3, 1)).expect("next").id, 2);
+}
+
+#[test]
+fn inconsistent_images_are_not_committed() {
+    let (_folder, store) = store();
+    let mut writer = store.begin("web").expect("writer");
+    put(&mut writer, 0, 1, 1).expect("put");
+    let mut wrong = image();
+    wrong.spaces.clear();
+    assert!(matches!(writer.commit(wrong), Err(Error::Image(_))));
+    assert!(store.checkpoints("web").expect("ids").is_empty());
+    assert_no_leftovers(&store, "web");
+}
