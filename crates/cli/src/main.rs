@@ -1,2 +1,85 @@
 //! The `stillpoint` command.
-fn main() {}
+#![forbid(unsafe_code)]
+
+mod args;
+mod commands;
+mod detach;
+mod failure;
+mod jobs;
+mod names;
+mod output;
+mod progress;
+mod supervise;
+mod terminal;
+
+use args::{Cli, Command};
+use clap::{CommandFactory, Parser};
+use failure::{FAILED, Failure, Result};
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    std::panic::set_hook(Box::new(|panic| {
+        let place = panic.location().map(|l| format!(" ({}:{})", l.file(), l.line())).unwrap_or_default();
+        let what = panic.payload_as_str().unwrap_or("no message").lines().next().unwrap_or_default();
+        output::note(&format!("stillpoint: a mistake in stillpoint itself: {what}{place}"));
+        std::process::exit(FAILED.into());
+    }));
+    let outcome = match Cli::try_parse() {
+        Ok(cli) => dispatch(cli),
+        Err(e) => usage(&e),
+    };
+    match outcome {
+        Ok(code) => code,
+        Err(failure) => {
+            output::note(&failure.to_string());
+            ExitCode::from(failure.code)
+        }
+    }
+}
+
+fn dispatch(cli: Cli) -> Result<ExitCode> {
+    let common = &cli.common;
+    match cli.command {
+        Command::Run(args) => commands::run::run(common, &args),
+        Command::Checkpoint(args) => commands::checkpoint::run(common, &args),
+        Command::Restore(args) => commands::restore::run(common, &args),
+        Command::Ls(args) => commands::list::run(common, &args),
+        Command::Show(args) => commands::show::run(common, &args),
+        Command::Verify(args) => commands::verify::run(common, &args),
+        Command::Rm(args) => commands::remove::rm(common, &args),
+        Command::Prune(args) => commands::remove::prune(common, &args),
+        Command::Doctor => commands::doctor::run(common),
+        Command::Completions { shell } => {
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Cli::command(), "stillpoint", &mut script);
+            print(&script)
+        }
+        Command::Man => {
+            let mut page = Vec::new();
+            let failed = |e| Failure::failed(format!("manual page: {e}"));
+            clap_mangen::Man::new(Cli::command()).render(&mut page).map_err(failed)?;
+            print(&page)
+        }
+    }
+}
+
+/// Help and version are answers; anything else is a mistake of the user's.
+fn usage(error: &clap::Error) -> Result<ExitCode> {
+    let text = error.render().to_string();
+    if !error.use_stderr() {
+        return print(text.as_bytes());
+    }
+    let text = text.trim_end();
+    match text.strip_prefix("error: ") {
+        Some(mistake) => Err(Failure::usage(mistake)),
+        None => {
+            output::note(text); // no command at all: the help, with the exit code of a mistake
+            Ok(ExitCode::from(failure::USAGE))
+        }
+    }
+}
+
+fn print(text: &[u8]) -> Result<ExitCode> {
+    output::line(String::from_utf8_lossy(text).trim_end())?;
+    Ok(ExitCode::SUCCESS)
+}

@@ -20,6 +20,7 @@ pub mod memfd;
 pub mod memory;
 pub mod pagemap;
 pub mod pipes;
+pub mod probe;
 pub mod proc;
 pub mod program;
 pub mod ptrace;
@@ -29,6 +30,7 @@ pub mod seccomp;
 pub mod sharing;
 pub mod sockets;
 pub mod spawn;
+pub mod supervise;
 pub mod tty;
 pub mod watches;
 

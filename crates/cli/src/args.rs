@@ -1,0 +1,199 @@
+//! The command line: one definition feeds help, completions and the manual page.
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+/// Checkpoint, restore, clone and roll back running Linux programs.
+#[derive(Debug, Parser)]
+#[command(name = "stillpoint", version, propagate_version = true, after_help = EXIT_CODES)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+    /// Options of every command.
+    #[command(flatten)]
+    pub common: Common,
+}
+
+const EXIT_CODES: &str = "Exit codes:
+  0  done
+  1  failed; the target is unharmed
+  2  usage or bad input
+  3  refused: something cannot be captured or put back; each thing is named with the reason
+run and restore in the foreground exit as the job exits.";
+
+/// Options of every command.
+#[derive(Debug, Args)]
+pub struct Common {
+    /// Where checkpoints live [default: $STILLPOINT_STORE, else $XDG_DATA_HOME/stillpoint, else
+    /// ~/.local/share/stillpoint]
+    #[arg(long, value_name = "DIR", global = true)]
+    pub store: Option<PathBuf>,
+    /// Answer with one JSON value instead of text for people
+    #[arg(long, global = true)]
+    pub json: bool,
+}
+
+/// What to do.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Start a program as a job
+    Run(Run),
+    /// Write a running program to the store
+    Checkpoint(Checkpoint),
+    /// Bring a program back from the store
+    Restore(Restore),
+    /// List jobs, or the checkpoints of one job
+    Ls(Ls),
+    /// Describe a checkpoint: processes, threads, memory, files
+    Show(Show),
+    /// Read stored checkpoints back and check every byte
+    Verify(Verify),
+    /// Remove a checkpoint, or a job with all of its checkpoints
+    Rm(Rm),
+    /// Remove the oldest checkpoints of a job
+    Prune(Prune),
+    /// Tell what this kernel and these privileges allow, and how to get what is missing
+    Doctor,
+    /// Print a completion script for a shell
+    #[command(hide = true)]
+    Completions {
+        /// Which shell
+        shell: clap_complete::Shell,
+    },
+    /// Print the manual page
+    #[command(hide = true)]
+    Man,
+}
+
+/// `stillpoint run`
+#[derive(Debug, Args)]
+pub struct Run {
+    /// Name of the job [default: the file name of COMMAND]
+    #[arg(long, value_name = "NAME", value_parser = crate::names::parse_job)]
+    pub name: Option<String>,
+    /// Leave the job in the background and return
+    #[arg(long)]
+    pub detach: bool,
+    /// The program and its arguments
+    #[arg(value_name = "COMMAND", required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    pub command: Vec<OsString>,
+}
+
+/// `stillpoint checkpoint`
+#[derive(Debug, Args)]
+pub struct Checkpoint {
+    /// Name of a running job, or a process id
+    #[arg(value_name = "TARGET")]
+    pub target: String,
+    /// Job the checkpoint belongs to [default: the job that TARGET is, else its program's name and process id]
+    #[arg(long, value_name = "NAME", value_parser = crate::names::parse_job)]
+    pub name: Option<String>,
+    /// How its memory is saved
+    #[arg(long, value_name = "ENGINE", default_value = "stop")]
+    pub engine: EngineName,
+    /// Kill the program once the checkpoint is safe in the store
+    #[arg(long)]
+    pub kill: bool,
+    /// A note to find the checkpoint by
+    #[arg(long, value_name = "TEXT")]
+    pub label: Option<String>,
+}
+
+/// The memory engines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum EngineName {
+    /// The program stands still while its memory is written
+    Stop,
+}
+
+/// `stillpoint restore`
+#[derive(Debug, Args)]
+pub struct Restore {
+    /// JOB for its newest checkpoint, or JOB@ID
+    #[arg(value_name = "JOB[@ID]", value_parser = crate::names::parse_checkpoint)]
+    pub checkpoint: CheckpointName,
+    /// Leave the program in the background and return
+    #[arg(long)]
+    pub detach: bool,
+    /// What to do about files that the program writes and that changed since the checkpoint
+    #[arg(long, value_name = "POLICY", default_value = "rollback")]
+    pub files: Files,
+    /// Refuse unless the program gets back its process id in this pid namespace
+    #[arg(long, value_name = "same")]
+    pub pid: Option<PidPolicy>,
+}
+
+/// `JOB` or `JOB@ID`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CheckpointName {
+    /// The job.
+    pub job: String,
+    /// The checkpoint; `None` for the newest.
+    pub id: Option<u64>,
+}
+
+/// `restore --files`
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Files {
+    /// Cut a file that only grew back to its size at the checkpoint; refuse any other change
+    Rollback,
+    /// Take files as they are
+    Keep,
+    /// Refuse any change
+    Refuse,
+}
+
+/// `restore --pid`
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum PidPolicy {
+    /// The process id it had
+    Same,
+}
+
+/// `stillpoint ls`
+#[derive(Debug, Args)]
+pub struct Ls {
+    /// List the checkpoints of this job
+    #[arg(value_name = "JOB", value_parser = crate::names::parse_job)]
+    pub job: Option<String>,
+}
+
+/// `stillpoint show`
+#[derive(Debug, Args)]
+pub struct Show {
+    /// JOB for its newest checkpoint, or JOB@ID
+    #[arg(value_name = "JOB[@ID]", value_parser = crate::names::parse_checkpoint)]
+    pub checkpoint: CheckpointName,
+}
+
+/// `stillpoint verify`
+#[derive(Debug, Args)]
+pub struct Verify {
+    /// Check this job or checkpoint only [default: everything in the store]
+    #[arg(value_name = "JOB[@ID]", value_parser = crate::names::parse_checkpoint)]
+    pub checkpoint: Option<CheckpointName>,
+}
+
+/// `stillpoint rm`
+#[derive(Debug, Args)]
+pub struct Rm {
+    /// JOB@ID for one checkpoint, JOB for the job with all of its checkpoints
+    #[arg(value_name = "JOB[@ID]", value_parser = crate::names::parse_checkpoint)]
+    pub checkpoint: CheckpointName,
+    /// Remove a job also while it runs
+    #[arg(long)]
+    pub force: bool,
+}
+
+/// `stillpoint prune`
+#[derive(Debug, Args)]
+pub struct Prune {
+    /// The job
+    #[arg(value_name = "JOB", value_parser = crate::names::parse_job)]
+    pub job: String,
+    /// How many of the newest checkpoints to keep
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub keep: u64,
+}

@@ -1,0 +1,10 @@
+//! The commands, one file each.
+
+pub mod checkpoint;
+pub mod doctor;
+pub mod list;
+pub mod remove;
+pub mod restore;
+pub mod run;
+pub mod show;
+pub mod verify;

@@ -1,0 +1,64 @@
+//! `stillpoint rm` and `stillpoint prune`: checkpoints are removed, and their room is given back.
+
+use crate::args::{CheckpointName, Common, Prune, Rm};
+use crate::failure::{Failure, Result};
+use crate::{jobs, output};
+use serde_json::json;
+use std::process::ExitCode;
+use stillpoint_store::{Freed, Store};
+
+/// Runs `rm`.
+pub fn rm(common: &Common, args: &Rm) -> Result<ExitCode> {
+    let store = jobs::open_store(common.store.as_deref())?;
+    let CheckpointName { job, id } = &args.checkpoint;
+    match id {
+        Some(id) => tell(common, job, &[store.remove(job, *id).map_err(jobs::store_failure)?]),
+        None => remove_job(common, &store, job, args.force),
+    }
+}
+
+/// Runs `prune`.
+pub fn prune(common: &Common, args: &Prune) -> Result<ExitCode> {
+    let store = jobs::open_store(common.store.as_deref())?;
+    let keep = usize::try_from(args.keep).unwrap_or(usize::MAX);
+    tell(common, &args.job, &[store.prune(&args.job, keep).map_err(jobs::store_failure)?])
+}
+
+fn remove_job(common: &Common, store: &Store, job: &str, force: bool) -> Result<ExitCode> {
+    let ids = store.checkpoints(job).map_err(jobs::store_failure)?;
+    let Some(record) = jobs::running(store, job)? else {
+        store.remove_job(job).map_err(jobs::store_failure)?;
+        let answer = json!({"job": job, "removed": ids, "job_removed": true});
+        return finish(common, &answer, &format!("{job}: removed with {}", checkpoints(ids.len())));
+    };
+    if !force {
+        return Err(Failure::usage(format!("job {job} is running, as process {}", record.pid)).hint(
+            format!("stillpoint rm --force {job} removes its checkpoints and leaves the process alone"),
+        ));
+    }
+    let freed: stillpoint_store::Result<Vec<Freed>> = ids.iter().map(|&id| store.remove(job, id)).collect();
+    tell(common, job, &freed.map_err(jobs::store_failure)?)
+}
+
+fn tell(common: &Common, job: &str, freed: &[Freed]) -> Result<ExitCode> {
+    let ids: Vec<u64> = freed.iter().flat_map(|f| &f.checkpoints).copied().collect();
+    let bytes: u64 = freed.iter().map(|f| f.bytes).sum();
+    let notes: Vec<String> =
+        freed.iter().filter_map(|f| f.unfinished.as_ref()).map(ToString::to_string).collect();
+    let text = format!("{job}: removed {}, {} given back", checkpoints(ids.len()), output::bytes(bytes));
+    notes.iter().for_each(|n| output::note(&format!("stillpoint: some room could not be given back: {n}")));
+    finish(common, &json!({"job": job, "removed": ids, "bytes": bytes, "notes": notes}), &text)
+}
+
+fn finish(common: &Common, answer: &serde_json::Value, text: &str) -> Result<ExitCode> {
+    if common.json {
+        output::json(answer)?
+    } else {
+        output::line(text)?
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn checkpoints(n: usize) -> String {
+    if n == 1 { "1 checkpoint".into() } else { format!("{n} checkpoints") }
+}

@@ -1,0 +1,139 @@
+//! `stillpoint run`: a program becomes a job.
+
+use crate::args::{Common, Run};
+use crate::detach::{Answer, Detached, Relay, background_stdio, detach, stays};
+use crate::failure::{Failure, Result};
+use crate::names::job_from;
+use crate::supervise::{Supervisor, let_go};
+use crate::{jobs, output};
+use rustix::fd::AsFd;
+use serde_json::json;
+use std::path::Path;
+use std::process::ExitCode;
+use stillpoint_image::Bytes;
+use stillpoint_linux::supervise::{Child, Signals, SpawnError, spawn};
+use stillpoint_store::{Claim, Running, Store};
+
+/// Runs the command.
+pub fn run(common: &Common, args: &Run) -> Result<ExitCode> {
+    if !args.detach {
+        let started = Started::start(common, args)?;
+        let_go(false)?;
+        return started.supervise();
+    }
+    let stdout_is_taken = stays(std::io::stdout().as_fd());
+    match detach()? {
+        Detached::Front(answer) => {
+            answer?.tell(common.json, stdout_is_taken)?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Detached::Back(relay) => in_background(common, args, relay),
+    }
+}
+
+/// A job that has been started.
+struct Started {
+    record: Record,
+    child: Child,
+    signals: Signals,
+}
+
+impl Started {
+    fn start(common: &Common, args: &Run) -> Result<Self> {
+        let store = jobs::open_store(common.store.as_deref())?;
+        let claim = match &args.name {
+            Some(name) => jobs::claim(&store, name)?,
+            None => jobs::claim_new(&store, &default_name(args))?,
+        };
+        let signals = Signals::take()?;
+        let child = spawn(&args.command, &signals).map_err(|e| match e {
+            SpawnError::Exec(..) => Failure::usage(e),
+            SpawnError::Kernel(e) => e.into(),
+        })?;
+        let command = args.command.iter().map(|a| Bytes::from(Path::new(a))).collect();
+        let record =
+            jobs::running_record(child.pid, command, None).and_then(|r| Record::write(store, claim, &r));
+        match record {
+            Ok(record) => Ok(Self { record, child, signals }),
+            // Without a record nobody could find the job: better not to have begun.
+            Err(failure) => {
+                let _ = rustix::process::pidfd_send_signal(&child.pidfd, rustix::process::Signal::KILL);
+                Err(failure)
+            }
+        }
+    }
+
+    /// Supervises the job to its end, and ends like it.
+    fn supervise(self) -> Result<ExitCode> {
+        let end = Supervisor::new(self.signals, self.child.pid, self.child.pidfd).watch();
+        drop(self.record);
+        end?.follow()
+    }
+}
+
+/// The file name of the command, as far as it can be the name of a job.
+fn default_name(args: &Run) -> String {
+    let command = args.command.first().map(Path::new).and_then(Path::file_name).unwrap_or_default();
+    job_from(&command.to_string_lossy())
+}
+
+fn in_background(common: &Common, args: &Run, relay: Relay) -> Result<ExitCode> {
+    let started = background_stdio().and_then(|lost| Ok((Started::start(common, args)?, lost)));
+    let (answer, started) = match started {
+        Ok((started, lost)) => (Ok(started.answer(&lost)), Some(started)),
+        Err(failure) => (Err(failure), None),
+    };
+    // Whether anybody still listens or not: the job runs.
+    let _ = relay.send(&answer);
+    let Some(started) = started else { return Ok(ExitCode::FAILURE) };
+    let_go(false)?;
+    let _ = std::env::set_current_dir("/"); // a supervisor must not keep a file system busy
+    started.supervise()
+}
+
+impl Started {
+    fn answer(&self, lost: &[&str]) -> Answer {
+        let (job, pid) = (self.record.claim.job(), self.child.pid);
+        let notes: Vec<String> = match lost {
+            [] => Vec::new(),
+            lost => {
+                vec![format!("its {} is /dev/null; redirect it to a file to keep it", lost.join(" and "))]
+            }
+        };
+        Answer {
+            text: format!("{job} runs as process {pid}"),
+            json: json!({
+                "job": job,
+                "pid": pid,
+                "supervisor_pid": std::process::id(),
+                "store": self.record.store.path().to_string_lossy(),
+                "notes": notes,
+            }),
+            notes,
+        }
+    }
+}
+
+/// The record in the store that a job runs, and its name, for as long as this lives.
+#[derive(Debug)]
+pub struct Record {
+    store: Store,
+    claim: Claim,
+}
+
+impl Record {
+    /// Writes the record.
+    pub fn write(store: Store, claim: Claim, running: &Running) -> Result<Self> {
+        store.set_running(claim.job(), running).map_err(jobs::store_failure)?;
+        Ok(Self { store, claim })
+    }
+}
+
+impl Drop for Record {
+    fn drop(&mut self) {
+        // A record that stays is no harm: it names a process that is no more.
+        if let Err(e) = self.store.clear_running(self.claim.job()) {
+            output::note(&format!("stillpoint: {e}"));
+        }
+    }
+}

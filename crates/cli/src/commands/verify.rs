@@ -1,0 +1,93 @@
+//! `stillpoint verify`: stored checkpoints are read back and every byte is checked.
+
+use crate::args::{CheckpointName, Common, Verify};
+use crate::failure::{FAILED, Failure, Result};
+use crate::{jobs, output};
+use serde_json::{Value, json};
+use std::process::ExitCode;
+use stillpoint_image::PAGE;
+use stillpoint_store::Store;
+
+/// A checkpoint that was read back.
+struct Checked {
+    job: String,
+    id: u64,
+    pages: u64,
+    problems: Vec<String>,
+}
+
+/// Runs the command.
+pub fn run(common: &Common, args: &Verify) -> Result<ExitCode> {
+    let store = jobs::open_store(common.store.as_deref())?;
+    let mut all = Vec::new();
+    for (job, id) in wanted(&store, args.checkpoint.as_ref())? {
+        let checked = check(&store, job, id)?;
+        if !common.json {
+            output::line(&checked.line())?;
+            checked.problems.iter().for_each(|p| output::note(&format!("  {p}")));
+        }
+        all.push(checked);
+    }
+    if common.json {
+        output::json(&all.iter().map(Checked::as_json).collect())?;
+    } else if all.is_empty() {
+        output::note(&format!("no checkpoints in {}", store.path().display()));
+    }
+    let damaged = all.iter().filter(|c| !c.problems.is_empty()).count();
+    Ok(if damaged == 0 { ExitCode::SUCCESS } else { ExitCode::from(FAILED) })
+}
+
+/// The checkpoints that are meant: one, those of a job, or all.
+fn wanted(store: &Store, name: Option<&CheckpointName>) -> Result<Vec<(String, u64)>> {
+    let jobs = match name {
+        Some(CheckpointName { job, id: Some(id) }) => return Ok(vec![(job.clone(), *id)]),
+        Some(CheckpointName { job, id: None }) => vec![job.clone()],
+        None => store.jobs().map_err(jobs::store_failure)?,
+    };
+    let mut list = Vec::new();
+    for job in jobs {
+        let ids = store.checkpoints(&job).map_err(jobs::store_failure)?;
+        if ids.is_empty() && name.is_some() {
+            return Err(jobs::store_failure(stillpoint_store::Error::NoneYet { job }));
+        }
+        list.extend(ids.into_iter().map(|id| (job.clone(), id)));
+    }
+    Ok(list)
+}
+
+fn check(store: &Store, job: String, id: u64) -> Result<Checked> {
+    match store.verify(&job, Some(id)) {
+        Ok(report) => {
+            let problems = report.problems.iter().map(ToString::to_string).collect();
+            Ok(Checked { job, id, pages: report.pages, problems })
+        }
+        Err(e) if e.is_usage() => Err(jobs::store_failure(e)),
+        // Reading failed as such: also a reason not to rely on it.
+        Err(e) => Ok(Checked { job, id, pages: 0, problems: vec![Failure::failed(e).what] }),
+    }
+}
+
+impl Checked {
+    fn line(&self) -> String {
+        let size = output::bytes(self.pages * PAGE);
+        match self.problems.len() {
+            0 => format!("{}@{}  ok  {size}", self.job, self.id),
+            n => format!(
+                "{}@{}  DAMAGED: {n} {}",
+                self.job,
+                self.id,
+                if n == 1 { "problem" } else { "problems" }
+            ),
+        }
+    }
+
+    fn as_json(&self) -> Value {
+        json!({
+            "job": self.job,
+            "id": self.id,
+            "ok": self.problems.is_empty(),
+            "bytes": self.pages * PAGE,
+            "problems": self.problems,
+        })
+    }
+}

@@ -1,0 +1,69 @@
+//! What a command tells when it fails: one clear sentence, a line of what to do, an exit code.
+
+use std::fmt::Display;
+
+/// Exit code: failed, the target is unharmed.
+pub const FAILED: u8 = 1;
+/// Exit code: usage or bad input.
+pub const USAGE: u8 = 2;
+/// Exit code: refused.
+pub const REFUSED: u8 = 3;
+
+/// A failed command.
+#[derive(Debug)]
+pub struct Failure {
+    /// Exit code.
+    pub code: u8,
+    /// What went wrong; further lines name one thing each.
+    pub what: String,
+    /// What to do about it.
+    pub hint: Option<String>,
+}
+
+/// Result of a command.
+pub type Result<T> = std::result::Result<T, Failure>;
+
+impl Failure {
+    /// The command failed.
+    pub fn failed(what: impl Display) -> Self {
+        Self { code: FAILED, what: what.to_string(), hint: None }
+    }
+
+    /// The user asked for something that does not exist or makes no sense.
+    pub fn usage(what: impl Display) -> Self {
+        Self { code: USAGE, what: what.to_string(), hint: None }
+    }
+
+    /// Something cannot be captured or put back.
+    pub fn refused(what: impl Display) -> Self {
+        Self { code: REFUSED, what: what.to_string(), hint: None }
+    }
+
+    /// Says what was being done.
+    pub fn within(mut self, doing: &str) -> Self {
+        self.what = format!("{doing}: {}", self.what);
+        self
+    }
+
+    /// Adds what to do.
+    pub fn hint(mut self, hint: impl Into<String>) -> Self {
+        self.hint = Some(hint.into());
+        self
+    }
+}
+
+impl Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let indented = self.what.replace('\n', "\n  ").replace("\n  \n", "\n\n");
+        write!(f, "stillpoint: {indented}")?;
+        self.hint.as_ref().map_or(Ok(()), |hint| write!(f, "\n  {hint}"))
+    }
+}
+
+impl From<stillpoint_linux::Error> for Failure {
+    fn from(error: stillpoint_linux::Error) -> Self {
+        let privilege = matches!(error.errno(), Some(1 | 13)); // EPERM, EACCES
+        let failure = Failure::failed(error);
+        if privilege { failure.hint("stillpoint doctor tells which privileges are missing") } else { failure }
+    }
+}

@@ -1,0 +1,219 @@
+//! Which job is meant, and which process is it now?
+
+use crate::failure::{Failure, Result};
+use crate::names::job_from;
+use rustix::process::{Pid, test_kill_process};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+use stillpoint_image::Bytes;
+use stillpoint_store::{Claim, Running, Store};
+
+/// Opens the store that the user means.
+pub fn open_store(chosen: Option<&Path>) -> Result<Store> {
+    let path = store_path(chosen)?;
+    Store::open(&path).map_err(store_failure)
+}
+
+/// Where the store is: the option, else the environment, else the user's data directory.
+pub fn store_path(chosen: Option<&Path>) -> Result<PathBuf> {
+    let from = |variable: &str| std::env::var_os(variable).filter(|v| !v.is_empty()).map(PathBuf::from);
+    let path = match chosen {
+        Some(path) if path.as_os_str().is_empty() => return Err(Failure::usage("--store is empty")),
+        Some(path) => path.to_path_buf(),
+        None => from("STILLPOINT_STORE")
+            .or_else(|| from("XDG_DATA_HOME").map(|d| d.join("stillpoint")))
+            .or_else(|| from("HOME").map(|d| d.join(".local/share/stillpoint")))
+            .ok_or_else(|| {
+                Failure::usage("no store is given and $HOME is not set").hint("name a directory with --store")
+            })?,
+    };
+    // A supervisor may change its directory, and a job may be found from another one.
+    std::path::absolute(&path).map_err(|e| Failure::usage(format!("{}: {e}", path.display())))
+}
+
+/// A failure of the store, with what to do about it.
+pub fn store_failure(error: stillpoint_store::Error) -> Failure {
+    use stillpoint_store::Error;
+    let failure = if error.is_usage() { Failure::usage(&error) } else { Failure::failed(&error) };
+    match error {
+        Error::NoJob { .. } => failure.hint("stillpoint ls lists the jobs; --store DIR names another store"),
+        Error::NoCheckpoint { job, .. } => failure.hint(format!("stillpoint ls {job} lists its checkpoints")),
+        Error::NoneYet { job } => {
+            failure.hint(format!("stillpoint checkpoint {job} takes one while the job runs"))
+        }
+        Error::Manifest { .. }
+        | Error::Misplaced { .. }
+        | Error::SegmentMissing { .. }
+        | Error::Segment { .. }
+        | Error::Damaged { .. } => failure.hint("stillpoint verify tells which checkpoints are whole"),
+        _ => failure,
+    }
+}
+
+/// The record of a job that runs as process `pid`, supervised by this process.
+pub fn running_record(pid: u32, command: Vec<Bytes>, restored_from: Option<u64>) -> Result<Running> {
+    let start_of = |pid| -> Result<u64> {
+        let stat = Stat::of(pid).ok_or_else(|| Failure::failed(format!("process {pid} ended")))?;
+        Ok(stat.start_time)
+    };
+    let supervisor_pid = std::process::id();
+    Ok(Running {
+        pid,
+        start_time: start_of(pid)?,
+        boot_id: boot_id(),
+        supervisor_pid,
+        supervisor_start_time: start_of(supervisor_pid)?,
+        since_ns: crate::output::now_ns(),
+        restored_from,
+        command,
+    })
+}
+
+fn boot_id() -> String {
+    let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id");
+    id.map(|s| s.trim().to_string()).unwrap_or_default()
+}
+
+/// Whether the process of a record is still there (and not another one that got its pid).
+pub fn is_alive(record: &Running) -> bool {
+    record.boot_id == boot_id() && is_process(record.pid, record.start_time)
+}
+
+fn is_process(pid: u32, start_time: u64) -> bool {
+    Stat::of(pid).is_some_and(|s| s.start_time == start_time && s.state != 'Z')
+}
+
+/// The process of a job, if it runs. A damaged record is that of no process.
+pub fn running(store: &Store, job: &str) -> Result<Option<Running>> {
+    use stillpoint_store::Error;
+    match store.running(job) {
+        Ok(record) => Ok(record.filter(is_alive)),
+        Err(Error::Record { .. } | Error::NoJob { .. }) => Ok(None),
+        Err(e) => Err(store_failure(e)),
+    }
+}
+
+/// Fields of `/proc/PID/stat`.
+#[derive(Debug)]
+struct Stat {
+    name: String,
+    state: char,
+    start_time: u64,
+}
+
+impl Stat {
+    fn of(pid: u32) -> Option<Self> {
+        let bytes = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
+        let text = String::from_utf8_lossy(&bytes);
+        let (head, rest) = text.rsplit_once(") ")?; // the name may hold anything, parentheses included
+        let fields: Vec<&str> = rest.split_whitespace().collect(); // from field 3 of proc_pid_stat(5)
+        Some(Self {
+            name: head.split_once(" (")?.1.to_string(),
+            state: fields.first()?.chars().next()?,
+            start_time: fields.get(19)?.parse().ok()?,
+        })
+    }
+}
+
+/// What a TARGET turned out to be.
+#[derive(Debug)]
+pub struct Target {
+    /// The process.
+    pub pid: u32,
+    /// The job that its checkpoints belong to, unless the user says otherwise.
+    pub job: String,
+    /// A remark for the user.
+    pub note: Option<String>,
+}
+
+/// Finds the process that TARGET means: a number is a process id, anything else the name of a running job.
+pub fn target(store: &Store, text: &str) -> Result<Target> {
+    if text.bytes().all(|b| b.is_ascii_digit()) && !text.is_empty() {
+        return process(store, text);
+    }
+    let job = crate::names::parse_job(text).map_err(|e| Failure::usage(format!("TARGET {text:?}: {e}")))?;
+    match running(store, &job)? {
+        Some(record) => Ok(Target { pid: record.pid, job, note: None }),
+        None if store.checkpoints(&job).is_ok_and(|ids| !ids.is_empty()) => {
+            Err(Failure::usage(format!("job {job} does not run"))
+                .hint(format!("stillpoint restore {job} brings it back from its newest checkpoint")))
+        }
+        None => Err(Failure::usage(format!("no job {job} runs (store {})", store.path().display()))
+            .hint("stillpoint ls lists the jobs; a program that is no job is named by its process id")),
+    }
+}
+
+fn process(store: &Store, text: &str) -> Result<Target> {
+    let no_such = || {
+        Failure::usage(format!("there is no process {text}"))
+            .hint("ps -e lists processes, stillpoint ls jobs")
+    };
+    let pid = text.parse().ok().filter(|&p: &i32| p > 0).ok_or_else(no_such)?;
+    // Permission is not the question here: a process of another user exists too.
+    let exists = Pid::from_raw(pid).map(test_kill_process);
+    if !matches!(exists, Some(Ok(()) | Err(rustix::io::Errno::PERM))) {
+        return Err(no_such());
+    }
+    let pid = pid as u32;
+    let stat = Stat::of(pid).ok_or_else(no_such)?;
+    for job in store.jobs().map_err(store_failure)? {
+        let Some(record) = running(store, &job)? else { continue };
+        if record.pid == pid {
+            return Ok(Target { pid, job, note: None });
+        }
+        // What a shell knows of a job (`$!`) is its supervisor.
+        if record.supervisor_pid == pid && record.supervisor_start_time == stat.start_time {
+            let note =
+                format!("process {pid} is the supervisor of job {job}, which is process {}", record.pid);
+            return Ok(Target { pid: record.pid, job, note: Some(note) });
+        }
+    }
+    Ok(Target { pid, job: job_from(&format!("{}-{pid}", stat.name)), note: None })
+}
+
+/// How long a supervisor may take to let go of the name of a job whose process has ended.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Takes the name of a job that is not running.
+pub fn claim(store: &Store, job: &str) -> Result<Claim> {
+    let begin = Instant::now();
+    loop {
+        if let Some(record) = running(store, job)? {
+            return Err(Failure::usage(format!("job {job} is running, as process {}", record.pid)));
+        }
+        match store.claim(job) {
+            Ok(claim) => return Ok(claim),
+            // Its process has ended, and its supervisor is about to; or another job of this name is just starting.
+            Err(stillpoint_store::Error::NameTaken { .. }) if begin.elapsed() < PATIENCE => {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            Err(e) => return Err(store_failure(e)),
+        }
+    }
+}
+
+/// Takes a name that no job has: `base`, else `base-2`, `base-3`, …
+pub fn claim_new(store: &Store, base: &str) -> Result<Claim> {
+    // A job that left nothing but the record of a process that is gone (the machine crashed) has no use for its name.
+    let left = |job: &str| matches!(store.running(job), Ok(Some(record)) if !is_alive(&record));
+    if left(base)
+        && let Ok(_claim) = store.claim(base)
+        && left(base)
+    {
+        store.clear_running(base).map_err(store_failure)?;
+    }
+    store.claim_new(base).map_err(store_failure)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn this_process_is_alive_and_an_older_one_is_not() {
+        let record = running_record(std::process::id(), Vec::new(), None).expect("we run");
+        assert!(is_alive(&record));
+        assert!(!is_alive(&Running { start_time: record.start_time + 1, ..record.clone() }));
+        assert!(!is_alive(&Running { boot_id: "other".into(), ..record }));
+    }
+}

@@ -1,0 +1,268 @@
+//! The supervisor: it stands between whoever started a job (a shell, a script, a service manager) and the job, and
+//! tries not to be noticed. Signals, stops and the end pass through it in both directions.
+
+use crate::failure::{Failure, Result};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
+use rustix::process::{Pid, getpgid, getpgrp, getsid};
+use std::io::{PipeReader, PipeWriter};
+use stillpoint_linux::supervise::{
+    Change, Received, Signals, die_of, drop_inherited, forward, stop_like, wait,
+};
+
+/// How a job ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// It exited with this code.
+    Exited(i32),
+    /// This signal killed it.
+    Killed(i32),
+}
+
+impl End {
+    /// Ends this process in the same way.
+    pub fn follow(self) -> ! {
+        match self {
+            End::Exited(code) => std::process::exit(code),
+            End::Killed(signal) => die_of(signal),
+        }
+    }
+}
+
+/// A supervised job.
+#[derive(Debug)]
+pub struct Supervisor {
+    signals: Signals,
+    pid: u32,
+    pidfd: OwnedFd,
+    terminal: Option<Foreground>,
+    stopped: bool,
+}
+
+impl Supervisor {
+    /// Supervises a child of ours.
+    pub fn new(signals: Signals, pid: u32, pidfd: OwnedFd) -> Self {
+        Self { signals, pid, pidfd, terminal: None, stopped: false }
+    }
+
+    /// If the job leads a process group of its own in our session, it gets the terminal whenever that is ours to give.
+    pub fn with_terminal(mut self) -> Self {
+        self.terminal = self.group().filter(|&g| g != getpgrp()).and_then(|g| Foreground::of(g, self.pid));
+        self
+    }
+
+    fn group(&self) -> Option<Pid> {
+        getpgid(Pid::from_raw(self.pid as i32)).ok()
+    }
+
+    /// Whether what the terminal sends to our process group has reached the job already.
+    fn in_our_group(&self) -> bool {
+        self.group().is_none_or(|g| g == getpgrp())
+    }
+
+    /// Passes signals and stops through until the job ends.
+    pub fn watch(mut self) -> Result<End> {
+        self.give_terminal();
+        loop {
+            if let Some(end) = self.changes()? {
+                return Ok(end);
+            }
+            wait_for(&[self.signals.as_fd(), self.pidfd.as_fd()])?;
+            while let Some(signal) = self.signals.next()? {
+                if self.is_for_job(&signal) {
+                    forward(self.pidfd.as_fd(), &signal)?;
+                }
+            }
+        }
+    }
+
+    /// Whether the job has not got this signal already.
+    fn is_for_job(&self, signal: &Received) -> bool {
+        match signal.signal {
+            libc_signal::CHLD => false,
+            // The shell continues the whole group; a second SIGCONT would run the job's handler twice.
+            libc_signal::CONT => self.stopped,
+            _ if signal.sender == self.pid => false, // it signalled its own group, or its parent
+            _ => !(signal.from_kernel && self.in_our_group()),
+        }
+    }
+
+    /// Takes note of what happened to the job; `Some` when it ended.
+    fn changes(&mut self) -> Result<Option<End>> {
+        while let Some(change) = wait(self.pidfd.as_fd())? {
+            match change {
+                Change::Exited(code) => return Ok(Some(End::Exited(code))),
+                Change::Killed(signal) => return Ok(Some(End::Killed(signal))),
+                Change::Continued => self.stopped = false,
+                Change::Stopped(signal) => {
+                    self.stopped = true;
+                    self.stop(signal);
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// Stops with the job, so that the shell takes the terminal and shows the job as stopped. A plain SIGSTOP was meant
+    /// for the job alone: whoever sent it will continue it, and would not continue us.
+    fn stop(&mut self, signal: i32) {
+        if !matches!(signal, libc_signal::TSTP | libc_signal::TTIN | libc_signal::TTOU) {
+            return;
+        }
+        if let Some(terminal) = &self.terminal {
+            if signal != libc_signal::TSTP && terminal.is_given() {
+                // It used the terminal in the moment before it was given to it.
+                terminal.continue_group();
+                return;
+            }
+            terminal.take_back();
+        }
+        stop_like(signal);
+        self.give_terminal();
+    }
+
+    fn give_terminal(&self) {
+        if let Some(terminal) = &self.terminal
+            && terminal.give()
+        {
+            terminal.continue_group();
+        }
+    }
+}
+
+/// Signal numbers, named as in signal(7).
+mod libc_signal {
+    use rustix::process::Signal;
+    pub const CHLD: i32 = Signal::CHILD.as_raw();
+    pub const CONT: i32 = Signal::CONT.as_raw();
+    pub const TSTP: i32 = Signal::TSTP.as_raw();
+    pub const TTIN: i32 = Signal::TTIN.as_raw();
+    pub const TTOU: i32 = Signal::TTOU.as_raw();
+}
+
+/// The foreground of our terminal, lent to the process group of the job; it comes back on drop. All signals are
+/// blocked, SIGTTOU among them, so that a background process may do this too (tcsetpgrp(3)).
+#[derive(Debug)]
+struct Foreground {
+    terminal: OwnedFd,
+    group: Pid,
+    ours: Pid,
+}
+
+impl Foreground {
+    fn of(group: Pid, pid: u32) -> Option<Self> {
+        let session = getsid(Pid::from_raw(pid as i32)).ok()?;
+        if session != getsid(None).ok()? {
+            return None;
+        }
+        let terminal = crate::terminal::controlling()?;
+        Some(Self { terminal, group, ours: getpgrp() })
+    }
+
+    /// Gives the foreground to the job if we have it.
+    fn give(&self) -> bool {
+        let ours_to_give = rustix::termios::tcgetpgrp(&self.terminal) == Ok(self.ours);
+        ours_to_give && rustix::termios::tcsetpgrp(&self.terminal, self.group).is_ok()
+    }
+
+    fn is_given(&self) -> bool {
+        rustix::termios::tcgetpgrp(&self.terminal) == Ok(self.group)
+    }
+
+    fn take_back(&self) {
+        if self.is_given() {
+            let _ = rustix::termios::tcsetpgrp(&self.terminal, self.ours); // fails once the terminal hung up
+        }
+    }
+
+    fn continue_group(&self) {
+        let _ = rustix::process::kill_process_group(self.group, rustix::process::Signal::CONT);
+    }
+}
+
+impl Drop for Foreground {
+    fn drop(&mut self) {
+        // The job has ended. If a group of its children is in front and has ended too, nobody else takes the terminal
+        // back; a group that lives is the shell's affair: we may have been put in the background.
+        let front = rustix::termios::tcgetpgrp(&self.terminal);
+        let vanished = |g| rustix::process::test_kill_process_group(g) == Err(rustix::io::Errno::SRCH);
+        if self.is_given() || front.is_ok_and(vanished) {
+            let _ = rustix::termios::tcsetpgrp(&self.terminal, self.ours);
+        }
+    }
+}
+
+/// Ends this process when a signal asks for it, or when the command in front has gone, for as long as it lives: while a
+/// program is being brought back there is nobody to pass signals to.
+#[derive(Debug)]
+pub struct GiveUp {
+    stop: Option<PipeWriter>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl GiveUp {
+    /// Watches in a thread of its own.
+    pub fn watch(signals: &Signals, relay: Option<BorrowedFd<'_>>) -> Result<Self> {
+        let failed = |e: std::io::Error| Failure::failed(format!("cannot watch for signals: {e}"));
+        let (stopped, stop) = std::io::pipe().map_err(failed)?;
+        let signals = signals.try_clone()?;
+        let relay = relay.map(|r| r.try_clone_to_owned()).transpose().map_err(failed)?;
+        let work = move || give_up(&signals, &stopped, relay.as_ref());
+        let thread = std::thread::Builder::new().name("signals".into()).spawn(work).map_err(failed)?;
+        Ok(Self { stop: Some(stop), thread: Some(thread) })
+    }
+}
+
+impl Drop for GiveUp {
+    fn drop(&mut self) {
+        drop(self.stop.take()); // the other end hangs up
+        let _ = self.thread.take().map(std::thread::JoinHandle::join);
+    }
+}
+
+fn give_up(signals: &Signals, stopped: &PipeReader, relay: Option<&OwnedFd>) {
+    loop {
+        let mut polled = vec![
+            PollFd::new(stopped, PollFlags::IN),
+            PollFd::from_borrowed_fd(signals.as_fd(), PollFlags::IN),
+        ];
+        // Nothing is asked of the relay; that its reader has gone is told unasked.
+        polled.extend(relay.map(|r| PollFd::new(r, PollFlags::empty())));
+        let _ = poll(&mut polled, None);
+        let told: Vec<bool> = polled.iter().map(|p| !p.revents().is_empty()).collect();
+        if told[0] {
+            return;
+        }
+        if told.get(2) == Some(&true) {
+            std::process::exit(crate::failure::FAILED.into());
+        }
+        while let Ok(Some(signal)) = signals.next() {
+            if signal.would_end_us() {
+                die_of(signal.signal);
+            }
+        }
+    }
+}
+
+fn wait_for(sources: &[BorrowedFd<'_>]) -> Result<()> {
+    let mut polled: Vec<PollFd<'_>> =
+        sources.iter().map(|&fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
+    match poll(&mut polled, None) {
+        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+        Err(e) => Err(Failure::failed(format!("poll: {e}"))),
+    }
+}
+
+/// Lets go of what belongs to the job: a pipe whose other end waits for the job to close it must not stay open because
+/// we hold it too. `stdin` is kept where we still read it for the job.
+pub fn let_go(keep_stdin: bool) -> Result<()> {
+    let null = std::fs::OpenOptions::new().read(true).write(true).open("/dev/null");
+    let null = null.map_err(|e| Failure::failed(format!("/dev/null: {e}")))?;
+    let failed = |e| Failure::failed(format!("dup2: {e}"));
+    if !keep_stdin {
+        rustix::stdio::dup2_stdin(&null).map_err(failed)?;
+    }
+    rustix::stdio::dup2_stdout(&null).map_err(failed)?;
+    rustix::stdio::dup2_stderr(&null).map_err(failed)?;
+    Ok(drop_inherited()?)
+}

@@ -1,0 +1,45 @@
+#!/bin/sh
+# Installs the Debian packages whose programs the tests use, as root and where apt is at hand. Whatever is missing in
+# the end is named: the tests that need it skip themselves and say so. STILLPOINT_NO_APT=1 installs nothing.
+set -u
+
+# package:what shows that it is there (a command, or a file)
+wanted="
+python3:python3
+python3-numpy:/usr/lib/python3/dist-packages/numpy
+sqlite3:sqlite3
+xz-utils:xz
+zstd:zstd
+redis-server:redis-server
+redis-tools:redis-cli
+golang-go:go
+default-jdk-headless:javac
+musl-tools:musl-gcc
+gcc:gcc
+"
+
+present() {
+    case $1 in
+        /*) [ -e "$1" ] ;;
+        *) command -v "$1" >/dev/null ;;
+    esac
+}
+
+missing() {
+    for pair in $wanted; do
+        present "${pair#*:}" || printf '%s ' "${pair%%:*}"
+    done
+}
+
+packages=$(missing)
+[ -n "$packages" ] || exit 0
+if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && [ -z "${STILLPOINT_NO_APT:-}" ]; then
+    echo "== installing $packages"
+    apt-get -qq update >/dev/null 2>&1
+    for package in $packages; do # one by one: a package that a release lacks must not keep the others away
+        DEBIAN_FRONTEND=noninteractive apt-get -qq -y --no-install-recommends install "$package" >/dev/null 2>&1
+    done
+    packages=$(missing)
+fi
+[ -z "$packages" ] || echo "== skipped, because it is not installed: what needs $packages"
+exit 0
