@@ -318,6 +318,9 @@ fn mapping_problem(target: &Proc, map: &Smap, own_tracking: bool) -> Option<(&'s
             "close what it belongs to, such as an io_uring",
         ));
     }
+    if name.starts_with(b"/[aio]") {
+        return Some(("it is a ring of asynchronous I/O (io_setup)", "end it with io_destroy first"));
+    }
     if name.starts_with(b"socket:") {
         return Some(("it is memory of a socket", ""));
     }
@@ -331,6 +334,15 @@ fn mapping_problem(target: &Proc, map: &Smap, own_tracking: bool) -> Option<(&'s
     }
     if flags.contains(VmFlags::SHADOW_STACK) {
         return Some(("it is a shadow stack", "start it with GLIBC_TUNABLES=glibc.cpu.x86_shstk=off"));
+    }
+    if flags.contains(VmFlags::SYNC) {
+        return Some(("it is mapped with MAP_SYNC", ""));
+    }
+    if flags.contains(VmFlags::UNKNOWN) {
+        return Some((
+            "it has a state that this version does not know",
+            "look for a newer version of stillpoint",
+        ));
     }
     let watched = VmFlags::UFFD_MISSING | VmFlags::UFFD_WP | VmFlags::UFFD_MINOR;
     let foreign = if own_tracking { VmFlags::UFFD_MINOR } else { watched };

@@ -37,6 +37,7 @@ fn failure(error: Error, target: &str) -> Failure {
         }
         Error::Target(what) => Failure::usage(what),
         Error::Kernel(e) => Failure::from(e).within(&format!("checkpoint {target}")),
+        Error::Store(e) => jobs::store_failure(e),
         Error::Failed(what) => Failure::failed(what).within(&format!("checkpoint {target}")),
     }
 }
