@@ -3,7 +3,7 @@
 use crate::folder::{Folder, names};
 use crate::ledger::Ledger;
 use crate::lock::Lock;
-use crate::medium::temporary;
+use crate::medium::{TEMPORARY, temporary};
 use crate::rewrite::{self, Usage};
 use crate::{Error, Result, Store};
 use std::time::Duration;
@@ -121,7 +121,7 @@ pub(crate) fn has_leftovers(folder: &Folder) -> Result<bool> {
 fn hidden(folder: &Folder) -> Result<Vec<std::path::PathBuf>> {
     let mut found = Vec::new();
     for place in [folder.path.clone(), folder.checkpoints()] {
-        let temporary = names(&place)?.into_iter().filter(|name| name.starts_with('.'));
+        let temporary = names(&place)?.into_iter().filter(|name| name.starts_with(TEMPORARY));
         found.extend(temporary.map(|name| place.join(name)));
     }
     Ok(found)
