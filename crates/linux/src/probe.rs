@@ -67,7 +67,7 @@ impl Subject {
 
     /// `process_vm_readv`: memory of a program can be read.
     pub fn process_vm_readv(&self) -> Result<()> {
-        static WORD: u64 = 0x5ee_d0f_5711;
+        static WORD: u64 = 0x005e_ed0f_5711;
         let mut word = 0u64;
         let local = libc::iovec { iov_base: (&raw mut word).cast(), iov_len: 8 };
         let remote = libc::iovec { iov_base: (&raw const WORD).cast_mut().cast(), iov_len: 8 };
