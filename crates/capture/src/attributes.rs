@@ -1,1 +1,18 @@
-//! Attributes of processes and threads that can be read without running code in them.
+//! Attributes of processes and threads: what can be read from outside, what must be asked inside, and what makes a
+//! process one that cannot be captured.
+//!
+//! | when | what |
+//! | --- | --- |
+//! | before the freeze | [`target::find`], [`target::examine`] |
+//! | frozen | [`process::process`], [`process::space`], [`thread::thread`], [`thread::stopped`]: from outside |
+//! | frozen | [`inside::ProcessQuery`], [`inside::ThreadQuery`]: programs to run in the target |
+//!
+//! Not visible by any of these, and therefore neither captured nor refused: pending System V semaphore undo
+//! operations (`SEM_UNDO`), Landlock domains, keyrings, speculation controls that `/proc/PID/status` does not name,
+//! NUMA policies of threads, a default timer slack that differs from the current one, and whether two threads share
+//! their I/O context (`CLONE_IO`).
+
+pub mod inside;
+pub mod process;
+pub mod target;
+pub mod thread;

@@ -3,10 +3,8 @@
 
 pub mod attributes;
 pub mod builder;
-pub mod checkpoint;
 pub mod error;
 pub mod files;
 
 pub use builder::{Builder, Content};
-pub use checkpoint::{Engine, Options, Progress, Report, checkpoint};
 pub use error::{Error, Refusal, Result};

@@ -203,6 +203,10 @@ pub struct TimerFd {
     /// Interval, nanoseconds.
     #[n(4)]
     pub interval_ns: u64,
+    /// Wall-clock time of the next expiry, nanoseconds since 1970, of a timer that was set to an absolute time of a
+    /// clock that tells it (`CLOCK_REALTIME`); it holds while the program does not run.
+    #[n(5)]
+    pub expires_ns: Option<u64>,
 }
 
 /// One watch of an epoll.
@@ -337,6 +341,12 @@ pub struct Socket {
     /// Path of a bound unix socket that is a name in the file system: index into [`crate::Image::paths`].
     #[n(9)]
     pub path: Option<u32>,
+    /// Address of the peer outside the job that a datagram socket sends to: raw `sockaddr`, empty if none.
+    #[n(10)]
+    pub remote: Bytes,
+    /// It was connected and its peer is gone.
+    #[n(11)]
+    pub orphan: bool,
 }
 
 /// A socket option.
@@ -370,6 +380,12 @@ pub struct Pty {
     /// Packet mode (`TIOCPKT`).
     #[n(3)]
     pub packet_mode: bool,
+    /// The slave was open once and no longer is: the master reads an end.
+    #[n(4)]
+    pub hung_up: bool,
+    /// It was the controlling terminal of the program's session.
+    #[n(5)]
+    pub controlling: bool,
 }
 
 /// Settings of a terminal.

@@ -20,9 +20,9 @@ pub struct AddressSpace {
     /// `mlockall(MCL_FUTURE)` in force: 0 no, 1 yes, 2 on fault.
     #[n(3)]
     pub lock_future: u32,
-    /// `PR_SET_THP_DISABLE`.
+    /// `PR_GET_THP_DISABLE`: 0, 1, or (since 6.18) 1 with flags.
     #[n(4)]
-    pub thp_disable: bool,
+    pub thp_disable: u32,
     /// `PR_GET_DUMPABLE`.
     #[n(5)]
     pub dumpable: u32,
@@ -38,6 +38,9 @@ pub struct AddressSpace {
     /// `PR_SET_MEMORY_MERGE`.
     #[n(9)]
     pub memory_merge: bool,
+    /// `MEMBARRIER_CMD_REGISTER_*` commands that were given.
+    #[n(10)]
+    pub membarrier: u32,
 }
 
 /// `struct prctl_mm_map` without its pointers to buffers.

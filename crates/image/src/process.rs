@@ -70,6 +70,9 @@ pub struct Process {
     /// Whether the leader had already exited while other threads went on.
     #[n(20)]
     pub leader_exited: bool,
+    /// Features of the extended state that the process asked for (`ARCH_REQ_XCOMP_PERM`): bit mask of XCR0.
+    #[n(21)]
+    pub xfeatures: u64,
 }
 
 /// A resource limit.

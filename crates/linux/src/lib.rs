@@ -3,10 +3,36 @@
 //! The only room with `unsafe` and architecture-specific code. Nothing here knows what a checkpoint is.
 #![allow(unsafe_code)] // each block says why it holds
 
+pub mod arch;
+pub mod bpf;
+pub mod descriptors;
+pub mod digest;
 pub mod error;
+pub mod fdinfo;
+pub mod features;
+pub mod host;
+pub mod inject;
+pub mod layout;
+pub mod limits;
+pub mod local;
+pub mod locks;
+pub mod memfd;
+pub mod memory;
+pub mod pagemap;
+pub mod pipes;
 pub mod probe;
+pub mod proc;
 pub mod program;
+pub mod ptrace;
+pub mod remote;
+pub mod sched;
+pub mod seccomp;
+pub mod sharing;
+pub mod sockets;
+pub mod spawn;
 pub mod supervise;
+pub mod tty;
+pub mod watches;
 
 pub use error::{Error, Result};
 

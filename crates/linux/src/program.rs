@@ -65,6 +65,8 @@ pub struct Call {
 pub struct Program {
     pub(crate) calls: Vec<Call>,
     pub(crate) data: Vec<u8>,
+    /// Words of the data (offset) that hold the address of other data (offset).
+    links: Vec<(u32, u32)>,
 }
 
 impl Program {
@@ -87,6 +89,24 @@ impl Program {
         self.data(&vec![0; len])
     }
 
+    /// Makes the word at `offset` bytes behind `at` hold the address of `to`; both are data of this program. For
+    /// structures that point to others.
+    pub fn link(&mut self, at: Arg, offset: u32, to: Arg) {
+        if let (Arg::Data(at), Arg::Data(to)) = (at, to) {
+            self.links.push((at + offset, to));
+        }
+    }
+
+    /// The data as it is to be placed at this address.
+    pub(crate) fn placed(&self, address: u64) -> Vec<u8> {
+        let mut data = self.data.clone();
+        for &(at, to) in &self.links {
+            let word = (address + u64::from(to)).to_le_bytes();
+            data[at as usize..at as usize + 8].copy_from_slice(&word);
+        }
+        data
+    }
+
     /// Adds a path or other string with its terminating zero.
     pub fn string(&mut self, bytes: &[u8]) -> Arg {
         let mut v = bytes.to_vec();
@@ -104,6 +124,21 @@ impl Program {
         self.push(what.into(), nr, &args, OnError::Continue)
     }
 
+    /// Adds the calls of another program behind those that are there.
+    pub fn append(&mut self, other: Program) {
+        let Arg::Data(data) = self.data(&other.data) else { return };
+        let first = self.calls.len() as u32;
+        self.links.extend(other.links.iter().map(|(at, to)| (data + at, data + to)));
+        self.calls.extend(other.calls.into_iter().map(|mut call| {
+            call.args = call.args.map(|arg| match arg {
+                Arg::Value(v) => Arg::Value(v),
+                Arg::Data(at) => Arg::Data(data + at),
+                Arg::Result(Step(n)) => Arg::Result(Step(first + n)),
+            });
+            call
+        }));
+    }
+
     fn push(&mut self, what: String, nr: i64, args: &[Arg], on_error: OnError) -> Step {
         let mut all = [Arg::Value(0); 6];
         all[..args.len()].copy_from_slice(args);
@@ -111,9 +146,20 @@ impl Program {
         Step(self.calls.len() as u32 - 1)
     }
 
+    /// Its calls: what they do, number, and arguments as far as they are known before it is placed (else 0).
+    pub fn calls(&self) -> impl Iterator<Item = (&str, i64, [u64; 6])> {
+        let known = |a: Arg| if let Arg::Value(v) = a { v } else { 0 };
+        self.calls.iter().map(move |c| (c.what.as_str(), c.nr, c.args.map(known)))
+    }
+
     /// Number of calls.
     pub fn len(&self) -> usize {
         self.calls.len()
+    }
+
+    /// Bytes of data that travel with it.
+    pub fn data_len(&self) -> usize {
+        self.data.len()
     }
 
     /// Whether there is nothing to do.

@@ -4,10 +4,8 @@
 pub mod attributes;
 pub mod error;
 pub mod files;
-pub mod rebuild;
 
 pub use error::{Error, Result};
-pub use rebuild::{Options, Progress, Restored, restore};
 
 /// What to do about files that the program had open for writing and that changed since (`--files`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

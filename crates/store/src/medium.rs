@@ -4,9 +4,9 @@
 
 use crate::{Error, Result};
 use rustix::fs::{FallocateFlags, Mode, OFlags};
-use std::fs::File;
+use std::fs::{DirBuilder, File};
 use std::io;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{DirBuilderExt, FileExt};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -58,7 +58,7 @@ impl Medium {
         if let Some(parent) = path.parent().filter(|p| !p.as_os_str().is_empty()) {
             self.make_folders(parent)?;
         }
-        let made = self.step(Op::MakeFolder, path).and_then(|()| std::fs::create_dir(path));
+        let made = self.step(Op::MakeFolder, path).and_then(|()| private_folder().create(path));
         match made {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists && path.is_dir() => Ok(()),
             Err(e) => Err(Error::io("create folder", path)(e)),
@@ -156,6 +156,13 @@ impl Medium {
         }
         done
     }
+}
+
+/// Folders are for their owner only, as files are: they hold memory of programs.
+fn private_folder() -> DirBuilder {
+    let mut builder = DirBuilder::new();
+    builder.mode(0o700);
+    builder
 }
 
 /// The temporary name of a file: hidden, in the same folder.

@@ -172,8 +172,11 @@ impl Writer {
     /// [`Error::Failed`].
     pub fn commit(mut self, mut image: Image) -> Result<Committed> {
         self.pipeline.finish()?;
-        let written_bytes = self.pipeline.bytes();
         let pages = std::mem::take(&mut self.pipeline.layers).flatten();
+        let own = self.pipeline.segment().id;
+        let points_to_own = |e: &Extent| matches!(e.place, Place::Stored { segment, .. } if segment == own);
+        let needed = pages.extents.iter().any(points_to_own);
+        let written_bytes = if needed { self.pipeline.bytes() } else { 0 };
         image.meta.job.clone_from(&self.folder.job);
         image.meta.id = self.id;
         image.meta.pages = pages.stored_pages();
@@ -181,7 +184,7 @@ impl Writer {
         validate::image(&image)?;
         validate::page_map(&pages)?;
         validate::owners(&image, &pages)?;
-        if written_bytes == 0 {
+        if !needed {
             self.medium.remove(&self.pipeline.segment().path)?;
         }
         let manifest_bytes = self.write_manifest(&image, &pages)?;

@@ -1,0 +1,69 @@
+//! A process as a whole and its address space, from outside. The process should be frozen.
+
+use crate::Result;
+use stillpoint_image::{AddressSpace, Bytes, Layout, Process, Rlimit};
+use stillpoint_linux::limits;
+use stillpoint_linux::proc::Proc;
+
+/// Everything of a [`Process`] that can be read without running code in it.
+///
+/// Left at its default: threads, tables and paths, which other rooms fill; signal actions, timers, `child_subreaper`
+/// and `xfeatures` ([`super::inside::ProcessQuery`]); `pending` (ptrace). `stopped` is told as `SIGSTOP` if job control
+/// had stopped it; once it is traced, only the tracer knows that, and the signal.
+///
+/// # Errors
+/// [`stillpoint_linux::Error::Gone`], or that a file or limit cannot be read.
+pub fn process(target: &Proc) -> Result<Process> {
+    let (stat, status) = (target.stat()?, target.status()?);
+    let pid = status.own_pid();
+    // In a pid namespace of its own, session and group may lie outside: 0 there.
+    let inner = |ids: &[u32], outer: u32| ids.last().copied().unwrap_or(outer);
+    let mut rlimits = Vec::with_capacity(limits::NAMES.len());
+    for resource in 0..limits::NAMES.len() as u32 {
+        let (soft, hard) = limits::get(target.pid(), resource)?;
+        rlimits.push(Rlimit { resource, soft, hard });
+    }
+    let lines = target.cgroup()?;
+    Ok(Process {
+        pid,
+        leads_session: inner(&status.ns_sid, stat.session) == pid,
+        leads_group: inner(&status.ns_pgid, stat.pgrp) == pid,
+        foreground: stat.tty != 0 && stat.tpgid > 0 && stat.tpgid as u32 == stat.pgrp,
+        umask: status.umask.unwrap_or(0o022),
+        rlimits,
+        oom_score_adj: target.oom_score_adj()?,
+        stopped: (stat.state == b'T').then_some(libc::SIGSTOP as u32),
+        cgroup: lines.iter().map(|l| String::from_utf8_lossy(l).into_owned()).collect(),
+        ..Process::default()
+    })
+}
+
+/// Everything of an [`AddressSpace`] that can be read without running code in it, mappings apart.
+///
+/// Left at its default: `layout.brk`, `dumpable`, `mdwe`, `thp_disable`, `memory_merge`, `membarrier`
+/// ([`super::inside::ProcessQuery`]), and `lock_future`, which only a new mapping shows.
+///
+/// # Errors
+/// [`stillpoint_linux::Error::Gone`], or that a file cannot be read.
+pub fn space(target: &Proc) -> Result<AddressSpace> {
+    let stat = target.stat()?;
+    Ok(AddressSpace {
+        layout: Layout {
+            start_code: stat.start_code,
+            end_code: stat.end_code,
+            start_data: stat.start_data,
+            end_data: stat.end_data,
+            start_brk: stat.start_brk,
+            brk: 0,
+            start_stack: stat.start_stack,
+            arg_start: stat.arg_start,
+            arg_end: stat.arg_end,
+            env_start: stat.env_start,
+            env_end: stat.env_end,
+        },
+        auxv: Bytes(target.read("auxv")?),
+        personality: target.personality()?,
+        coredump_filter: target.coredump_filter()?,
+        ..AddressSpace::default()
+    })
+}

@@ -1,0 +1,111 @@
+//! Threads, from outside. They should be frozen.
+
+use crate::{Builder, Result};
+use stillpoint_image::{Bytes, Credentials, Range, Sched, SeccompFilter, Thread};
+use stillpoint_linux::proc::{Proc, Stat, Status};
+use stillpoint_linux::ptrace::Stopped;
+use stillpoint_linux::{layout, sched, seccomp};
+
+/// Everything of a [`Thread`] that can be read without running code in it and without tracing it. `folder` is the
+/// thread's own ([`Proc::thread`], [`Proc::sibling`]).
+///
+/// Left at its default: registers, signal mask, pending signals and rseq (ptrace); seccomp filters ([`stopped`]);
+/// alternate stack, `clear_child_tid`, `pdeath_signal`, `tsc`, securebits ([`super::inside::ThreadQuery`]); `blocked`.
+///
+/// # Errors
+/// [`stillpoint_linux::Error::Gone`], or that something cannot be read.
+pub fn thread(folder: &Proc) -> Result<Thread> {
+    let tid = folder.tid();
+    let (stat, status) = (folder.stat()?, folder.status()?);
+    let (head, len) = sched::robust_list(tid)?;
+    Ok(Thread {
+        tid: status.own_tid(),
+        name: Bytes(folder.comm()?),
+        robust_list: Range { start: head.0, len },
+        creds: credentials(&status),
+        sched: scheduling(tid, &stat)?,
+        timer_slack_ns: folder.timer_slack_ns()?.unwrap_or(0),
+        seccomp_strict: status.seccomp == 1,
+        no_new_privs: status.no_new_privs,
+        ioprio: sched::io_priority(tid)?,
+        ..Thread::default()
+    })
+}
+
+fn credentials(status: &Status) -> Credentials {
+    Credentials {
+        uid: status.uid,
+        gid: status.gid,
+        groups: status.groups.clone(),
+        caps: status.caps,
+        securebits: 0,
+    }
+}
+
+fn scheduling(tid: u32, stat: &Stat) -> Result<Sched> {
+    let attr = sched::attributes(tid)?;
+    Ok(Sched {
+        policy: attr.policy,
+        // The system call tells it for fair policies only, but a real-time thread keeps one.
+        nice: stat.nice,
+        priority: attr.priority,
+        flags: attr.flags & sched::KEPT_FLAGS,
+        deadline: [attr.runtime, attr.deadline, attr.period],
+        affinity: Bytes(sched::affinity(tid)?),
+        util: [attr.util_min, attr.util_max],
+    })
+}
+
+/// What can be read of a thread only while it is traced and stopped: seccomp filters. Notes a thread that dispatches
+/// its system calls to itself: nothing can be run inside of it.
+///
+/// # Errors
+/// [`stillpoint_linux::Error::Gone`].
+pub fn stopped(builder: &mut Builder, stopped: &Stopped, thread: &mut Thread) -> Result<()> {
+    let name =
+        || format!("thread {} ({})", stopped.tid(), String::from_utf8_lossy(&thread.name.0).escape_debug());
+    match seccomp::dispatches_calls(stopped) {
+        Ok(true) => {
+            let why = "it dispatches its system calls to itself (PR_SET_SYSCALL_USER_DISPATCH), as Wine does";
+            builder.refuse(name(), why, "");
+        }
+        Err(e @ stillpoint_linux::Error::Gone(_)) => return Err(e.into()),
+        // Kernels before 6.4 do not tell.
+        _ => {}
+    }
+    match filters(stopped) {
+        Ok(filters) => thread.seccomp = filters,
+        Err(e @ stillpoint_linux::Error::Gone(_)) => return Err(e.into()),
+        Err(e) => {
+            let hint = "run stillpoint with CAP_SYS_ADMIN, without a seccomp filter of its own";
+            builder.refuse(name(), format!("its seccomp filters cannot be read ({e})"), hint);
+        }
+    }
+    Ok(())
+}
+
+fn filters(stopped: &Stopped) -> Result<Vec<SeccompFilter>, stillpoint_linux::Error> {
+    // Without this look every ordinary thread would need CAP_SYS_ADMIN for the answer "none".
+    let mode = Proc::thread_by_tid(stopped.tid())?.status()?.seccomp;
+    let mut filters = Vec::new();
+    if mode != 2 {
+        return Ok(filters);
+    }
+    while let Some(program) = stopped.seccomp_filter(filters.len())? {
+        let flags = seccomp::filter_flags(stopped, filters.len() as u64)?;
+        filters.push(SeccompFilter { program: Bytes(program), flags });
+    }
+    Ok(filters)
+}
+
+/// Adds signals that are pending without an entry in the queue, which the kernel does when it is out of entries:
+/// plain ones from nobody. `mask` is [`Status::sig_pending`] or [`Status::shared_pending`].
+pub fn complete_pending(mask: u64, pending: &mut Vec<Bytes>) {
+    for signal in (1..=64u32).filter(|s| mask & 1 << (s - 1) != 0) {
+        if !pending.iter().any(|info| layout::half(&info.0, 0) == signal) {
+            let mut info = vec![0; layout::SIGINFO];
+            info[..4].copy_from_slice(&signal.to_le_bytes());
+            pending.push(Bytes(info));
+        }
+    }
+}

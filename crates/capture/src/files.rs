@@ -1,1 +1,0 @@
-//! Descriptors of the target and the objects behind them.

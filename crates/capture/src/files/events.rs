@@ -1,0 +1,258 @@
+//! Objects of the kernel without a place in the file system: eventfd, timerfd, signalfd, epoll, inotify, pidfd.
+
+use super::descriptions::Description;
+use super::standard::Standard;
+use super::{Scan, paths};
+use crate::Result;
+use std::collections::HashMap;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+use stillpoint_image::{EpollWatch, FileKind, InotifyWatch, TimerFd, Usage};
+use stillpoint_linux::descriptors::{is_watched, readable};
+use stillpoint_linux::fdinfo::{self, Detail, EpollLine, InotifyLine};
+use stillpoint_linux::{Error, watches};
+
+/// Objects that are known and cannot be captured: the kernel's name, what it is, what to do.
+const REFUSED: [(&str, &str, &str); 11] = [
+    (
+        "[io_uring]",
+        "it is an io_uring, whose requests in flight cannot be captured",
+        "start the program without io_uring",
+    ),
+    ("[userfaultfd]", "it is a userfaultfd: the program handles page faults itself", ""),
+    ("[perf_event]", "it is a performance counter", "stop profiling before the checkpoint"),
+    ("[fanotify]", "it is a fanotify group", "close it before the checkpoint"),
+    ("bpf-prog", "it is a BPF program", "unload it before the checkpoint"),
+    ("bpf-map", "it is a BPF map", "unload it before the checkpoint"),
+    ("bpf_link", "it is a BPF link", "unload it before the checkpoint"),
+    ("[landlock-ruleset]", "it is a Landlock rule set", ""),
+    ("[fscontext]", "it is a file system being set up", ""),
+    ("seccomp notify", "it supervises the system calls of another process", ""),
+    ("kvm", "it is a virtual machine", ""),
+];
+
+/// Captures an object by what its fdinfo says.
+pub(crate) fn capture(scan: &mut Scan<'_>, d: &Description, standard: &Standard) -> Result<Option<FileKind>> {
+    let kind = d.link.strip_prefix(b"anon_inode:").unwrap_or(&d.link);
+    match (&d.info.detail, kind) {
+        (&Detail::Event { count, semaphore }, _) => Ok(Some(FileKind::Event { count, semaphore })),
+        (Detail::Timer(_), _) => timer(d).map(|t| Some(FileKind::Timer(t))),
+        (&Detail::Signal(mask), _) => Ok(Some(FileKind::Signal(mask))),
+        (Detail::Epoll(lines), _) => epoll(scan, d, lines, standard),
+        (_, b"[eventpoll]") => Ok(Some(FileKind::Epoll(Vec::new()))),
+        (Detail::Inotify(lines), _) => inotify(scan, d, lines),
+        (_, b"inotify") => inotify(scan, d, &[]),
+        (&Detail::Pid { pid, inner }, _) => pid_handle(scan, d, pid, inner),
+        _ => refuse_unknown(scan, d),
+    }
+}
+
+fn refuse_unknown<T>(scan: &mut Scan<'_>, d: &Description) -> Result<Option<T>> {
+    let link = String::from_utf8_lossy(&d.link).into_owned();
+    match REFUSED.iter().find(|r| link.contains(r.0)) {
+        Some((_, why, hint)) => scan.refuse(d, *why, hint),
+        None => {
+            scan.refuse(d, "it is a kind of object that cannot be captured", "close it before the checkpoint")
+        }
+    }
+}
+
+fn timer(d: &Description) -> Result<TimerFd> {
+    let Detail::Timer(mut line) = d.info.detail.clone() else { unreachable!("called for timers") };
+    if line.value_ns == 0 && line.interval_ns > 0 && line.ticks > 0 {
+        // A periodic timer stands still after its first unread expiry; see `settle_timerfd`.
+        watches::settle_timerfd(&d.file)?;
+        let info = fdinfo::read(std::process::id(), d.file.as_raw_fd() as u32)?;
+        if let Detail::Timer(settled) = info.detail {
+            line = settled;
+        }
+    }
+    let wall = matches!(line.clock, libc::CLOCK_REALTIME | libc::CLOCK_REALTIME_ALARM);
+    let absolute = wall && line.flags & libc::TFD_TIMER_ABSTIME as u32 != 0 && line.value_ns > 0;
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos() as u64;
+    Ok(TimerFd {
+        clock: line.clock,
+        ticks: line.ticks,
+        flags: line.flags,
+        remaining_ns: line.value_ns,
+        interval_ns: line.interval_ns,
+        expires_ns: absolute.then(|| now.saturating_add(line.value_ns)),
+    })
+}
+
+fn epoll(
+    scan: &mut Scan<'_>,
+    d: &Description,
+    lines: &[EpollLine],
+    standard: &Standard,
+) -> Result<Option<FileKind>> {
+    let mut watches = Vec::with_capacity(lines.len());
+    let mut seen: HashMap<u32, u32> = HashMap::new();
+    for line in lines {
+        let nth = seen.entry(line.fd).or_default();
+        let found = watched(scan, d, line.fd, *nth)?;
+        *nth += 1;
+        let Some(index) = found else {
+            let why = format!("it watches a file that was descriptor {} and is open elsewhere now", line.fd);
+            return scan.refuse(d, why, "");
+        };
+        let file = match scan.all[index].fds.iter().any(|(fd, _)| *fd == line.fd) {
+            true => scan.row_of_descriptor(standard, index, line.fd)?,
+            false => scan.row(index),
+        };
+        watches.push(EpollWatch { fd: line.fd, events: line.events, data: line.data, file });
+    }
+    Ok(Some(FileKind::Epoll(watches)))
+}
+
+/// The description that an epoll watches under a number: most often the one that still has this number, but the
+/// number may have been closed or reused while another descriptor keeps the description alive.
+fn watched(scan: &Scan<'_>, epoll: &Description, number: u32, nth: u32) -> Result<Option<usize>> {
+    let has_number = |index: &usize| scan.all[*index].fds.iter().any(|(fd, _)| *fd == number);
+    let first = (0..scan.all.len()).find(has_number);
+    let others = (0..scan.all.len()).filter(|i| Some(*i) != first);
+    for index in first.into_iter().chain(others) {
+        match is_watched(scan.target.pid, scan.all[index].fd(), epoll.fd(), number, nth) {
+            Ok(true) => return Ok(Some(index)),
+            Ok(false) => {}
+            // The target runs and has removed the watch.
+            Err(e) if !scan.target.frozen && e.errno() == Some(libc::ENOENT) => return Ok(first),
+            Err(e) => return Err(e.into()),
+        }
+    }
+    Ok(None)
+}
+
+fn pid_handle(scan: &mut Scan<'_>, d: &Description, pid: i64, inner: i64) -> Result<Option<FileKind>> {
+    let of_thread = d.info.flags & libc::O_EXCL as u32 != 0;
+    let own = |t: &&(u32, u32)| i64::from(t.0) == pid;
+    let known = scan.target.tids.iter().find(own).map(|t| t.1);
+    match known {
+        Some(tid) if of_thread => Ok(Some(FileKind::Pid(tid))),
+        _ if pid == i64::from(scan.target.pid) => Ok(Some(FileKind::Pid(scan.target.inner_pid))),
+        _ if pid <= 0 => scan.refuse(d, "it is a handle to a process that ended", "let the program close it"),
+        _ => {
+            let why = format!("it is a handle to process {inner}, which is not part of the program");
+            scan.refuse(d, why, "close it before the checkpoint")
+        }
+    }
+}
+
+fn inotify(scan: &mut Scan<'_>, d: &Description, lines: &[InotifyLine]) -> Result<Option<FileKind>> {
+    if scan.target.frozen && readable(&d.file)? > 0 {
+        return scan.refuse(
+            d,
+            "it has events that were not yet read",
+            "try again when the program has read them",
+        );
+    }
+    let mut watches = Vec::with_capacity(lines.len());
+    for line in lines {
+        let Some((path, file)) = locate(scan.target.pid, line)? else {
+            let why = format!("watch {}: the path of inode {} cannot be found", line.wd, line.ino);
+            return scan.refuse(d, why, "CAP_DAC_READ_SEARCH is needed to look it up");
+        };
+        let what = format!("{} watch {}", d.name(), line.wd);
+        let link = path.as_os_str().as_bytes();
+        let stat = rustix::fs::fstat(&file).map_err(|e| Error::call(format!("fstat {what}"), e))?;
+        if !paths::leads_to(link, &stat) {
+            let why = format!("the file of watch {} has no name any more", line.wd);
+            return scan.refuse(d, why, "let the program remove the watch");
+        }
+        let path = scan.builder.path(paths::describe(link, &stat, Usage::Path)).0;
+        watches.push(InotifyWatch { wd: line.wd, mask: line.mask, path });
+    }
+    watches.sort_by_key(|w| w.wd);
+    Ok(Some(FileKind::Inotify(watches)))
+}
+
+/// The file that an inotify watches: by its handle on one of the mounts of its file system, or else (some file
+/// systems have no handles, and looking them up needs a capability) by a search below the usual places.
+fn locate(pid: u32, line: &InotifyLine) -> Result<Option<(PathBuf, OwnedFd)>> {
+    for mount in mounts(pid, line.sdev)? {
+        let flags = rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::CLOEXEC | rustix::fs::OFlags::NONBLOCK;
+        let Ok(mount) = rustix::fs::open(&mount, flags, rustix::fs::Mode::empty()) else { continue };
+        let Ok(file) = watches::open_by_handle(&mount, line.handle.0, &line.handle.1) else { continue };
+        let link = fdinfo::link(std::process::id(), file.as_raw_fd() as u32)?;
+        return Ok(Some((PathBuf::from(std::ffi::OsStr::from_bytes(&link)), file)));
+    }
+    Ok(search(pid, line))
+}
+
+/// Mount points of a file system, by its device number in the kernel's encoding.
+fn mounts(pid: u32, sdev: u64) -> Result<Vec<PathBuf>> {
+    let path = format!("/proc/{pid}/mountinfo");
+    let text = std::fs::read_to_string(&path).map_err(|e| Error::file(&path, e))?;
+    let device = format!("{}:{}", sdev >> 20, sdev & 0xf_ffff);
+    let of_device = text.lines().filter_map(|line| {
+        let mut fields = line.split(' ').skip(2);
+        (fields.next()? == device).then_some(())?;
+        fields.nth(1).map(unescape)
+    });
+    Ok(of_device.collect())
+}
+
+/// Undoes `\040` and the like.
+fn unescape(field: &str) -> PathBuf {
+    let mut out = Vec::new();
+    let mut rest = field.as_bytes();
+    while let Some((&first, tail)) = rest.split_first() {
+        let code = tail.get(..3).and_then(|d| u8::from_str_radix(std::str::from_utf8(d).ok()?, 8).ok());
+        match code {
+            Some(byte) if first == b'\\' => {
+                out.push(byte);
+                rest = &tail[3..];
+            }
+            _ => {
+                out.push(first);
+                rest = tail;
+            }
+        }
+    }
+    PathBuf::from(std::ffi::OsStr::from_bytes(&out))
+}
+
+/// Looks for an inode below the current directory of the target and some usual places, not for ever.
+fn search(pid: u32, line: &InotifyLine) -> Option<(PathBuf, OwnedFd)> {
+    use std::os::unix::fs::MetadataExt;
+    let here = std::fs::read_link(format!("/proc/{pid}/cwd")).ok();
+    let mut todo: std::collections::VecDeque<PathBuf> =
+        here.into_iter().chain(["/etc", "/run", "/tmp", "/home", "/"].map(PathBuf::from)).collect();
+    let mut budget = 20_000;
+    while let Some(path) = todo.pop_front() {
+        let Ok(meta) = std::fs::symlink_metadata(&path) else { continue };
+        if meta.ino() == line.ino && kernel_device(meta.dev()) == line.sdev {
+            return open_path(&path).map(|file| (path, file));
+        }
+        budget -= 1;
+        if budget == 0 {
+            return None;
+        }
+        if meta.is_dir() && path != Path::new("/proc") && path != Path::new("/sys") {
+            todo.extend(std::fs::read_dir(&path).into_iter().flatten().flatten().map(|e| e.path()));
+        }
+    }
+    None
+}
+
+fn kernel_device(dev: u64) -> u64 {
+    u64::from(rustix::fs::major(dev)) << 20 | u64::from(rustix::fs::minor(dev))
+}
+
+fn open_path(path: &Path) -> Option<OwnedFd> {
+    let flags = rustix::fs::OFlags::PATH | rustix::fs::OFlags::CLOEXEC | rustix::fs::OFlags::NOFOLLOW;
+    rustix::fs::open(path, flags, rustix::fs::Mode::empty()).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn octal_escapes_of_mountinfo_are_undone() {
+        assert_eq!(unescape("/a\\040b\\134c"), PathBuf::from("/a b\\c"));
+        assert_eq!(unescape("/a\\04"), PathBuf::from("/a\\04"));
+    }
+}

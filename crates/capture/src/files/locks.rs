@@ -1,0 +1,53 @@
+//! Locks taken through a description, and who gets its signals.
+
+use super::Scan;
+use super::descriptions::Description;
+use crate::Result;
+use stillpoint_image::{FileOwner, Lock, LockKind};
+
+/// Locks of a description. Leases are refused.
+pub(crate) fn locks(scan: &mut Scan<'_>, d: &Description) -> Vec<Lock> {
+    let mut locks = Vec::new();
+    for line in &d.info.locks {
+        let kind = match line.kind.as_str() {
+            "FLOCK" => LockKind::Flock,
+            "POSIX" => LockKind::Posix,
+            "OFDLCK" => LockKind::Ofd,
+            other => {
+                let why = format!("it holds a {} on the file", other.to_lowercase());
+                scan.builder.refuse(
+                    d.name(),
+                    why,
+                    "give up the lease (fcntl F_SETLEASE) before the checkpoint",
+                );
+                continue;
+            }
+        };
+        locks.push(Lock { kind, exclusive: line.exclusive, start: line.start, end: line.end });
+    }
+    locks
+}
+
+/// Who gets the signals of a description (`F_SETOWN`, `F_SETSIG`).
+pub(crate) fn signal_owner(scan: &mut Scan<'_>, d: &Description) -> Result<Option<FileOwner>> {
+    if d.is_path_handle() {
+        return Ok(None);
+    }
+    let owner = stillpoint_linux::descriptors::signal_owner(&d.file)?;
+    if owner.id == 0 && owner.signal == 0 {
+        return Ok(None);
+    }
+    let id = owner.id as u32;
+    let inner = match owner.kind {
+        _ if id == 0 => Some(0),
+        0 => scan.target.tids.iter().find(|t| t.0 == id).map(|t| t.1),
+        1 if id == scan.target.pid => Some(scan.target.inner_pid),
+        2 if id == scan.stat.group => Some(id),
+        _ => None,
+    };
+    let Some(id) = inner else {
+        let why = format!("its signals go to {}, which is not the program", owner.id);
+        return scan.refuse(d, why, "");
+    };
+    Ok(Some(FileOwner { kind: owner.kind as u32, id, signal: owner.signal as u32 }))
+}

@@ -1,0 +1,95 @@
+//! Memfds.
+
+use super::Scan;
+use super::descriptions::Description;
+use crate::{Builder, Content, Result};
+use rustix::fs::{SeekFrom, Stat};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use stillpoint_image::{Bytes, FileKind, MemoryObject, Owner, PAGE, Range};
+use stillpoint_linux::{Error, descriptors, memfd};
+
+const HUGETLBFS: u64 = 0x9584_58f6;
+const TMPFS: u64 = 0x0102_1994;
+
+/// Whether a description is a memfd: a nameless file of that name on a file system in memory.
+pub(crate) fn is_memfd(d: &Description) -> Result<bool> {
+    if !d.link.starts_with(b"/memfd:") || d.stat.st_nlink != 0 {
+        return Ok(false);
+    }
+    let fs = rustix::fs::fstatfs(&d.file).map_err(|e| Error::call("fstatfs", e))?;
+    Ok(matches!(fs.f_type as u64, TMPFS | HUGETLBFS))
+}
+
+/// Captures a memfd.
+pub(crate) fn capture(scan: &mut Scan<'_>, d: &Description) -> Result<Option<FileKind>> {
+    if let Some(holder) = scan.target.outsiders.memory(d.stat.st_ino) {
+        let why = format!("its memory is shared with {holder}");
+        return scan.refuse(d, why, "end the other process");
+    }
+    let name = memfd_name(&d.link);
+    let row = memory_object(scan.builder, Some(name), d.file.as_fd(), &d.name())?;
+    Ok(Some(FileKind::Memory(row)))
+}
+
+/// The name given to `memfd_create`, from `/memfd:NAME (deleted)`.
+pub fn memfd_name(link: &[u8]) -> &[u8] {
+    let name = link.strip_prefix(b"/memfd:").unwrap_or(link);
+    name.strip_suffix(b" (deleted)").unwrap_or(name)
+}
+
+/// Row of a memory object: a memfd (with its name), or shared anonymous memory (reached through
+/// `/proc/PID/map_files`). `file` may be any descriptor of it; contents are read from a description of our own.
+pub fn memory_object(
+    builder: &mut Builder,
+    memfd_name: Option<&[u8]>,
+    file: BorrowedFd<'_>,
+    what: &str,
+) -> Result<u32> {
+    let stat = rustix::fs::fstat(file).map_err(|e| Error::call(format!("fstat {what}"), e))?;
+    let fs = rustix::fs::fstatfs(file).map_err(|e| Error::call(format!("fstatfs {what}"), e))?;
+    let huge_page = if fs.f_type as u64 == HUGETLBFS { fs.f_bsize as u64 } else { 0 };
+    let seals = memfd::seals(file)?.unwrap_or(memfd::SEAL_SEAL);
+    let (row, new) = builder.object(stat.st_dev, stat.st_ino, || MemoryObject {
+        size: stat.st_size as u64,
+        memfd: memfd_name.map(|n| Bytes(n.to_vec())),
+        seals,
+        huge_page,
+        mode: stat.st_mode & 0o7777,
+        uid: stat.st_uid,
+        gid: stat.st_gid,
+    });
+    if new {
+        let source = descriptors::reopen(file, libc::O_RDONLY)?;
+        let ranges = data_ranges(&source, &stat, huge_page)?;
+        builder.contents.push(Content { owner: Owner::Object(row), source, ranges, what: what.to_owned() });
+    }
+    Ok(row)
+}
+
+/// Ranges of a file that are not holes, rounded outwards to pages.
+pub(crate) fn data_ranges(file: &OwnedFd, stat: &Stat, huge_page: u64) -> Result<Vec<Range>> {
+    let size = stat.st_size as u64;
+    let end = size.next_multiple_of(PAGE);
+    if huge_page > 0 {
+        // hugetlbfs does not tell its holes.
+        return Ok(if size > 0 { vec![Range { start: 0, len: end }] } else { Vec::new() });
+    }
+    let mut ranges: Vec<Range> = Vec::new();
+    let mut at = 0;
+    while at < size {
+        let start = match rustix::fs::seek(file, SeekFrom::Data(at)) {
+            Ok(start) => start,
+            Err(rustix::io::Errno::NXIO) => break,
+            Err(rustix::io::Errno::INVAL) => 0,
+            Err(e) => return Err(Error::call("look for data", e).into()),
+        };
+        let stop = rustix::fs::seek(file, SeekFrom::Hole(start)).unwrap_or(size).max(start + 1);
+        let (from, to) = (start / PAGE * PAGE, stop.next_multiple_of(PAGE).min(end));
+        match ranges.last_mut() {
+            Some(last) if last.end() >= from => last.len = to - last.start,
+            _ => ranges.push(Range { start: from, len: to - from }),
+        }
+        at = stop;
+    }
+    Ok(ranges)
+}

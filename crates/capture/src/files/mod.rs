@@ -1,0 +1,207 @@
+//! Descriptors of the target and the objects behind them.
+//!
+//! Every descriptor is duplicated into our process (`pidfd_getfd`) and looked at there, with calls that neither
+//! consume data nor move offsets. What is found becomes rows of the image, or is refused by name.
+//!
+//! | file | what it knows |
+//! | --- | --- |
+//! | [`descriptions`] | which descriptors share an open file description |
+//! | [`outsiders`] | which other processes hold the same pipes, sockets, terminals |
+//! | [`standard`] | which objects are standard streams from outside |
+//! | [`paths`] | files in the file system, deleted ones, procfs |
+//! | [`pipes`], [`sockets`], [`terminals`], [`events`], [`memory`], [`locks`] | one kind of object each |
+
+pub mod descriptions;
+pub mod events;
+pub mod locks;
+pub mod memory;
+pub mod options;
+pub mod outsiders;
+pub mod paths;
+pub mod pipes;
+pub mod sockets;
+pub mod standard;
+pub mod terminals;
+
+use crate::{Builder, Result};
+use descriptions::Description;
+use rustix::fs::FileType;
+use standard::Standard;
+use std::collections::HashMap;
+use std::os::fd::BorrowedFd;
+use stillpoint_image::{Descriptor, FileKind, FileTable, OpenFile};
+use stillpoint_linux::descriptors::same_table;
+use stillpoint_linux::sockets::UnixSocket;
+
+pub use outsiders::Outsiders;
+pub use paths::{deleted_content, path_file};
+
+/// The process whose descriptors are captured.
+#[derive(Clone, Copy, Debug)]
+pub struct Target<'a> {
+    /// Its id in our pid namespace.
+    pub pid: u32,
+    /// Its id as it sees it itself.
+    pub inner_pid: u32,
+    /// Its threads: id in our pid namespace, and as it sees it itself.
+    pub tids: &'a [(u32, u32)],
+    /// A handle to it.
+    pub pidfd: BorrowedFd<'a>,
+    /// Whether it stands still. If not (a check ahead of time), queued data is not looked at.
+    pub frozen: bool,
+    /// Who else holds what, looked up before it was frozen: this takes longer than all the rest.
+    pub outsiders: &'a Outsiders,
+}
+
+/// Captures the descriptor table of the target and everything behind it; returns the row of the table.
+///
+/// What cannot be captured is among [`Builder::refusals`] afterwards; the rows that belong to it make no sense.
+pub fn capture_files(builder: &mut Builder, target: &Target<'_>) -> Result<u32> {
+    refuse_separate_tables(builder, target)?;
+    let all = descriptions::read(target)?;
+    let mut scan = Scan::new(builder, target, &all)?;
+    let standard = Standard::find(&mut scan)?;
+    let mut table = FileTable::default();
+    // Rows of descriptions come first and in order, so that epoll watches can refer to them before they are filled.
+    let base = scan.base;
+    scan.builder.image.files.resize(base as usize + all.len(), placeholder());
+    for (index, description) in all.iter().enumerate() {
+        let row = base + index as u32;
+        if let Some(number) = standard.number(description) {
+            let main = scan.open_file(description, FileKind::Stdio(number))?;
+            scan.builder.image.files[row as usize] = main;
+        } else if let Some(kind) = scan.kind(description, &standard)? {
+            let file = scan.open_file(description, kind)?;
+            scan.builder.image.files[row as usize] = file;
+        }
+        for &(fd, close_on_exec) in &description.fds {
+            let file = scan.row_of_descriptor(&standard, index, fd)?;
+            table.descriptors.push(Descriptor { fd, file, close_on_exec });
+        }
+    }
+    standard.capture_terminal(&mut scan)?;
+    table.descriptors.sort_by_key(|d| d.fd);
+    builder.image.tables.push(table);
+    Ok(builder.image.tables.len() as u32 - 1)
+}
+
+fn refuse_separate_tables(builder: &mut Builder, target: &Target<'_>) -> Result<()> {
+    for &(tid, _) in target.tids.iter().filter(|t| t.0 != target.pid) {
+        if !same_table(target.pid, tid)? {
+            let why = "it has a descriptor table of its own (unshare(CLONE_FILES))";
+            builder.refuse(format!("thread {tid}"), why, "");
+        }
+    }
+    Ok(())
+}
+
+fn placeholder() -> OpenFile {
+    let kind = FileKind::Event { count: 0, semaphore: false };
+    OpenFile { flags: 0, position: 0, kind, owner: None, locks: Vec::new() }
+}
+
+/// What is known while one table is captured.
+pub struct Scan<'a> {
+    pub builder: &'a mut Builder,
+    pub target: &'a Target<'a>,
+    pub all: &'a [Description],
+    /// Row of the first description.
+    base: u32,
+    /// Extra rows: standard streams that share a description but may lead to different places after a restore.
+    standard_rows: HashMap<(usize, u32), u32>,
+    pub pipes: HashMap<(u64, u64), u32>,
+    pub sockets: HashMap<u64, u32>,
+    pub ptys: HashMap<u32, u32>,
+    unix: Option<HashMap<u32, UnixSocket>>,
+    pub options: options::Defaults,
+    pub same_network: bool,
+    pub stat: paths::ProcessStat,
+}
+
+impl<'a> Scan<'a> {
+    fn new(builder: &'a mut Builder, target: &'a Target<'a>, all: &'a [Description]) -> Result<Self> {
+        let network = |pid: &str| std::fs::read_link(format!("/proc/{pid}/ns/net")).ok();
+        Ok(Scan {
+            base: builder.image.files.len() as u32,
+            builder,
+            target,
+            all,
+            standard_rows: HashMap::new(),
+            pipes: HashMap::new(),
+            sockets: HashMap::new(),
+            ptys: HashMap::new(),
+            unix: None,
+            options: options::Defaults::default(),
+            same_network: network(&target.pid.to_string()) == network("self"),
+            stat: paths::ProcessStat::read(target.pid)?,
+        })
+    }
+
+    /// Refuses a description for a reason; returns `None` for convenience.
+    pub fn refuse<T>(&mut self, d: &Description, why: impl Into<String>, hint: &str) -> Result<Option<T>> {
+        self.builder.refuse(d.name(), why, hint);
+        Ok(None)
+    }
+
+    /// Row of a description in the image.
+    pub fn row(&self, index: usize) -> u32 {
+        self.base + index as u32
+    }
+
+    /// What `sock_diag` says about a unix socket.
+    pub fn unix_socket(&mut self, ino: u32) -> Result<Option<UnixSocket>> {
+        if self.unix.is_none() {
+            let all = stillpoint_linux::sockets::unix_sockets()?;
+            self.unix = Some(all.into_iter().map(|s| (s.ino, s)).collect());
+        }
+        Ok(self.unix.as_ref().and_then(|all| all.get(&ino)).cloned())
+    }
+
+    fn open_file(&mut self, d: &Description, kind: FileKind) -> Result<OpenFile> {
+        let owner = locks::signal_owner(self, d)?;
+        let locks = locks::locks(self, d);
+        let flags = d.info.flags & !(libc::O_CLOEXEC as u32);
+        Ok(OpenFile { flags, position: d.info.pos, kind, owner, locks })
+    }
+
+    /// The row a descriptor refers to: that of its description, except that each of the descriptors 0 to 2 that is a
+    /// standard stream has a row for itself, as they may lead to different places after a restore.
+    pub fn row_of_descriptor(&mut self, standard: &Standard, index: usize, fd: u32) -> Result<u32> {
+        let d = &self.all[index];
+        match standard.number(d) {
+            Some(main) if fd <= 2 && fd != main => {
+                if let Some(&row) = self.standard_rows.get(&(index, fd)) {
+                    return Ok(row);
+                }
+                let file = self.open_file(d, FileKind::Stdio(fd))?;
+                let row = self.builder.image.files.len() as u32;
+                self.builder.image.files.push(file);
+                self.standard_rows.insert((index, fd), row);
+                Ok(row)
+            }
+            _ => Ok(self.row(index)),
+        }
+    }
+
+    /// What a description refers to; `None` if it was refused.
+    fn kind(&mut self, d: &Description, standard: &Standard) -> Result<Option<FileKind>> {
+        if d.info.flags & libc::O_PATH as u32 != 0 {
+            return paths::path_handle(self, d);
+        }
+        match FileType::from_raw_mode(d.stat.st_mode) {
+            FileType::Fifo => pipes::capture(self, d),
+            FileType::Socket => sockets::capture(self, d),
+            FileType::CharacterDevice => terminals::device(self, d),
+            FileType::RegularFile | FileType::Directory if !d.is_anonymous() => self.file(d),
+            FileType::BlockDevice => {
+                let why = "it is a block device, whose contents are not part of a checkpoint";
+                self.refuse(d, why, "close it before the checkpoint")
+            }
+            _ => events::capture(self, d, standard),
+        }
+    }
+
+    fn file(&mut self, d: &Description) -> Result<Option<FileKind>> {
+        if memory::is_memfd(d)? { memory::capture(self, d) } else { paths::capture(self, d) }
+    }
+}

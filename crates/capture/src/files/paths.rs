@@ -1,0 +1,213 @@
+//! Files in the file system: by path and identity, or with their contents where the name is gone.
+
+use super::Scan;
+use super::descriptions::Description;
+use super::memory::data_ranges;
+use crate::{Builder, Content, Result};
+use rustix::fs::{FileType, Stat};
+use std::os::fd::AsFd;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use stillpoint_image::{Bytes, FileKind, Owner, PathFile, Usage};
+use stillpoint_linux::{Error, descriptors};
+
+const PROC: u64 = 0x9fa0;
+
+/// File systems whose files are views of the kernel: a path is all there is to them.
+const VIEWS: [u64; 5] = [
+    0x6265_6572, // sysfs
+    0x6367_7270, // cgroup2
+    0x0027_e0eb, // cgroup
+    0x7363_6673, // securityfs
+    0x6462_6720, // debugfs
+];
+
+/// File systems whose files hold state that cannot be given back, with their names.
+const STATEFUL: [(u64, &str); 6] = [
+    (0x6e73_6673, "a handle to a namespace"),
+    (0x7472_6163, "a file of tracefs"),
+    (0xcafe_4a11, "an object of bpffs"),
+    (0x5345_434d, "secret memory (memfd_secret)"),
+    (0x1980_0202, "a POSIX message queue"),
+    (0x4249_4e4d, "a file of binfmt_misc"),
+];
+
+/// Captures a regular file or directory.
+pub(crate) fn capture(scan: &mut Scan<'_>, d: &Description) -> Result<Option<FileKind>> {
+    let fs = rustix::fs::fstatfs(&d.file).map_err(|e| Error::call(format!("fstatfs {}", d.name()), e))?;
+    let magic = fs.f_type as u64 & 0xffff_ffff;
+    if magic == PROC {
+        return proc_file(scan, d);
+    }
+    if let Some((_, what)) = STATEFUL.iter().find(|s| s.0 == magic) {
+        return scan.refuse(d, format!("it is {what}"), "close it before the checkpoint");
+    }
+    let usage = match FileType::from_raw_mode(d.stat.st_mode) {
+        _ if VIEWS.contains(&magic) => Usage::Path,
+        FileType::Directory => Usage::Path,
+        _ if d.can_write() => Usage::Write,
+        _ => Usage::Read,
+    };
+    let row = path_file(scan.builder, &d.link, &d.file, usage, &d.name())?;
+    Ok(row.map(FileKind::Path))
+}
+
+/// Captures an `O_PATH` descriptor.
+pub(crate) fn path_handle(scan: &mut Scan<'_>, d: &Description) -> Result<Option<FileKind>> {
+    if d.is_anonymous() {
+        return scan.refuse(d, "it is a handle (O_PATH) to an object without a path", "");
+    }
+    let fs = rustix::fs::fstatfs(&d.file).map_err(|e| Error::call(format!("fstatfs {}", d.name()), e))?;
+    if fs.f_type as u64 == PROC {
+        return proc_file(scan, d);
+    }
+    Ok(path_file(scan.builder, &d.link, &d.file, Usage::Path, &d.name())?.map(FileKind::Path))
+}
+
+/// Row of a file that the target holds: open, mapped, as its executable, current or root directory. `link` is the
+/// kernel's name for it (`/proc/PID/fd/N`, `/proc/PID/exe`, `/proc/PID/map_files/…`), `file` any descriptor of it,
+/// `what` is for messages. `None` if it was refused.
+///
+/// A file without a name is saved whole.
+pub fn path_file(
+    builder: &mut Builder,
+    link: &[u8],
+    file: impl AsFd,
+    usage: Usage,
+    what: &str,
+) -> Result<Option<u32>> {
+    let stat = rustix::fs::fstat(&file).map_err(|e| Error::call(format!("fstat {what}"), e))?;
+    if leads_to(link, &stat) {
+        return Ok(Some(builder.path(describe(link, &stat, usage)).0));
+    }
+    if stat.st_nlink == 0 {
+        return deleted_content(builder, link, file, usage, what);
+    }
+    if !link.starts_with(b"/") || link.starts_with(b"(unreachable)") {
+        builder.refuse(what, "its path cannot be reached from here", "it may be in another mount namespace");
+        return Ok(None);
+    }
+    let (why, hint) = if link.ends_with(b" (deleted)") {
+        let why = "its name was removed or replaced, but the file has another name that is not known";
+        (why, "let the program open it anew, or remove the other name (a hard link)")
+    } else {
+        let why = "its path leads to another file now, or to none";
+        (why, "it may be in another mount namespace, or hidden below a mount")
+    };
+    builder.refuse(what, why, hint);
+    Ok(None)
+}
+
+/// Row of a file that has no name any more, with its contents; `link` is the kernel's name for it.
+pub fn deleted_content(
+    builder: &mut Builder,
+    link: &[u8],
+    file: impl AsFd,
+    usage: Usage,
+    what: &str,
+) -> Result<Option<u32>> {
+    let stat = rustix::fs::fstat(&file).map_err(|e| Error::call(format!("fstat {what}"), e))?;
+    let kind = FileType::from_raw_mode(stat.st_mode);
+    if !matches!(kind, FileType::RegularFile | FileType::Directory) {
+        builder.refuse(what, "its name was removed", "let the program close it");
+        return Ok(None);
+    }
+    let name = link.strip_suffix(b" (deleted)").unwrap_or(link);
+    let (row, new) = builder.path(PathFile { deleted: true, ..describe(name, &stat, usage) });
+    if new && kind == FileType::RegularFile {
+        // The duplicate may be write-only, and its offset is the target's: read through a description of our own.
+        let source = descriptors::reopen(&file, libc::O_RDONLY)?;
+        let ranges = data_ranges(&source, &stat, 0)?;
+        builder.contents.push(Content { owner: Owner::File(row), source, ranges, what: what.to_owned() });
+    }
+    Ok(Some(row))
+}
+
+/// Whether a path, as we see it, leads to this very file.
+pub(crate) fn leads_to(path: &[u8], stat: &Stat) -> bool {
+    let path = Path::new(std::ffi::OsStr::from_bytes(path));
+    path.is_absolute()
+        && rustix::fs::lstat(path).is_ok_and(|s| (s.st_dev, s.st_ino) == (stat.st_dev, stat.st_ino))
+}
+
+/// A row from a path and a `stat`.
+pub(crate) fn describe(path: &[u8], stat: &Stat, usage: Usage) -> PathFile {
+    let ns = |s: i64, ns: u64| s.saturating_mul(1_000_000_000).saturating_add(ns as i64);
+    PathFile {
+        path: Bytes(path.to_vec()),
+        dev: stat.st_dev,
+        ino: stat.st_ino,
+        mode: stat.st_mode,
+        uid: stat.st_uid,
+        gid: stat.st_gid,
+        rdev: stat.st_rdev,
+        size: stat.st_size as u64,
+        mtime_ns: ns(stat.st_mtime, stat.st_mtime_nsec),
+        ctime_ns: ns(stat.st_ctime, stat.st_ctime_nsec),
+        atime_ns: ns(stat.st_atime, stat.st_atime_nsec),
+        usage,
+        ..PathFile::default()
+    }
+}
+
+/// A file of procfs: global ones and the target's own. The target's own are named `/proc/self/…` in the image.
+fn proc_file(scan: &mut Scan<'_>, d: &Description) -> Result<Option<FileKind>> {
+    let link = String::from_utf8_lossy(&d.link).into_owned();
+    let rest = link.strip_prefix("/proc").unwrap_or(&link);
+    let (first, below) =
+        rest.trim_start_matches('/').split_once('/').unwrap_or((rest.trim_start_matches('/'), ""));
+    let path = match first.parse::<u32>() {
+        _ if !link.starts_with("/proc") || link.ends_with(" (deleted)") => {
+            let why = "it is a file of procfs that cannot be reached by its path";
+            return scan.refuse(d, why, "close it before the checkpoint");
+        }
+        Err(_) => link.clone(),
+        Ok(pid) if pid == scan.target.pid => own_proc_path(scan.target.tids, below),
+        Ok(pid) => {
+            let why = format!("it is about process {pid}, which is not part of the program");
+            return scan.refuse(d, why, "close it before the checkpoint");
+        }
+    };
+    let row = scan.builder.path(describe(path.as_bytes(), &d.stat, Usage::Path)).0;
+    Ok(Some(FileKind::Proc(row)))
+}
+
+/// `/proc/PID/task/TID/…` with the thread's id as the program sees it.
+fn own_proc_path(tids: &[(u32, u32)], below: &str) -> String {
+    let mut path = String::from("/proc/self");
+    let mut after_task = false;
+    for part in below.split('/').filter(|p| !p.is_empty()) {
+        let inner = part.parse().ok().and_then(|tid: u32| tids.iter().find(|t| t.0 == tid)).map(|t| t.1);
+        match inner {
+            Some(tid) if after_task => path.push_str(&format!("/{tid}")),
+            _ => path.push_str(&format!("/{part}")),
+        }
+        after_task = part == "task";
+    }
+    path
+}
+
+/// What `/proc/PID/stat` says that matters for descriptors.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ProcessStat {
+    /// Process group.
+    pub group: u32,
+    /// Device number of the controlling terminal, 0: none.
+    pub terminal: u64,
+}
+
+impl ProcessStat {
+    /// Reads it.
+    pub fn read(pid: u32) -> Result<Self> {
+        let path = format!("/proc/{pid}/stat");
+        let bytes = std::fs::read(&path).map_err(|e| Error::file(&path, e))?;
+        let text = String::from_utf8_lossy(&bytes).into_owned();
+        let damaged = || Error::Parse { path: path.clone().into(), line: text.clone() };
+        // The name, in parentheses, may hold anything.
+        let fields: Vec<&str> = text.rsplit_once(')').ok_or_else(damaged)?.1.split_whitespace().collect();
+        let number = |i: usize| fields.get(i).and_then(|f| f.parse::<i64>().ok()).ok_or_else(damaged);
+        let device = number(4)? as u32;
+        let (major, minor) = ((device >> 8) & 0xfff, (device & 0xff) | ((device >> 12) & 0xf_ff00));
+        Ok(ProcessStat { group: number(2)? as u32, terminal: rustix::fs::makedev(major, minor) })
+    }
+}

@@ -1,0 +1,93 @@
+//! Pipes and FIFOs with the data in them.
+
+use super::descriptions::Description;
+use super::{Scan, paths};
+use crate::Result;
+use rustix::fs::FileType;
+use stillpoint_image::{Bytes, FileKind, Pipe, Usage};
+use stillpoint_linux::descriptors::{poll_now, reopen};
+use stillpoint_linux::pipes::{capacity, contents};
+
+/// The descriptions of the target on the same pipe that can read, and those that can write.
+fn ends<'a>(scan: &Scan<'a>, d: &Description) -> (Vec<&'a Description>, Vec<&'a Description>) {
+    let is_fifo = |e: &&Description| FileType::from_raw_mode(e.stat.st_mode) == FileType::Fifo;
+    let same = |e: &&Description| is_fifo(e) && e.inode() == d.inode() && !e.is_path_handle();
+    let of = |wanted: fn(&Description) -> bool| scan.all.iter().filter(same).filter(|e| wanted(e)).collect();
+    (of(Description::can_read), of(Description::can_write))
+}
+
+/// Whether a pipe that is a standard stream leads outside the target.
+///
+/// Input whose writers are all gone is an ordinary pipe: the program will read its end, also after a restore. Output
+/// whose readers are gone still follows whoever restores.
+pub(crate) fn is_stream_from_outside(scan: &Scan<'_>, d: &Description) -> Result<bool> {
+    let (readers, writers) = ends(scan, d);
+    if !readers.is_empty() && !writers.is_empty() {
+        // Both ends are here; an outsider at one of them makes it an ordinary pipe that is refused.
+        return Ok(false);
+    }
+    let at_end = writers.is_empty() && poll_now(&d.file, libc::POLLIN)? & libc::POLLHUP != 0;
+    Ok(!at_end)
+}
+
+/// Captures one end of a pipe.
+pub(crate) fn capture(scan: &mut Scan<'_>, d: &Description) -> Result<Option<FileKind>> {
+    if let Some(&row) = scan.pipes.get(&d.inode()) {
+        return Ok(Some(FileKind::Pipe(row)));
+    }
+    if d.info.flags & libc::O_EXCL as u32 != 0 {
+        return scan.refuse(d, "it is a notification pipe (O_NOTIFICATION_PIPE)", "");
+    }
+    let (readers, writers) = ends(scan, d);
+    if let Some(why) = reaches_outside(scan, d, &readers, &writers)? {
+        return scan.refuse(d, why, "end or detach the other process, or start the program without the pipe");
+    }
+    let named = d.link.starts_with(b"/");
+    let fifo = match named && d.stat.st_nlink > 0 {
+        false => None, // a FIFO without a name any more is as good as a pipe
+        true => match paths::path_file(scan.builder, &d.link, &d.file, Usage::Path, &d.name())? {
+            None => return Ok(None),
+            row => row,
+        },
+    };
+    let data = if scan.target.frozen { unread(&readers, &writers, named)? } else { Vec::new() };
+    let data = data.into_iter().map(Bytes).collect();
+    let row = scan.builder.image.pipes.len() as u32;
+    scan.builder.image.pipes.push(Pipe { capacity: capacity(&d.file)?, data, fifo, stdio: None });
+    scan.pipes.insert(d.inode(), row);
+    Ok(Some(FileKind::Pipe(row)))
+}
+
+/// Why a pipe cannot be captured: somebody else has an end of it.
+fn reaches_outside(
+    scan: &Scan<'_>,
+    d: &Description,
+    readers: &[&Description],
+    writers: &[&Description],
+) -> Result<Option<String>> {
+    if let Some(holder) = scan.target.outsiders.holder(&d.link) {
+        return Ok(Some(format!("it is shared with {holder}")));
+    }
+    if d.link.starts_with(b"/") {
+        // A FIFO without a writer does not tell whether it ever had one: for FIFOs the look around must do.
+        return Ok(None);
+    }
+    // The kernel itself tells whether an end is open somewhere, even where we may not look.
+    let open_elsewhere = match (readers.is_empty(), writers.is_empty()) {
+        (false, true) => poll_now(&d.file, libc::POLLIN)? & libc::POLLHUP == 0,
+        (true, false) => poll_now(&d.file, libc::POLLOUT)? & libc::POLLERR == 0,
+        _ => false,
+    };
+    Ok(open_elsewhere.then(|| "its other end is open in another process".to_owned()))
+}
+
+fn unread(readers: &[&Description], writers: &[&Description], named: bool) -> Result<Vec<Vec<u8>>> {
+    match (readers.first(), writers.first()) {
+        (Some(reader), _) => Ok(contents(&reader.file)?),
+        // Nobody reads at the moment, but who opens the FIFO next will find the data.
+        (None, Some(writer)) if named => {
+            Ok(contents(reopen(&writer.file, libc::O_RDONLY | libc::O_NONBLOCK)?)?)
+        }
+        _ => Ok(Vec::new()),
+    }
+}

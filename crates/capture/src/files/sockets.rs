@@ -1,0 +1,381 @@
+//! Sockets: unix pairs with the data in them, listening ones, unconnected ones.
+
+use super::descriptions::Description;
+use super::{Scan, paths};
+use crate::Result;
+use rustix::fs::FileType;
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use stillpoint_image::{Bytes, FileKind, PathFile, Socket, Usage};
+use stillpoint_linux::descriptors::{poll_now, readable};
+use stillpoint_linux::fdinfo::Detail;
+use stillpoint_linux::sockets::{self, UnixSocket};
+
+const SOL_SOCKET: u32 = libc::SOL_SOCKET as u32;
+const TCP_LISTEN: u8 = 10;
+const TCP_CLOSE: u8 = 7;
+const WAIT: &str = "try again when the program has read it";
+const CLOSE: &str = "close it before the checkpoint";
+
+/// Family, kind and protocol of a socket.
+fn sort(d: &Description) -> Result<(i32, i32, i32)> {
+    let option = |name: i32| sockets::int_option(&d.file, SOL_SOCKET, name as u32).map(|v| v.unwrap_or(-1));
+    Ok((option(libc::SO_DOMAIN)?, option(libc::SO_TYPE)?, option(libc::SO_PROTOCOL)?))
+}
+
+fn find<'a>(scan: &Scan<'a>, ino: u32) -> Option<(usize, &'a Description)> {
+    let is_socket = |d: &Description| FileType::from_raw_mode(d.stat.st_mode) == FileType::Socket;
+    scan.all.iter().enumerate().find(|(_, d)| is_socket(d) && d.stat.st_ino == u64::from(ino))
+}
+
+/// Whether a socket that is a standard stream is a unix socket whose peer is outside the target and alive.
+pub(crate) fn is_stream_from_outside(scan: &mut Scan<'_>, d: &Description) -> Result<bool> {
+    if sort(d)?.0 != libc::AF_UNIX {
+        return Ok(false);
+    }
+    if !scan.same_network {
+        return Ok(true);
+    }
+    let peer = scan.unix_socket(d.stat.st_ino as u32)?.and_then(|s| s.peer).unwrap_or(0);
+    Ok(peer != 0 && find(scan, peer).is_none())
+}
+
+/// Unread standard input from a socket.
+pub(crate) fn standard_input(scan: &mut Scan<'_>, d: &Description) -> Result<Vec<Vec<u8>>> {
+    let stream = sort(d)?.1 == libc::SOCK_STREAM;
+    Ok(unread(scan, d, stream)?.unwrap_or_default())
+}
+
+/// Captures a socket.
+pub(crate) fn capture(scan: &mut Scan<'_>, d: &Description) -> Result<Option<FileKind>> {
+    if let Some(&row) = scan.sockets.get(&d.stat.st_ino) {
+        return Ok(Some(FileKind::Socket(row)));
+    }
+    let sort = sort(d)?;
+    if let Some(holder) = scan.target.outsiders.holder(&d.link) {
+        return scan.refuse(
+            d,
+            format!("it is shared with {holder}"),
+            "end that process before the checkpoint",
+        );
+    }
+    if !scan.same_network {
+        return scan.refuse(d, "it is in another network namespace", CLOSE);
+    }
+    let row = match sort {
+        (libc::AF_UNIX, ..) => unix(scan, d, sort)?,
+        (libc::AF_INET | libc::AF_INET6, libc::SOCK_STREAM, libc::IPPROTO_TCP) => tcp(scan, d, sort)?,
+        (libc::AF_INET | libc::AF_INET6, libc::SOCK_DGRAM, libc::IPPROTO_UDP) => udp(scan, d, sort)?,
+        other => {
+            let why = format!("it is {}, which cannot be captured", name_of_sort(other));
+            return scan.refuse(d, why, CLOSE);
+        }
+    };
+    Ok(row.map(FileKind::Socket))
+}
+
+fn name_of_sort((family, kind, protocol): (i32, i32, i32)) -> String {
+    let family = match family {
+        libc::AF_INET => "an IPv4 socket",
+        libc::AF_INET6 => "an IPv6 socket",
+        libc::AF_NETLINK => "a netlink socket",
+        libc::AF_PACKET => "a packet socket",
+        libc::AF_VSOCK => "a vsock socket",
+        libc::AF_ALG => "a socket of the kernel's cryptography",
+        libc::AF_BLUETOOTH => "a Bluetooth socket",
+        libc::AF_CAN => "a CAN socket",
+        libc::AF_XDP => "an XDP socket",
+        _ => return format!("a socket of family {family}"),
+    };
+    let kind = match kind {
+        libc::SOCK_RAW => " (raw)",
+        libc::SOCK_SEQPACKET => " (seqpacket)",
+        _ => "",
+    };
+    format!("{family}{kind} of protocol {protocol}")
+}
+
+/// A row with what all sockets have; `None` if refused.
+fn common(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)) -> Result<Option<Socket>> {
+    if poll_now(&d.file, libc::POLLIN)? & libc::POLLERR != 0 {
+        return scan.refuse(d, "it has an error that the program has not yet been told", WAIT);
+    }
+    if sockets::has_filter(&d.file)? {
+        return scan.refuse(d, "a packet filter is attached to it", CLOSE);
+    }
+    let options = scan.options.differing(&d.file, sort)?;
+    Ok(Some(Socket {
+        family: sort.0 as u32,
+        kind: sort.1 as u32,
+        protocol: sort.2 as u32,
+        options,
+        ..Socket::default()
+    }))
+}
+
+fn add(scan: &mut Scan<'_>, d: &Description, socket: Socket) -> u32 {
+    let row = scan.builder.image.sockets.len() as u32;
+    scan.builder.image.sockets.push(socket);
+    scan.sockets.insert(d.stat.st_ino, row);
+    row
+}
+
+fn tcp(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)) -> Result<Option<u32>> {
+    let info = sockets::option(&d.file, sort.2 as u32, libc::TCP_INFO as u32)?.unwrap_or_default();
+    let word = |at: usize| info.get(at..at + 4).map_or(0, |b| u32::from_ne_bytes([b[0], b[1], b[2], b[3]]));
+    let local = sockets::local_address(&d.file)?;
+    let peer = sockets::peer_address(&d.file)?;
+    let state = info.first().copied().unwrap_or(0);
+    let used = poll_now(&d.file, libc::POLLIN | libc::POLLRDHUP)? & (libc::POLLIN | libc::POLLRDHUP) != 0;
+    let named =
+        format!("descriptor {} ({}, TCP {}", d.fd(), String::from_utf8_lossy(&d.link), address(&local));
+    if state != TCP_LISTEN && (state != TCP_CLOSE || used) {
+        let what = match peer {
+            Some(peer) => format!("{named} ↔ {})", address(&peer)),
+            None => format!("{named})"),
+        };
+        let why = if state == 1 { "it is an established connection" } else { "it is a connection that ends" };
+        scan.builder.refuse(what, why, "close it before the checkpoint, or wait until it ends");
+        return Ok(None);
+    }
+    // Of a listening socket the kernel tells the queue in fields of the same structure: tcpi_unacked, tcpi_sacked.
+    let (pending, backlog) = (word(24), word(28));
+    if state == TCP_LISTEN && pending > 0 {
+        let why = format!("{pending} connections wait to be accepted");
+        scan.builder.refuse(format!("{named})"), why, "try again when the program has accepted them");
+        return Ok(None);
+    }
+    if sockets::option(&d.file, sort.2 as u32, libc::TCP_ULP as u32)?.is_some_and(|u| !u.is_empty()) {
+        return scan.refuse(d, "it has an upper layer protocol (TCP_ULP)", CLOSE);
+    }
+    let Some(mut socket) = common(scan, d, sort)? else { return Ok(None) };
+    socket.local = bound(local);
+    socket.listening = (state == TCP_LISTEN).then_some(backlog);
+    Ok(Some(add(scan, d, socket)))
+}
+
+fn udp(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)) -> Result<Option<u32>> {
+    if scan.target.frozen && poll_now(&d.file, libc::POLLIN)? & libc::POLLIN != 0 {
+        return scan.refuse(d, "it has datagrams that were not yet read", WAIT);
+    }
+    if sockets::int_option(&d.file, sort.2 as u32, 100 /* UDP_ENCAP */)?.unwrap_or(0) != 0 {
+        return scan.refuse(d, "it is a UDP tunnel", CLOSE);
+    }
+    let Some(mut socket) = common(scan, d, sort)? else { return Ok(None) };
+    socket.local = bound(sockets::local_address(&d.file)?);
+    socket.remote = Bytes(sockets::peer_address(&d.file)?.unwrap_or_default());
+    Ok(Some(add(scan, d, socket)))
+}
+
+/// An internet address, or nothing if the socket is not bound to a port.
+fn bound(address: Vec<u8>) -> Bytes {
+    let has_port = address.get(2..4).is_some_and(|port| port != [0, 0]);
+    Bytes(if has_port { address } else { Vec::new() })
+}
+
+/// A raw internet address for people.
+pub fn address(raw: &[u8]) -> String {
+    let family = raw.get(..2).map_or(0, |b| i32::from(u16::from_ne_bytes([b[0], b[1]])));
+    let port = raw.get(2..4).map_or(0, |b| u16::from_be_bytes([b[0], b[1]]));
+    let v4 = raw.get(4..8).and_then(|b| <[u8; 4]>::try_from(b).ok());
+    let v6 = raw.get(8..24).and_then(|b| <[u8; 16]>::try_from(b).ok());
+    match (family, v4, v6) {
+        (libc::AF_INET, Some(v4), _) => SocketAddr::from((Ipv4Addr::from(v4), port)).to_string(),
+        (libc::AF_INET6, _, Some(v6)) => SocketAddr::from((Ipv6Addr::from(v6), port)).to_string(),
+        _ => "?".into(),
+    }
+}
+
+fn unix(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)) -> Result<Option<u32>> {
+    let Some(diag) = scan.unix_socket(d.stat.st_ino as u32)? else {
+        return scan.refuse(d, "sock_diag does not know it", "");
+    };
+    if diag.state == TCP_LISTEN && diag.receive_queue > 0 {
+        let why = format!("{} connections wait to be accepted", diag.receive_queue);
+        return scan.refuse(d, why, "try again when the program has accepted them");
+    }
+    let Some(mut socket) = common(scan, d, sort)? else { return Ok(None) };
+    let local = sockets::local_address(&d.file)?;
+    socket.local = Bytes(if local.len() > 2 { local } else { Vec::new() });
+    socket.listening = (diag.state == TCP_LISTEN).then_some(diag.send_queue);
+    socket.shutdown = u32::from(diag.shutdown);
+    let Some(peer) = peer(scan, d, sort.1, &diag, &mut socket)? else { return Ok(None) };
+    if !name(scan, d, &diag, peer, &mut socket)? {
+        return Ok(None);
+    }
+    if scan.target.frozen && socket.listening.is_none() {
+        let Some(queue) = queue(scan, d, sort.1, peer.is_some() || socket.orphan, &socket)? else {
+            return Ok(None);
+        };
+        socket.queue = queue.into_iter().map(Bytes).collect();
+    }
+    let row = add(scan, d, socket);
+    if let Some((_, other)) = peer {
+        link(scan, row, other)?;
+    }
+    Ok(Some(row))
+}
+
+type Peer<'a> = Option<(usize, &'a Description)>;
+
+/// The peer inside the target, if there is one; `None` if the connection is refused.
+fn peer<'a>(
+    scan: &mut Scan<'a>,
+    d: &Description,
+    kind: i32,
+    diag: &UnixSocket,
+    socket: &mut Socket,
+) -> Result<Option<Peer<'a>>> {
+    match diag.peer {
+        None => Ok(Some(None)),
+        Some(0) if kind == libc::SOCK_DGRAM || diag.shutdown == 3 => {
+            socket.orphan = true;
+            Ok(Some(None))
+        }
+        Some(0) => scan.refuse(d, "the other side has not yet accepted its connection", CLOSE),
+        Some(ino) => {
+            let back = scan.unix_socket(ino)?;
+            let mutual = back.as_ref().and_then(|b| b.peer) == Some(diag.ino);
+            match find(scan, ino) {
+                Some(found) if mutual => Ok(Some(Some(found))),
+                _ => named_peer(scan, d, kind, ino, mutual, socket),
+            }
+        }
+    }
+}
+
+/// A datagram socket that sends to a name is connected again; any other connection to the outside is refused.
+fn named_peer<'a>(
+    scan: &mut Scan<'a>,
+    d: &Description,
+    kind: i32,
+    ino: u32,
+    mutual: bool,
+    socket: &mut Socket,
+) -> Result<Option<Peer<'a>>> {
+    let remote = sockets::peer_address(&d.file)?.unwrap_or_default();
+    if kind == libc::SOCK_DGRAM && !mutual && remote.len() > 2 {
+        socket.remote = Bytes(remote);
+        return Ok(Some(None));
+    }
+    let link = format!("socket:[{ino}]");
+    let why = match scan.target.outsiders.holder(link.as_bytes()) {
+        Some(holder) => format!("it is a unix socket connected to {holder}"),
+        None => "it is a unix socket connected to another process".to_owned(),
+    };
+    scan.refuse(d, why, "close the connection before the checkpoint")
+}
+
+/// Fills in the row of a bound socket's name; `false` if refused.
+fn name(
+    scan: &mut Scan<'_>,
+    d: &Description,
+    diag: &UnixSocket,
+    peer: Peer<'_>,
+    socket: &mut Socket,
+) -> Result<bool> {
+    if socket.local.0.is_empty() {
+        return Ok(true);
+    }
+    let stream = socket.kind != libc::SOCK_DGRAM as u32;
+    if stream && (peer.is_some() || socket.orphan) {
+        // An accepted socket carries the name of the socket that accepted it.
+        if accepted_here(scan, diag)? {
+            return Ok(true);
+        }
+        let why = "it is a connection by a name, and the socket that accepted it is closed";
+        return scan.refuse::<()>(d, why, CLOSE).map(|_| false);
+    }
+    if diag.name.first().is_none_or(|b| *b == 0) {
+        return Ok(true); // an abstract name
+    }
+    let path = absolute(scan.target.pid, &diag.name);
+    match rustix::fs::lstat(&path) {
+        Ok(stat) if diag.vfs.is_some_and(|(ino, _)| ino == stat.st_ino as u32) => {
+            let row = paths::describe(path.as_os_str().as_bytes(), &stat, Usage::Path);
+            socket.path = Some(scan.builder.path(row).0);
+        }
+        Ok(_) => {
+            let why = format!("its name {} belongs to another file now", path.display());
+            return scan.refuse::<()>(d, why, CLOSE).map(|_| false);
+        }
+        Err(_) => {
+            let path = Bytes::from(path.as_path());
+            let gone = PathFile { path, deleted: true, mode: libc::S_IFSOCK, ..PathFile::default() };
+            socket.path = Some(scan.builder.path(gone).0);
+        }
+    }
+    Ok(true)
+}
+
+/// Whether a listening socket of the same name is inside the target.
+fn accepted_here(scan: &mut Scan<'_>, diag: &UnixSocket) -> Result<bool> {
+    for d in scan.all.iter().filter(|d| FileType::from_raw_mode(d.stat.st_mode) == FileType::Socket) {
+        if let Some(other) = scan.unix_socket(d.stat.st_ino as u32)?
+            && other.state == TCP_LISTEN
+            && other.name == diag.name
+        {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// A bound name as an absolute path; relative ones are from the directory the target stood in, most often the one
+/// it still stands in.
+fn absolute(pid: u32, name: &[u8]) -> PathBuf {
+    let end = name.iter().position(|b| *b == 0).unwrap_or(name.len());
+    let path = Path::new(std::ffi::OsStr::from_bytes(&name[..end]));
+    if path.is_absolute() {
+        return path.to_owned();
+    }
+    std::fs::read_link(format!("/proc/{pid}/cwd")).unwrap_or_default().join(path)
+}
+
+/// Unread messages; `None` if refused.
+fn queue(
+    scan: &mut Scan<'_>,
+    d: &Description,
+    kind: i32,
+    connected: bool,
+    socket: &Socket,
+) -> Result<Option<Vec<Vec<u8>>>> {
+    let Some(messages) = unread(scan, d, kind == libc::SOCK_STREAM)? else { return Ok(None) };
+    if messages.is_empty() {
+        return Ok(Some(messages));
+    }
+    let passes = |name: u32| socket.options.iter().any(|o| o.level == SOL_SOCKET && o.name == name);
+    if passes(libc::SO_PASSCRED as u32) || passes(libc::SO_PASSSEC as u32) || passes(76) {
+        return scan.refuse(d, "it has unread messages that carry credentials", WAIT);
+    }
+    if !connected || (kind == libc::SOCK_DGRAM && !socket.local.0.is_empty()) {
+        return scan.refuse(d, "it has unread datagrams whose senders cannot be told", WAIT);
+    }
+    Ok(Some(messages))
+}
+
+fn unread(scan: &mut Scan<'_>, d: &Description, stream: bool) -> Result<Option<Vec<Vec<u8>>>> {
+    if matches!(d.info.detail, Detail::Unix { descriptors_in_queue } if descriptors_in_queue > 0) {
+        return scan.refuse(d, "it has unread messages that carry descriptors", WAIT);
+    }
+    let events = poll_now(&d.file, libc::POLLIN | libc::POLLRDHUP)?;
+    if events & libc::POLLIN == 0 || (stream && readable(&d.file)? == 0) {
+        return Ok(Some(Vec::new()));
+    }
+    let messages = sockets::peek_all(&d.file, stream)?;
+    // Empty datagrams that somebody peeked at before are passed over by later peeks.
+    if messages.is_empty() && events & libc::POLLRDHUP == 0 {
+        return scan.refuse(d, "it has unread messages that cannot be copied", WAIT);
+    }
+    Ok(Some(messages))
+}
+
+/// Makes two rows each other's peers, once both are there.
+fn link(scan: &mut Scan<'_>, row: u32, other: &Description) -> Result<()> {
+    if let Some(&peer) = scan.sockets.get(&other.stat.st_ino) {
+        scan.builder.image.sockets[row as usize].peer = Some(peer);
+        scan.builder.image.sockets[peer as usize].peer = Some(row);
+    }
+    Ok(())
+}

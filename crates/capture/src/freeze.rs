@@ -1,0 +1,154 @@
+//! Bringing all threads of a process to rest, and letting them go.
+//!
+//! Everything here must happen on one OS thread, the tracer; when that thread ends, the kernel lets go of whatever
+//! it still traces. A checkpoint therefore runs on a thread of its own.
+
+use crate::{Error, Result};
+use std::collections::HashSet;
+use std::time::{Duration, Instant};
+use stillpoint_linux::ptrace::{Seized, Stop, Stopped, Waited, options};
+
+/// How long a thread may stay in an uninterruptible sleep before a checkpoint gives up.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// How long a thread is waited for without sleeping between looks.
+const EAGER: Duration = Duration::from_millis(3);
+
+/// A process whose threads all stand still. Dropping it lets them go.
+#[derive(Debug)]
+pub struct Frozen {
+    /// Process id in our namespace.
+    pub pid: u32,
+    /// Its threads, the leader first.
+    pub threads: Vec<Stopped>,
+    /// When the first thread was asked to stop.
+    pub since: Instant,
+}
+
+impl Frozen {
+    /// Stops all threads of a process. On failure none stays stopped once the calling OS thread ends.
+    ///
+    /// 1. All threads in `/proc/PID/task` are seized, which does not stop them.
+    /// 2. All are interrupted; only then is any waited for, so that they come to rest at the same time.
+    /// 3. A thread that was not yet interrupted may have made new ones: again from 1 until there are none.
+    pub fn freeze(pid: u32) -> Result<Self> {
+        let mut known = HashSet::new();
+        let first = seize_new(pid, &mut known)?;
+        let since = Instant::now();
+        let mut threads = stop(first)?;
+        loop {
+            let more = seize_new(pid, &mut known)?;
+            if more.is_empty() {
+                break;
+            }
+            threads.extend(stop(more)?);
+        }
+        threads.sort_by_key(|t| (t.tid() != pid, t.tid()));
+        if threads.first().map(Stopped::tid) != Some(pid) {
+            return Err(Error::Target(format!("process {pid} ended while it was being stopped")));
+        }
+        Ok(Frozen { pid, threads, since })
+    }
+
+    /// The signal by which job control had stopped the process, if it had.
+    pub fn stopped_by(&self) -> Option<u32> {
+        match self.threads[0].stop() {
+            Stop::Group(signal) => Some(signal as u32),
+            _ => None,
+        }
+    }
+
+    /// Lets all threads run on; returns how long the process stood still. A thread that has been killed meanwhile
+    /// is no failure.
+    pub fn thaw(mut self) -> Duration {
+        self.release();
+        self.since.elapsed()
+    }
+
+    fn release(&mut self) {
+        for thread in self.threads.drain(..) {
+            // The only error is that the thread is gone.
+            let _ = thread.detach();
+        }
+    }
+}
+
+impl Drop for Frozen {
+    fn drop(&mut self) {
+        self.release();
+    }
+}
+
+/// Seizes the threads that are not yet known.
+fn seize_new(pid: u32, known: &mut HashSet<u32>) -> Result<Vec<Seized>> {
+    let mut seized = Vec::new();
+    for tid in tasks(pid)? {
+        if !known.insert(tid) {
+            continue;
+        }
+        match Seized::seize(tid, options::SYSCALL_GOOD) {
+            Ok(thread) => seized.push(thread),
+            Err(stillpoint_linux::Error::Gone(_)) => {}
+            Err(_) if is_ending(pid, tid) => {}
+            Err(e) => return Err(e.into()),
+        }
+    }
+    Ok(seized)
+}
+
+fn tasks(pid: u32) -> Result<Vec<u32>> {
+    let path = format!("/proc/{pid}/task");
+    let entries = std::fs::read_dir(&path).map_err(|_| Error::Target(format!("process {pid} ended")))?;
+    Ok(entries.flatten().filter_map(|e| e.file_name().to_str()?.parse().ok()).collect())
+}
+
+fn is_ending(pid: u32, tid: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/task/{tid}/stat")).unwrap_or_default();
+    let state = stat.rsplit_once(')').and_then(|(_, rest)| rest.trim_start().chars().next());
+    tid != pid && matches!(state, None | Some('Z' | 'X'))
+}
+
+/// Interrupts all, then waits for all.
+fn stop(threads: Vec<Seized>) -> Result<Vec<Stopped>> {
+    for thread in &threads {
+        match thread.interrupt() {
+            Ok(()) | Err(stillpoint_linux::Error::Gone(_)) => {}
+            Err(e) => return Err(e.into()),
+        }
+    }
+    let mut stopped = Vec::with_capacity(threads.len());
+    for thread in threads {
+        stopped.extend(rest(thread)?);
+    }
+    Ok(stopped)
+}
+
+/// Waits for an interrupted thread. A signal that reaches it first is delivered: the interrupt is still to come.
+fn rest(mut thread: Seized) -> Result<Option<Stopped>> {
+    let start = Instant::now();
+    loop {
+        match thread.poll()? {
+            Ok(Waited::Ended(_)) => return Ok(None),
+            Ok(Waited::Stopped(s)) => match s.stop() {
+                Stop::Signal(signal) => thread = s.resume(signal)?,
+                Stop::Interrupt | Stop::Group(_) => return Ok(Some(s)),
+                _ => thread = s.resume(0)?,
+            },
+            Err(running) => {
+                let waited = start.elapsed();
+                if waited > PATIENCE {
+                    return Err(Error::Failed(format!(
+                        "thread {} does not come to rest: it is in an uninterruptible wait in the kernel; \
+                         try again when its device or file system answers",
+                        running.tid()
+                    )));
+                }
+                if waited > EAGER {
+                    std::thread::sleep(Duration::from_micros(200));
+                } else {
+                    std::thread::yield_now();
+                }
+                thread = running;
+            }
+        }
+    }
+}

@@ -1,0 +1,172 @@
+//! Duplicates of other processes' descriptors, and what can be asked of them without changing anything.
+
+use crate::{Error, Result};
+use std::cmp::Ordering;
+use std::io::Error as IoError;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+
+/// Turns the result of a libc call into a [`Result`].
+pub(crate) fn check(what: impl FnOnce() -> String, result: i64) -> Result<i64> {
+    if result < 0 { Err(Error::call(what(), IoError::last_os_error())) } else { Ok(result) }
+}
+
+/// Duplicates descriptor `fd` of a process into ours (`pidfd_getfd(2)`). The duplicate shares the open file
+/// description: reading from it, seeking and changing its flags would be seen by the process.
+pub fn duplicate_from(pidfd: BorrowedFd<'_>, fd: u32) -> Result<OwnedFd> {
+    // SAFETY: pidfd_getfd touches no memory of ours; a result that is not negative is a new descriptor nobody owns.
+    unsafe {
+        let r = libc::syscall(libc::SYS_pidfd_getfd, pidfd.as_raw_fd(), fd, 0);
+        let new = check(|| format!("duplicate descriptor {fd} of the target"), r)?;
+        Ok(OwnedFd::from_raw_fd(new as i32))
+    }
+}
+
+/// Opens a pidfd (`pidfd_open(2)`); `flags` may be `PIDFD_THREAD` (`O_EXCL`).
+pub fn pidfd_open(pid: u32, flags: u32) -> Result<OwnedFd> {
+    // SAFETY: as in `duplicate_from`.
+    unsafe {
+        let r = libc::syscall(libc::SYS_pidfd_open, pid, flags);
+        let new = check(|| format!("open a handle to process {pid}"), r)?;
+        Ok(OwnedFd::from_raw_fd(new as i32))
+    }
+}
+
+const KCMP_FILE: i32 = 0;
+const KCMP_FILES: i32 = 2;
+const KCMP_EPOLL_TFD: i32 = 7;
+
+/// `struct kcmp_epoll_slot`.
+#[repr(C)]
+struct EpollSlot {
+    efd: u32,
+    tfd: u32,
+    toff: u32,
+}
+
+/// Compares the open file descriptions of two descriptors of a process (`kcmp(2)`, `KCMP_FILE`). The order is
+/// arbitrary but total, and stays the same while the process lives.
+pub fn compare(pid: u32, a: u32, b: u32) -> Result<Ordering> {
+    // SAFETY: KCMP_FILE touches no memory.
+    let r = unsafe { libc::syscall(libc::SYS_kcmp, pid, pid, KCMP_FILE, a, b) };
+    match check(|| format!("compare descriptors {a} and {b} of process {pid}"), r)? {
+        0 => Ok(Ordering::Equal),
+        1 => Ok(Ordering::Less),
+        _ => Ok(Ordering::Greater),
+    }
+}
+
+/// Whether two threads use the same descriptor table (`kcmp(2)`, `KCMP_FILES`).
+pub fn same_table(a: u32, b: u32) -> Result<bool> {
+    // SAFETY: KCMP_FILES touches no memory.
+    let r = unsafe { libc::syscall(libc::SYS_kcmp, a, b, KCMP_FILES, 0, 0) };
+    Ok(check(|| format!("compare the descriptor tables of {a} and {b}"), r)? == 0)
+}
+
+/// Whether descriptor `fd` of a process is the file that its epoll `epoll` watches under number `watched`, in the
+/// `nth` watch of that number (`kcmp(2)`, `KCMP_EPOLL_TFD`).
+pub fn is_watched(pid: u32, fd: u32, epoll: u32, watched: u32, nth: u32) -> Result<bool> {
+    let slot = EpollSlot { efd: epoll, tfd: watched, toff: nth };
+    // SAFETY: the kernel reads a `struct kcmp_epoll_slot` from a valid address.
+    let r = unsafe { libc::syscall(libc::SYS_kcmp, pid, pid, KCMP_EPOLL_TFD, fd, &raw const slot) };
+    Ok(check(|| format!("look up what epoll descriptor {epoll} of process {pid} watches"), r)? == 0)
+}
+
+/// Who gets the signals of a description: `F_GETOWN_EX` and `F_GETSIG`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SignalOwner {
+    /// `F_OWNER_TID` 0, `F_OWNER_PID` 1 or `F_OWNER_PGRP` 2.
+    pub kind: i32,
+    /// Its id in our pid namespace; 0: nobody.
+    pub id: i32,
+    /// Signal that is sent (0: `SIGIO`).
+    pub signal: i32,
+}
+
+/// `F_SETOWN_EX` of `fcntl(2)`.
+pub const F_SETOWN_EX: i32 = 15;
+const F_GETOWN_EX: i32 = 16;
+/// `F_SETSIG` of `fcntl(2)`.
+pub const F_SETSIG: i32 = 10;
+const F_GETSIG: i32 = 11;
+
+/// Who gets the signals of a description.
+pub fn signal_owner(fd: impl AsFd) -> Result<SignalOwner> {
+    let raw = fd.as_fd().as_raw_fd();
+    let mut owner = [0i32; 2];
+    // SAFETY: F_GETOWN_EX writes a `struct f_owner_ex`, two ints; F_GETSIG touches no memory.
+    unsafe {
+        check(|| "F_GETOWN_EX".into(), libc::fcntl(raw, F_GETOWN_EX, owner.as_mut_ptr()).into())?;
+        let signal = check(|| "F_GETSIG".into(), libc::fcntl(raw, F_GETSIG).into())? as i32;
+        Ok(SignalOwner { kind: owner[0], id: owner[1], signal })
+    }
+}
+
+/// Duplicates a descriptor to the lowest free number from `from` on, close-on-exec.
+pub fn duplicate_above(fd: impl AsFd, from: u32) -> Result<OwnedFd> {
+    // SAFETY: F_DUPFD_CLOEXEC touches no memory; its result is a new descriptor nobody owns.
+    unsafe {
+        let r = libc::fcntl(fd.as_fd().as_raw_fd(), libc::F_DUPFD_CLOEXEC, from as i32);
+        let new = check(|| format!("duplicate a descriptor above {from}"), r.into())?;
+        Ok(OwnedFd::from_raw_fd(new as i32))
+    }
+}
+
+/// `ioctl(2)` with an integer result, such as `FIONREAD`.
+pub(crate) fn ioctl_int(fd: impl AsFd, request: u64, what: &str) -> Result<i32> {
+    let mut value = 0i32;
+    // SAFETY: callers pass only requests that write one int.
+    let r = unsafe { libc::ioctl(fd.as_fd().as_raw_fd(), request as libc::Ioctl, &raw mut value) };
+    check(|| what.to_owned(), r.into())?;
+    Ok(value)
+}
+
+/// `ioctl(2)` with a pointer to an integer as input.
+pub(crate) fn ioctl_set_int(fd: impl AsFd, request: u64, value: i32, what: &str) -> Result<()> {
+    // SAFETY: callers pass only requests that read one int.
+    let r = unsafe { libc::ioctl(fd.as_fd().as_raw_fd(), request as libc::Ioctl, &raw const value) };
+    check(|| what.to_owned(), r.into()).map(drop)
+}
+
+/// Bytes that can be read (`FIONREAD`).
+pub fn readable(fd: impl AsFd) -> Result<u32> {
+    Ok(ioctl_int(fd, libc::FIONREAD, "FIONREAD")? as u32)
+}
+
+/// Events of `poll(2)` that are pending on a descriptor at this moment.
+pub fn poll_now(fd: impl AsFd, events: i16) -> Result<i16> {
+    let mut poll = libc::pollfd { fd: fd.as_fd().as_raw_fd(), events, revents: 0 };
+    // SAFETY: one valid pollfd; a timeout of zero returns at once.
+    let r = unsafe { libc::poll(&raw mut poll, 1, 0) };
+    check(|| "poll".into(), r.into())?;
+    Ok(poll.revents)
+}
+
+/// Opens a file again through our own `/proc/self/fd`: a new open file description of the same file.
+pub fn reopen(fd: impl AsFd, flags: i32) -> Result<OwnedFd> {
+    let path = format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd());
+    let c = std::ffi::CString::new(path.clone()).map_err(|e| Error::Other(e.to_string()))?;
+    // SAFETY: a valid C string; the result is a new descriptor nobody owns.
+    unsafe {
+        let r = libc::open(c.as_ptr(), flags | libc::O_CLOEXEC);
+        if r < 0 {
+            return Err(Error::file(path, IoError::last_os_error()));
+        }
+        Ok(OwnedFd::from_raw_fd(r))
+    }
+}
+
+/// The soft and the hard limit on descriptor numbers of this process; raises the soft one to the hard one.
+pub fn raise_descriptor_limit() -> Result<(u64, u64)> {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: reads and writes one valid rlimit.
+    unsafe {
+        check(|| "read RLIMIT_NOFILE".into(), libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit).into())?;
+        let before = limit.rlim_cur;
+        limit.rlim_cur = limit.rlim_max;
+        check(
+            || "raise RLIMIT_NOFILE".into(),
+            libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit).into(),
+        )?;
+        Ok((before, limit.rlim_max))
+    }
+}

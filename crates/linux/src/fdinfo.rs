@@ -1,0 +1,313 @@
+//! `/proc/PID/fd` and `/proc/PID/fdinfo`: what the kernel tells about the descriptors of a process.
+
+use crate::{Error, Result};
+use std::path::PathBuf;
+
+/// What `/proc/PID/fdinfo/FD` says.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct FdInfo {
+    /// Offset in bytes.
+    pub pos: u64,
+    /// `O_*` flags of the description; `O_CLOEXEC` is the one of this descriptor.
+    pub flags: u32,
+    /// Locks taken through the description.
+    pub locks: Vec<LockLine>,
+    /// The lines that are particular to the kind of file.
+    pub detail: Detail,
+}
+
+/// The lines of an fdinfo file that only one kind of file has.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Detail {
+    /// None.
+    #[default]
+    None,
+    /// eventfd: counter and `EFD_SEMAPHORE`.
+    Event {
+        /// The counter.
+        count: u64,
+        /// Whether each read takes one off.
+        semaphore: bool,
+    },
+    /// timerfd.
+    Timer(TimerLine),
+    /// signalfd: the signals it takes (bit `n - 1` is signal `n`).
+    Signal(u64),
+    /// epoll: its watches, in the kernel's order.
+    Epoll(Vec<EpollLine>),
+    /// inotify: its watches.
+    Inotify(Vec<InotifyLine>),
+    /// pidfd: the process in the pid namespace of `/proc`, and in its own (-1: gone).
+    Pid {
+        /// `Pid:`.
+        pid: i64,
+        /// Last number of `NSpid:`.
+        inner: i64,
+    },
+    /// A unix socket: descriptors that wait in its queue.
+    Unix {
+        /// `scm_fds:`.
+        descriptors_in_queue: u32,
+    },
+    /// A pty master: number of its slave.
+    Tty(u32),
+}
+
+/// A `lock:` line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LockLine {
+    /// `POSIX`, `FLOCK`, `OFDLCK`, `LEASE`, `DELEG`.
+    pub kind: String,
+    /// `WRITE` rather than `READ`.
+    pub exclusive: bool,
+    /// First byte.
+    pub start: u64,
+    /// Last byte, `None` for the end of the file.
+    pub end: Option<u64>,
+}
+
+/// State of a timerfd; times in nanoseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TimerLine {
+    /// `CLOCK_*`.
+    pub clock: i32,
+    /// Expirations not yet read.
+    pub ticks: u64,
+    /// Flags of the last `timerfd_settime`.
+    pub flags: u32,
+    /// Time to the next expiry.
+    pub value_ns: u64,
+    /// Interval.
+    pub interval_ns: u64,
+}
+
+/// A watch of an epoll.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct EpollLine {
+    /// Number under which the file was added.
+    pub fd: u32,
+    /// Events with input flags.
+    pub events: u32,
+    /// User data.
+    pub data: u64,
+}
+
+/// A watch of an inotify.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct InotifyLine {
+    /// Watch descriptor.
+    pub wd: i32,
+    /// Inode number.
+    pub ino: u64,
+    /// Device, in the kernel's own encoding (`major << 20 | minor`).
+    pub sdev: u64,
+    /// Events and flags.
+    pub mask: u32,
+    /// Type of the file handle, and its bytes; empty where the file system has none.
+    pub handle: (i32, Vec<u8>),
+}
+
+/// Descriptor numbers of a process, ascending.
+pub fn list(pid: u32) -> Result<Vec<u32>> {
+    let dir = format!("/proc/{pid}/fd");
+    let mut fds = Vec::new();
+    for entry in std::fs::read_dir(&dir).map_err(|e| Error::file(&dir, e))? {
+        let entry = entry.map_err(|e| Error::file(&dir, e))?;
+        if let Some(fd) = entry.file_name().to_str().and_then(|n| n.parse().ok()) {
+            fds.push(fd);
+        }
+    }
+    fds.sort_unstable();
+    Ok(fds)
+}
+
+/// The link `/proc/PID/fd/FD`: a path, or a name in the kernel's own notation (`pipe:[123]`).
+pub fn link(pid: u32, fd: u32) -> Result<Vec<u8>> {
+    use std::os::unix::ffi::OsStringExt;
+    let path = format!("/proc/{pid}/fd/{fd}");
+    let link = std::fs::read_link(&path).map_err(|e| Error::file(&path, e))?;
+    Ok(link.into_os_string().into_vec())
+}
+
+/// Reads `/proc/PID/fdinfo/FD`.
+pub fn read(pid: u32, fd: u32) -> Result<FdInfo> {
+    let path = PathBuf::from(format!("/proc/{pid}/fdinfo/{fd}"));
+    let bytes = std::fs::read(&path).map_err(|e| Error::file(&path, e))?;
+    let text = String::from_utf8_lossy(&bytes);
+    parse(&text).map_err(|line| Error::Parse { path, line })
+}
+
+/// Parses the text of an fdinfo file; the error is the line that makes no sense.
+pub fn parse(text: &str) -> Result<FdInfo, String> {
+    let mut info = FdInfo::default();
+    for line in text.lines() {
+        parse_line(&mut info, line).ok_or_else(|| line.to_owned())?;
+    }
+    Ok(info)
+}
+
+fn parse_line(info: &mut FdInfo, line: &str) -> Option<()> {
+    if let Some(rest) = line.strip_prefix("inotify ") {
+        inotify_list(info).push(parse_inotify(rest)?);
+        return Some(());
+    }
+    let Some((key, value)) = line.split_once(':') else { return Some(()) };
+    let value = value.trim();
+    match key {
+        "pos" => info.pos = value.parse::<i64>().ok()? as u64,
+        "flags" => info.flags = u32::from_str_radix(value, 8).ok()?,
+        "lock" => info.locks.push(parse_lock(value)?),
+        "eventfd-count" => {
+            info.detail = Detail::Event { count: u64::from_str_radix(value, 16).ok()?, semaphore: false };
+        }
+        "eventfd-semaphore" => {
+            if let Detail::Event { semaphore, .. } = &mut info.detail {
+                *semaphore = value != "0";
+            }
+        }
+        "clockid" => timer(info).clock = value.parse().ok()?,
+        "ticks" => timer(info).ticks = value.parse().ok()?,
+        "settime flags" => timer(info).flags = u32::from_str_radix(value, 8).ok()?,
+        "it_value" => timer(info).value_ns = parse_time(value)?,
+        "it_interval" => timer(info).interval_ns = parse_time(value)?,
+        "sigmask" => info.detail = Detail::Signal(u64::from_str_radix(value, 16).ok()?),
+        "tfd" => epoll_list(info).push(parse_epoll(value)?),
+        "Pid" => info.detail = Detail::Pid { pid: value.parse().ok()?, inner: -1 },
+        "NSpid" => {
+            if let Detail::Pid { inner, .. } = &mut info.detail {
+                *inner = value.split_whitespace().last()?.parse().ok()?;
+            }
+        }
+        "scm_fds" => info.detail = Detail::Unix { descriptors_in_queue: value.parse().ok()? },
+        "tty-index" => info.detail = Detail::Tty(value.parse().ok()?),
+        _ => {}
+    }
+    Some(())
+}
+
+fn timer(info: &mut FdInfo) -> &mut TimerLine {
+    if !matches!(info.detail, Detail::Timer(_)) {
+        info.detail = Detail::Timer(TimerLine::default());
+    }
+    match &mut info.detail {
+        Detail::Timer(t) => t,
+        _ => unreachable!("set above"),
+    }
+}
+
+fn epoll_list(info: &mut FdInfo) -> &mut Vec<EpollLine> {
+    if !matches!(info.detail, Detail::Epoll(_)) {
+        info.detail = Detail::Epoll(Vec::new());
+    }
+    match &mut info.detail {
+        Detail::Epoll(list) => list,
+        _ => unreachable!("set above"),
+    }
+}
+
+fn inotify_list(info: &mut FdInfo) -> &mut Vec<InotifyLine> {
+    if !matches!(info.detail, Detail::Inotify(_)) {
+        info.detail = Detail::Inotify(Vec::new());
+    }
+    match &mut info.detail {
+        Detail::Inotify(list) => list,
+        _ => unreachable!("set above"),
+    }
+}
+
+/// `1: POSIX  ADVISORY  WRITE 10273 fe:00:9977976 3 7`
+fn parse_lock(value: &str) -> Option<LockLine> {
+    let mut words = value.split_whitespace().skip(1);
+    let kind = words.next()?.to_owned();
+    let (_, access) = (words.next()?, words.next()?);
+    let mut words = words.skip(2);
+    let start = words.next()?.parse().ok()?;
+    let end = match words.next()? {
+        "EOF" => None,
+        n => Some(n.parse().ok()?),
+    };
+    Some(LockLine { kind, exclusive: access == "WRITE", start, end })
+}
+
+/// `(0, 4452618)`: seconds and nanoseconds.
+fn parse_time(value: &str) -> Option<u64> {
+    let (s, ns) = value.strip_prefix('(')?.strip_suffix(')')?.split_once(',')?;
+    let (s, ns): (u64, u64) = (s.trim().parse().ok()?, ns.trim().parse().ok()?);
+    s.checked_mul(1_000_000_000)?.checked_add(ns)
+}
+
+/// The rest of `tfd:        3 events: 80000019 data:                3  pos:0 ino:40e sdev:10`
+fn parse_epoll(value: &str) -> Option<EpollLine> {
+    let mut words = value.split_whitespace();
+    let fd = words.next()?.parse().ok()?;
+    let mut line = EpollLine { fd, ..Default::default() };
+    while let Some(word) = words.next() {
+        match word {
+            "events:" => line.events = u32::from_str_radix(words.next()?, 16).ok()?,
+            "data:" => line.data = u64::from_str_radix(words.next()?, 16).ok()?,
+            _ => {}
+        }
+    }
+    Some(line)
+}
+
+/// `wd:2 ino:1 sdev:1b mask:100 ignored_mask:0 fhandle-bytes:c fhandle-type:1 f_handle:9dbc…`
+fn parse_inotify(rest: &str) -> Option<InotifyLine> {
+    let mut line = InotifyLine::default();
+    for word in rest.split_whitespace() {
+        let (key, value) = word.split_once(':')?;
+        let number = || u64::from_str_radix(value, 16).ok();
+        match key {
+            "wd" => line.wd = number()? as i32,
+            "ino" => line.ino = number()?,
+            "sdev" => line.sdev = number()?,
+            "mask" => line.mask = number()? as u32,
+            "fhandle-type" => line.handle.0 = number()? as i32,
+            "f_handle" => line.handle.1 = hex(value)?,
+            _ => {}
+        }
+    }
+    Some(line)
+}
+
+fn hex(text: &str) -> Option<Vec<u8>> {
+    let digits = text.as_bytes().chunks_exact(2);
+    digits.map(|d| u8::from_str_radix(std::str::from_utf8(d).ok()?, 16).ok()).collect()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_kind_of_line_is_understood() {
+        let info = parse("pos:\t7\nflags:\t02100002\nmnt_id:\t17\nino:\t1038\nlock:\t1: POSIX  ADVISORY  WRITE 10273 fe:00:9977976 3 7\nlock:\t2: OFDLCK ADVISORY  READ -1 fe:00:9977977 0 EOF\n").unwrap();
+        assert_eq!((info.pos, info.flags), (7, 0o2100002));
+        assert_eq!(info.locks[0], LockLine { kind: "POSIX".into(), exclusive: true, start: 3, end: Some(7) });
+        assert_eq!(info.locks[1], LockLine { kind: "OFDLCK".into(), exclusive: false, start: 0, end: None });
+        let info = parse("eventfd-count:                5f\neventfd-id: 1\neventfd-semaphore: 1\n").unwrap();
+        assert_eq!(info.detail, Detail::Event { count: 0x5f, semaphore: true });
+        let info = parse(
+            "clockid: 1\nticks: 10\nsettime flags: 01\nit_value: (1, 4452618)\nit_interval: (0, 10000000)",
+        )
+        .unwrap();
+        let timer =
+            TimerLine { clock: 1, ticks: 10, flags: 1, value_ns: 1_004_452_618, interval_ns: 10_000_000 };
+        assert_eq!(info.detail, Detail::Timer(timer));
+        let info = parse("tfd:        3 events: 80000019 data: 7fe700000007  pos:0 ino:40e sdev:10").unwrap();
+        assert_eq!(
+            info.detail,
+            Detail::Epoll(vec![EpollLine { fd: 3, events: 0x8000_0019, data: 0x7fe7_0000_0007 }])
+        );
+        let info = parse("inotify wd:2 ino:1 sdev:1b mask:100 ignored_mask:0 fhandle-bytes:c fhandle-type:1 f_handle:9dbc81e9").unwrap();
+        let Detail::Inotify(list) = info.detail else { panic!() };
+        assert_eq!(list[0].handle, (1, vec![0x9d, 0xbc, 0x81, 0xe9]));
+    }
+
+    #[test]
+    fn damaged_lines_are_named() {
+        assert_eq!(parse("flags:\t9\n"), Err("flags:\t9".into()));
+        assert_eq!(parse("lock:\t1: POSIX\n"), Err("lock:\t1: POSIX".into()));
+    }
+}

@@ -1,0 +1,40 @@
+//! What this kernel and this process can do, asked of ourselves.
+
+use crate::{Error, Result};
+
+/// `PR_TIMER_CREATE_RESTORE_IDS` and its argument `GET`.
+const PR_TIMER_CREATE_RESTORE_IDS: (i32, u64) = (77, 2);
+const ARCH_SET_CPUID: i32 = 0x1012;
+const ARCH_GET_XCOMP_SUPP: i32 = 0x1021;
+
+/// Whether POSIX timers can be made with ids of one's choice (`PR_TIMER_CREATE_RESTORE_IDS`, Linux 6.15).
+pub fn timer_ids() -> bool {
+    let (option, get) = PR_TIMER_CREATE_RESTORE_IDS;
+    // SAFETY: plain numbers; the call changes nothing.
+    unsafe { libc::syscall(libc::SYS_prctl, option, get, 0u64, 0u64, 0u64) >= 0 }
+}
+
+/// Features of the extended state that a process must ask for (`ARCH_REQ_XCOMP_PERM`): AMX. 0 where there are none.
+pub fn xfeatures_on_demand() -> u64 {
+    const TILE_DATA: u64 = 1 << 18;
+    let mut supported = 0u64;
+    // SAFETY: the kernel writes one word.
+    let r = unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_GET_XCOMP_SUPP, &raw mut supported) };
+    if r == 0 { supported & TILE_DATA } else { 0 }
+}
+
+/// Whether programs can have the `cpuid` instruction fault (`ARCH_SET_CPUID`).
+pub fn cpuid_faulting() -> bool {
+    // SAFETY: plain numbers; the instruction stays allowed, as it is.
+    unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_SET_CPUID, 1u64) == 0 }
+}
+
+/// `PR_GET_SECUREBITS` of the calling thread.
+///
+/// # Errors
+/// [`Error::Call`].
+pub fn own_securebits() -> Result<u32> {
+    // SAFETY: plain numbers.
+    let r = unsafe { libc::syscall(libc::SYS_prctl, libc::PR_GET_SECUREBITS, 0u64, 0u64, 0u64, 0u64) };
+    if r < 0 { Err(Error::call("read securebits", std::io::Error::last_os_error())) } else { Ok(r as u32) }
+}

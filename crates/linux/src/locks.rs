@@ -1,0 +1,75 @@
+//! File locks: `flock(2)`, POSIX record locks, open file description locks.
+
+use crate::descriptors::check;
+use crate::{Error, Result};
+use std::os::fd::{AsFd, AsRawFd};
+
+/// A byte range to lock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LockRange {
+    /// Exclusive rather than shared.
+    pub exclusive: bool,
+    /// First byte.
+    pub start: u64,
+    /// Last byte; `None`: to the end of the file, however it grows.
+    pub end: Option<u64>,
+}
+
+impl LockRange {
+    /// The range as a `struct flock`, whose raw bytes `fcntl(F_SETLK)` reads.
+    pub fn to_flock(self) -> Result<libc::flock> {
+        let bad = || Error::Other(format!("lock range {self:?} is out of bounds"));
+        let start = i64::try_from(self.start).map_err(|_| bad())?;
+        let len = match self.end {
+            None => 0,
+            Some(end) => {
+                let len = end.checked_sub(self.start).and_then(|n| n.checked_add(1)).ok_or_else(bad)?;
+                i64::try_from(len).map_err(|_| bad())?
+            }
+        };
+        let kind = if self.exclusive { libc::F_WRLCK } else { libc::F_RDLCK };
+        let whence = libc::SEEK_SET as i16;
+        Ok(libc::flock { l_type: kind as i16, l_whence: whence, l_start: start, l_len: len, l_pid: 0 })
+    }
+
+    /// The bytes of [`LockRange::to_flock`].
+    pub fn to_bytes(self) -> Result<Vec<u8>> {
+        let flock = self.to_flock()?;
+        let mut bytes = vec![0u8; size_of::<libc::flock>()];
+        bytes[0..2].copy_from_slice(&flock.l_type.to_ne_bytes());
+        bytes[2..4].copy_from_slice(&flock.l_whence.to_ne_bytes());
+        bytes[8..16].copy_from_slice(&flock.l_start.to_ne_bytes());
+        bytes[16..24].copy_from_slice(&flock.l_len.to_ne_bytes());
+        Ok(bytes)
+    }
+}
+
+const _: () = assert!(size_of::<libc::flock>() == 32 && std::mem::offset_of!(libc::flock, l_start) == 8);
+
+const F_OFD_GETLK: i32 = 36;
+const F_OFD_SETLK: i32 = 37;
+
+/// Takes a lock that belongs to the open file description, without waiting.
+pub fn lock_description(fd: impl AsFd, range: LockRange) -> Result<()> {
+    let flock = range.to_flock()?;
+    // SAFETY: F_OFD_SETLK reads one valid `struct flock` (l_pid is 0 as it demands).
+    let r = unsafe { libc::fcntl(fd.as_fd().as_raw_fd(), F_OFD_SETLK, &raw const flock) };
+    check(|| "lock a range of a file".into(), r.into()).map(drop)
+}
+
+/// Takes a `flock(2)` lock without waiting.
+pub fn flock(fd: impl AsFd, exclusive: bool) -> Result<()> {
+    let how = if exclusive { libc::LOCK_EX } else { libc::LOCK_SH };
+    // SAFETY: flock touches no memory.
+    let r = unsafe { libc::flock(fd.as_fd().as_raw_fd(), how | libc::LOCK_NB) };
+    check(|| "lock a file".into(), r.into()).map(drop)
+}
+
+/// Who holds a POSIX or description lock that conflicts with this range: `Some(pid)`, -1 for a description lock.
+pub fn holder(fd: impl AsFd, range: LockRange) -> Result<Option<i32>> {
+    let mut flock = range.to_flock()?;
+    // SAFETY: F_OFD_GETLK reads and writes one valid `struct flock`.
+    let r = unsafe { libc::fcntl(fd.as_fd().as_raw_fd(), F_OFD_GETLK, &raw mut flock) };
+    check(|| "test a lock".into(), r.into())?;
+    Ok((i32::from(flock.l_type) != libc::F_UNLCK).then_some(flock.l_pid))
+}

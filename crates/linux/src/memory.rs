@@ -1,0 +1,79 @@
+//! Reading and writing another process's memory. `process_vm_readv(2)`, `/proc/PID/mem`.
+
+use crate::{Error, RemoteAddr, Result};
+use std::fs::File;
+use std::io::IoSlice;
+use std::os::unix::fs::FileExt;
+
+/// Another process's memory.
+#[derive(Debug)]
+pub struct Memory {
+    pid: u32,
+    mem: File,
+}
+
+impl Memory {
+    /// Opens the memory of a process (any thread id of it will do).
+    pub fn open(pid: u32) -> Result<Self> {
+        let path = format!("/proc/{pid}/mem");
+        let mem = File::options().read(true).write(true).open(&path).map_err(|e| Error::file(&path, e))?;
+        Ok(Memory { pid, mem })
+    }
+
+    /// Process id.
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// Reads `buf.len()` bytes; the fast way first, then the one that also reads what the program itself may not
+    /// (`PROT_NONE`, execute-only).
+    pub fn read(&self, from: RemoteAddr, buf: &mut [u8]) -> Result<()> {
+        let done = self.read_fast(from, buf);
+        self.read_slow(RemoteAddr(from.0 + done as u64), &mut buf[done..])
+    }
+
+    /// As much as `process_vm_readv` reads.
+    fn read_fast(&self, from: RemoteAddr, buf: &mut [u8]) -> usize {
+        let local = libc::iovec { iov_base: buf.as_mut_ptr().cast(), iov_len: buf.len() };
+        let remote = libc::iovec { iov_base: from.0 as *mut _, iov_len: buf.len() };
+        // SAFETY: `local` describes `buf`, which is ours to write; the remote address is only used in the target.
+        let n = unsafe { libc::process_vm_readv(self.pid as i32, &local, 1, &remote, 1, 0) };
+        n.max(0) as usize
+    }
+
+    fn read_slow(&self, from: RemoteAddr, buf: &mut [u8]) -> Result<()> {
+        if buf.is_empty() {
+            return Ok(());
+        }
+        let what = || format!("read {} bytes at {from} of process {}", buf.len(), self.pid);
+        let what = what();
+        self.mem.read_exact_at(buf, from.0).map_err(|e| Error::call(what, e))
+    }
+
+    /// Writes bytes the program itself may write.
+    pub fn write(&self, to: RemoteAddr, bytes: &[u8]) -> Result<()> {
+        let local = IoSlice::new(bytes);
+        let remote = libc::iovec { iov_base: to.0 as *mut _, iov_len: bytes.len() };
+        // SAFETY: `IoSlice` is layout-compatible with `iovec` and only read; the remote address is only used in the
+        // target.
+        let n =
+            unsafe { libc::process_vm_writev(self.pid as i32, (&raw const local).cast(), 1, &remote, 1, 0) };
+        if n == bytes.len() as isize {
+            return Ok(());
+        }
+        self.write_forced(to, bytes)
+    }
+
+    /// Writes bytes even where the program itself may not, and below a stack that grows (`FOLL_FORCE`).
+    pub fn write_forced(&self, to: RemoteAddr, bytes: &[u8]) -> Result<()> {
+        let what = format!("write {} bytes at {to} of process {}", bytes.len(), self.pid);
+        self.mem.write_all_at(bytes, to.0).map_err(|e| Error::call(what, e))
+    }
+
+    /// Reads one little-endian word.
+    pub fn read_u64(&self, from: RemoteAddr) -> Result<u64> {
+        let mut b = [0; 8];
+        self.read(from, &mut b)?;
+        Ok(u64::from_le_bytes(b))
+    }
+}

@@ -1,0 +1,174 @@
+//! Which pages a process has, by the `PAGEMAP_SCAN` ioctl (Linux 6.7) of `/proc/PID/pagemap`.
+
+use crate::{Error, RemoteAddr, Result};
+use bitflags::bitflags;
+use std::fs::File;
+use std::os::fd::AsRawFd;
+
+bitflags! {
+    /// Categories of a page (`PAGE_IS_*`).
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+    pub struct Category: u64 {
+        /// Lies in a range registered for asynchronous write-protection.
+        const WP_ALLOWED = 1;
+        /// Written since it was last protected (or never protected).
+        const WRITTEN = 2;
+        /// Belongs to a file or to shared memory.
+        const FILE = 4;
+        /// In memory.
+        const PRESENT = 8;
+        /// Swapped out (or another marker in its place).
+        const SWAPPED = 16;
+        /// The shared page of zeros.
+        const ZERO = 32;
+        /// Part of a huge page.
+        const HUGE = 64;
+        /// Soft-dirty.
+        const SOFT_DIRTY = 128;
+        /// In a guard region (Linux 6.15).
+        const GUARD = 256;
+    }
+}
+
+/// `struct page_region`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Region {
+    start: u64,
+    end: u64,
+    categories: u64,
+}
+
+const _: () = assert!(size_of::<Region>() == 24);
+
+/// `struct pm_scan_arg`.
+#[repr(C)]
+#[derive(Debug, Default)]
+struct ScanArg {
+    size: u64,
+    flags: u64,
+    start: u64,
+    end: u64,
+    walk_end: u64,
+    vec: u64,
+    vec_len: u64,
+    max_pages: u64,
+    category_inverted: u64,
+    category_mask: u64,
+    category_anyof_mask: u64,
+    return_mask: u64,
+}
+
+const _: () = assert!(size_of::<ScanArg>() == 96);
+
+/// `_IOWR('f', 16, struct pm_scan_arg)`.
+const PAGEMAP_SCAN: libc::c_ulong = 0xc060_6610;
+
+/// A run of pages of the same categories.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Run {
+    /// First address.
+    pub start: u64,
+    /// First address behind it.
+    pub end: u64,
+    /// What was asked for and holds.
+    pub categories: Category,
+}
+
+/// Which pages to report.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Query {
+    /// Every one of these must hold …
+    pub all: Category,
+    /// … and none of these …
+    pub none: Category,
+    /// … and at least one of these, unless empty.
+    pub any: Category,
+    /// Categories to tell apart in the answer.
+    pub report: Category,
+}
+
+impl Query {
+    /// Pages in none of these categories.
+    pub fn none_of(none: Category) -> Self {
+        Query { none, ..Query::default() }
+    }
+}
+
+/// `/proc/PID/pagemap`.
+#[derive(Debug)]
+pub struct Pagemap {
+    file: File,
+    pid: u32,
+    /// Categories that this kernel knows.
+    known: Category,
+}
+
+impl Pagemap {
+    /// Opens the page map of a process.
+    pub fn open(pid: u32) -> Result<Self> {
+        let path = format!("/proc/{pid}/pagemap");
+        let file = File::open(&path).map_err(|e| Error::file(&path, e))?;
+        let mut pagemap = Pagemap { file, pid, known: Category::all() };
+        // Guard regions came with 6.13, their category with 6.15.
+        let nowhere = RemoteAddr(1 << 30);
+        if pagemap
+            .scan(nowhere, RemoteAddr(nowhere.0 + 4096), Query::none_of(Category::GUARD), &mut vec![])
+            .is_err()
+        {
+            pagemap.known -= Category::GUARD;
+        }
+        Ok(pagemap)
+    }
+
+    /// Whether the kernel tells guard regions.
+    pub fn knows_guards(&self) -> bool {
+        self.known.contains(Category::GUARD)
+    }
+
+    /// Appends the runs of pages in `[start, end)` that the query selects, in ascending order.
+    pub fn scan(&self, start: RemoteAddr, end: RemoteAddr, query: Query, runs: &mut Vec<Run>) -> Result<()> {
+        let mut regions = [Region::default(); 512];
+        let mut at = start.0;
+        while at < end.0 {
+            let mut arg = ScanArg {
+                size: size_of::<ScanArg>() as u64,
+                start: at,
+                end: end.0,
+                vec: regions.as_mut_ptr() as u64,
+                vec_len: regions.len() as u64,
+                category_inverted: (query.none & self.known).bits(),
+                category_mask: ((query.all | query.none) & self.known).bits(),
+                category_anyof_mask: query.any.bits(),
+                return_mask: (query.report & self.known).bits(),
+                ..ScanArg::default()
+            };
+            // SAFETY: `arg` and the regions it points to outlive the call; the kernel writes at most `vec_len`
+            // regions and `walk_end` (Documentation/admin-guide/mm/pagemap.rst).
+            let n = unsafe { libc::ioctl(self.file.as_raw_fd(), PAGEMAP_SCAN, &mut arg) };
+            if n < 0 {
+                let what = format!("scan pages {at:#x}-{end} of process {}", self.pid);
+                return Err(Error::call(what, std::io::Error::last_os_error()));
+            }
+            for r in &regions[..n as usize] {
+                push(
+                    runs,
+                    Run { start: r.start, end: r.end, categories: Category::from_bits_retain(r.categories) },
+                );
+            }
+            if arg.walk_end <= at {
+                break;
+            }
+            at = arg.walk_end;
+        }
+        Ok(())
+    }
+}
+
+/// Joins runs that a full answer cut in two.
+fn push(runs: &mut Vec<Run>, run: Run) {
+    match runs.last_mut() {
+        Some(last) if last.end == run.start && last.categories == run.categories => last.end = run.end,
+        _ => runs.push(run),
+    }
+}

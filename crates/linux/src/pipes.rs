@@ -1,0 +1,105 @@
+//! Pipes and FIFOs: their capacity, and their contents without consuming them.
+
+use crate::descriptors::{check, readable};
+use crate::{Error, Result};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+
+const F_SETPIPE_SZ: i32 = 1031;
+const F_GETPIPE_SZ: i32 = 1032;
+
+/// A new pipe: read end and write end; `flags` as for `pipe2(2)` (close-on-exec is added).
+pub fn pipe(flags: i32) -> Result<(OwnedFd, OwnedFd)> {
+    let mut fds = [0i32; 2];
+    // SAFETY: pipe2 writes two descriptors that nobody owns yet.
+    unsafe {
+        check(|| "make a pipe".into(), libc::pipe2(fds.as_mut_ptr(), flags | libc::O_CLOEXEC).into())?;
+        Ok((OwnedFd::from_raw_fd(fds[0]), OwnedFd::from_raw_fd(fds[1])))
+    }
+}
+
+/// Capacity in bytes.
+pub fn capacity(pipe: impl AsFd) -> Result<u64> {
+    // SAFETY: F_GETPIPE_SZ touches no memory.
+    let r = unsafe { libc::fcntl(pipe.as_fd().as_raw_fd(), F_GETPIPE_SZ) };
+    Ok(check(|| "read the capacity of a pipe".into(), r.into())? as u64)
+}
+
+/// Sets the capacity in bytes.
+pub fn set_capacity(pipe: impl AsFd, bytes: u64) -> Result<()> {
+    let wanted = i32::try_from(bytes).map_err(|_| Error::Other(format!("no pipe holds {bytes} bytes")))?;
+    // SAFETY: F_SETPIPE_SZ touches no memory of ours.
+    let r = unsafe { libc::fcntl(pipe.as_fd().as_raw_fd(), F_SETPIPE_SZ, wanted) };
+    check(|| format!("set the capacity of a pipe to {bytes} bytes"), r.into()).map(drop)
+}
+
+/// The unread contents of a pipe, left where they are: one entry for each packet, or one for all that is not in
+/// packets. `read_end` needs read access.
+///
+/// `tee(2)` links the pipe's buffers into a pipe of ours with as many slots, so that all of them fit; a packet keeps
+/// its boundary there, and reading ends at it.
+pub fn contents(read_end: impl AsFd) -> Result<Vec<Vec<u8>>> {
+    let expected = readable(&read_end)? as usize;
+    if expected == 0 {
+        return Ok(Vec::new());
+    }
+    let (out, into) = pipe(libc::O_NONBLOCK)?;
+    set_capacity(&into, capacity(&read_end)?)?;
+    // SAFETY: tee touches no memory of ours.
+    let r = unsafe {
+        let (from, to) = (read_end.as_fd().as_raw_fd(), into.as_raw_fd());
+        libc::tee(from, to, i32::MAX as usize, libc::SPLICE_F_NONBLOCK)
+    };
+    let linked = check(|| "copy the contents of a pipe".into(), r as i64)? as usize;
+    if linked != expected {
+        return Err(Error::Other(format!("a pipe gave {linked} of its {expected} bytes")));
+    }
+    let mut parts = Vec::new();
+    let mut left = linked;
+    while left > 0 {
+        let mut part = vec![0u8; left];
+        let n = rustix::io::read(&out, &mut part).map_err(|e| Error::call("read the copy of a pipe", e))?;
+        if n == 0 {
+            return Err(Error::Other("a pipe's copy ended early".into()));
+        }
+        part.truncate(n);
+        left -= n;
+        parts.push(part);
+    }
+    Ok(parts)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn contents_stay_in_the_pipe() {
+        let (r, w) = pipe(0).unwrap();
+        let data: Vec<u8> = (0..60_000u32).map(|i| i as u8).collect();
+        rustix::io::write(&w, &data).unwrap();
+        assert_eq!(contents(&r).unwrap(), vec![data.clone()]);
+        assert_eq!(contents(&r).unwrap(), vec![data]);
+        assert_eq!(readable(&r).unwrap(), 60_000);
+    }
+
+    #[test]
+    fn packets_keep_their_boundaries() {
+        let (r, w) = pipe(libc::O_DIRECT).unwrap();
+        for packet in [&b"one"[..], b"second", b"3"] {
+            rustix::io::write(&w, packet).unwrap();
+        }
+        assert_eq!(contents(&r).unwrap(), vec![b"one".to_vec(), b"second".to_vec(), b"3".to_vec()]);
+    }
+
+    #[test]
+    fn a_full_pipe_of_unusual_capacity_is_read_whole() {
+        let (r, w) = pipe(libc::O_NONBLOCK).unwrap();
+        set_capacity(&w, 1 << 20).unwrap();
+        let mut total = 0;
+        while let Ok(n) = rustix::io::write(&w, &[7; 5000]) {
+            total += n;
+        }
+        assert_eq!(contents(&r).unwrap().concat().len(), total);
+    }
+}

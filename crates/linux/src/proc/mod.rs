@@ -1,0 +1,302 @@
+//! `/proc`: what the kernel tells about a process in text ([proc(5)]).
+//!
+//! [`Proc`] holds the folder of one process or thread open, so that it can never become that of another one that got
+//! the same number. Each file has its module with a `parse` for its text and a method of [`Proc`] that reads it.
+//! No parser panics, whatever the text; none trusts a name that a program chose for itself.
+//!
+//! [proc(5)]: https://man7.org/linux/man-pages/man5/proc.5.html
+
+pub mod auxv;
+pub mod maps;
+pub mod namespaces;
+pub mod sched;
+pub mod smaps;
+pub mod stat;
+pub mod status;
+pub mod syscall;
+pub mod task;
+mod text;
+pub mod timers;
+
+pub use maps::Vma;
+pub use namespaces::{Namespace, NamespaceKind};
+pub use sched::SchedStat;
+pub use smaps::{Smap, VmFlags};
+pub use stat::{Stat, TaskFlags};
+pub use status::Status;
+pub use syscall::CurrentCall;
+pub use timers::{PosixTimerInfo, TimerNotify};
+
+use crate::{Error, Result};
+use rustix::fs::{AtFlags, CWD, Mode, OFlags};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+/// The folder of one process (`/proc/PID`) or thread (`/proc/PID/task/TID`), held open.
+#[derive(Debug)]
+pub struct Proc {
+    pid: u32,
+    tid: u32,
+    path: PathBuf,
+    folder: OwnedFd,
+}
+
+impl Proc {
+    /// Opens the folder of a process.
+    ///
+    /// # Errors
+    /// [`Error::Gone`] if there is none.
+    pub fn process(pid: u32) -> Result<Proc> {
+        Self::open(pid, pid, PathBuf::from(format!("/proc/{pid}")))
+    }
+
+    /// Opens the folder of a thread.
+    ///
+    /// # Errors
+    /// [`Error::Gone`] (with the thread's id) if there is none.
+    pub fn thread(pid: u32, tid: u32) -> Result<Proc> {
+        Self::open(pid, tid, PathBuf::from(format!("/proc/{pid}/task/{tid}")))
+    }
+
+    /// Opens the folder of a thread, whatever process it belongs to.
+    ///
+    /// # Errors
+    /// [`Error::Gone`] if there is none.
+    pub fn thread_by_tid(tid: u32) -> Result<Proc> {
+        let direct = Self::open(tid, tid, PathBuf::from(format!("/proc/{tid}")))?;
+        Self::thread(direct.status()?.tgid, tid)
+    }
+
+    fn open(pid: u32, tid: u32, path: PathBuf) -> Result<Proc> {
+        let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
+        match rustix::fs::open(&path, flags, Mode::empty()) {
+            Ok(folder) => Ok(Proc { pid, tid, path, folder }),
+            Err(rustix::io::Errno::NOENT | rustix::io::Errno::SRCH) => Err(Error::Gone(tid)),
+            Err(e) => Err(Error::file(path, e)),
+        }
+    }
+
+    /// Process id, in the pid namespace of our `/proc`.
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// Thread id, in the pid namespace of our `/proc`; that of the leader for a process.
+    pub fn tid(&self) -> u32 {
+        self.tid
+    }
+
+    /// The folder's path, for messages.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Opens the folder of a thread of this process. Unlike [`Proc::thread`] this cannot find another process's.
+    pub fn sibling(&self, tid: u32) -> Result<Proc> {
+        let path = PathBuf::from(format!("/proc/{}/task/{tid}", self.pid));
+        let name = if self.is_thread() { format!("../{tid}") } else { format!("task/{tid}") };
+        let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
+        match rustix::fs::openat(&self.folder, name, flags, Mode::empty()) {
+            Ok(folder) => Ok(Proc { pid: self.pid, tid, path, folder }),
+            Err(rustix::io::Errno::NOENT | rustix::io::Errno::SRCH) => Err(Error::Gone(tid)),
+            Err(e) => Err(Error::file(path, e)),
+        }
+    }
+
+    /// Whether this is a folder below `task`, as opposed to that of a whole process.
+    fn is_thread(&self) -> bool {
+        self.path.parent().is_some_and(|p| p.ends_with("task"))
+    }
+
+    /// Opens a file of the folder for reading.
+    ///
+    /// # Errors
+    /// [`Error::Gone`] if the process is; [`Error::File`] if the file is missing or forbidden.
+    pub fn open_file(&self, name: &str) -> Result<OwnedFd> {
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+        rustix::fs::openat(&self.folder, name, flags, Mode::empty()).map_err(|e| self.error(name, e))
+    }
+
+    /// Reads a whole file of the folder.
+    ///
+    /// # Errors
+    /// As [`Proc::open_file`].
+    pub fn read(&self, name: &str) -> Result<Vec<u8>> {
+        let file = self.open_file(name)?;
+        let mut text = Vec::with_capacity(8192);
+        loop {
+            // The kernel hands out about a page at a time, whatever the room; no need to ask for more.
+            text.reserve(8192);
+            match rustix::io::read(&file, rustix::buffer::spare_capacity(&mut text)) {
+                Ok(0) => return Ok(text),
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(e) => return Err(self.error(name, e)),
+            }
+        }
+    }
+
+    /// Reads a file that may be missing on this kernel or closed to us.
+    ///
+    /// # Errors
+    /// As [`Proc::open_file`], but `None` where the kernel lacks the file or refuses it (`ENOENT`, `EACCES`, `EPERM`,
+    /// `EINVAL`, `EOPNOTSUPP`).
+    pub fn read_optional(&self, name: &str) -> Result<Option<Vec<u8>>> {
+        match self.read(name) {
+            Ok(text) => Ok(Some(text)),
+            Err(e) if matches!(e.errno(), Some(libc::ENOENT | libc::EACCES | libc::EPERM)) => Ok(None),
+            Err(e) if matches!(e.errno(), Some(libc::EINVAL | libc::EOPNOTSUPP)) => Ok(None),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Writes a whole file of the folder in one go.
+    ///
+    /// # Errors
+    /// As [`Proc::open_file`].
+    pub fn write(&self, name: &str, text: &[u8]) -> Result<()> {
+        let flags = OFlags::WRONLY | OFlags::CLOEXEC;
+        let file =
+            rustix::fs::openat(&self.folder, name, flags, Mode::empty()).map_err(|e| self.error(name, e))?;
+        rustix::io::write(&file, text).map_err(|e| self.error(name, e))?;
+        Ok(())
+    }
+
+    /// Target of a link of the folder (`exe`, `cwd`, `ns/net`, `fd/3`).
+    ///
+    /// # Errors
+    /// As [`Proc::open_file`].
+    pub fn link(&self, name: &str) -> Result<Vec<u8>> {
+        let target = rustix::fs::readlinkat(&self.folder, name, Vec::new());
+        Ok(target.map_err(|e| self.error(name, e))?.into_bytes())
+    }
+
+    /// Names in a folder below this one, without `.` and `..`.
+    ///
+    /// # Errors
+    /// As [`Proc::open_file`].
+    pub fn list(&self, name: &str) -> Result<Vec<Vec<u8>>> {
+        let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
+        let folder = rustix::fs::openat(&self.folder, name, flags, Mode::empty());
+        let folder = folder.map_err(|e| self.error(name, e))?;
+        let entries = rustix::fs::Dir::new(folder).map_err(|e| self.error(name, e))?;
+        let mut names = Vec::new();
+        for entry in entries {
+            let entry = entry.map_err(|e| self.error(name, e))?;
+            let bytes = entry.file_name().to_bytes();
+            if bytes != b"." && bytes != b".." {
+                names.push(bytes.to_vec());
+            }
+        }
+        Ok(names)
+    }
+
+    /// Name of the process or thread (`comm`), as it is: any bytes but zero, at most 15 (more in kernel threads).
+    pub fn comm(&self) -> Result<Vec<u8>> {
+        let mut name = self.read("comm")?;
+        if name.last() == Some(&b'\n') {
+            name.pop();
+        }
+        Ok(name)
+    }
+
+    /// Command line, one entry an argument. Empty for zombies and kernel threads.
+    pub fn cmdline(&self) -> Result<Vec<Vec<u8>>> {
+        let text = self.read("cmdline")?;
+        let text = text.strip_suffix(b"\0").unwrap_or(&text);
+        if text.is_empty() {
+            return Ok(Vec::new());
+        }
+        Ok(text.split(|&b| b == 0).map(<[u8]>::to_vec).collect())
+    }
+
+    /// `personality`: flags of personality(2).
+    pub fn personality(&self) -> Result<u32> {
+        let text = self.read("personality")?;
+        let value = text::hex(text.trim_ascii()).and_then(|v| u32::try_from(v).ok());
+        value.ok_or_else(|| self.nonsense("personality", &text))
+    }
+
+    /// `coredump_filter`: which mappings a core dump holds ([core(5)]).
+    ///
+    /// [core(5)]: https://man7.org/linux/man-pages/man5/core.5.html
+    pub fn coredump_filter(&self) -> Result<u32> {
+        let text = self.read("coredump_filter")?;
+        let value = text::hex(text.trim_ascii()).and_then(|v| u32::try_from(v).ok());
+        value.ok_or_else(|| self.nonsense("coredump_filter", &text))
+    }
+
+    /// `oom_score_adj`, -1000 to 1000.
+    pub fn oom_score_adj(&self) -> Result<i32> {
+        let text = self.read("oom_score_adj")?;
+        let value = text::signed(text.trim_ascii()).and_then(|v| i32::try_from(v).ok());
+        value.ok_or_else(|| self.nonsense("oom_score_adj", &text))
+    }
+
+    /// Lines of `cgroup`: hierarchy, controllers and path, separated by colons.
+    pub fn cgroup(&self) -> Result<Vec<Vec<u8>>> {
+        let text = self.read("cgroup")?;
+        Ok(text::lines(&text).map(<[u8]>::to_vec).collect())
+    }
+
+    /// Timer slack of this thread, nanoseconds; `None` where we may not know.
+    ///
+    /// The file exists for processes only, but `/proc/TID` leads to any thread.
+    pub fn timer_slack_ns(&self) -> Result<Option<u64>> {
+        let file = Proc::open(self.pid, self.tid, PathBuf::from(format!("/proc/{}", self.tid)))?;
+        let Some(text) = file.read_optional("timerslack_ns")? else { return Ok(None) };
+        let value = text::dec(text.trim_ascii());
+        value.map(Some).ok_or_else(|| file.nonsense("timerslack_ns", &text))
+    }
+
+    /// Kernel function in which the thread sleeps (`wchan`), empty if it runs.
+    pub fn wchan(&self) -> Result<Vec<u8>> {
+        let text = self.read("wchan")?;
+        Ok(if text == b"0" { Vec::new() } else { text })
+    }
+
+    /// A file that does not read as expected.
+    pub(crate) fn nonsense(&self, name: &str, text: &[u8]) -> Error {
+        nonsense(&self.path.join(name), text)
+    }
+
+    /// An error on a file of the folder. A missing file and an ended process look the same at first (`ENOENT`); the
+    /// latter has lost all its files.
+    fn error(&self, name: &str, e: rustix::io::Errno) -> Error {
+        use rustix::io::Errno;
+        let gone = match e {
+            Errno::SRCH => true,
+            Errno::NOENT => rustix::fs::statat(&self.folder, "stat", AtFlags::empty()).is_err(),
+            _ => false,
+        };
+        if gone { Error::Gone(self.tid) } else { Error::file(self.path.join(name), e) }
+    }
+}
+
+impl AsFd for Proc {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.folder.as_fd()
+    }
+}
+
+/// Ids of all processes there are, in our pid namespace, ascending.
+///
+/// # Errors
+/// [`Error::File`] if `/proc` is not there.
+pub fn processes() -> Result<Vec<u32>> {
+    let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
+    let folder =
+        rustix::fs::openat(CWD, "/proc", flags, Mode::empty()).map_err(|e| Error::file("/proc", e))?;
+    let mut pids = Vec::new();
+    for entry in rustix::fs::Dir::new(folder).map_err(|e| Error::file("/proc", e))? {
+        let entry = entry.map_err(|e| Error::file("/proc", e))?;
+        pids.extend(text::dec(entry.file_name().to_bytes()).and_then(|n| u32::try_from(n).ok()));
+    }
+    pids.sort_unstable();
+    Ok(pids)
+}
+
+/// The error for text that does not read as expected; long text is cut.
+pub(crate) fn nonsense(path: &Path, text: &[u8]) -> Error {
+    let cut = &text[..text.len().min(200)];
+    Error::Parse { path: path.to_owned(), line: String::from_utf8_lossy(cut).into_owned() }
+}

@@ -1,0 +1,130 @@
+//! `/proc/PID/ns`: the namespaces a process or thread is in (namespaces(7)).
+
+use super::{Proc, nonsense, text};
+use crate::{Error, Result};
+
+/// A kind of namespace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[allow(missing_docs)] // the kernel's own names say it
+pub enum NamespaceKind {
+    Cgroup,
+    Ipc,
+    Mount,
+    Network,
+    Pid,
+    PidForChildren,
+    Time,
+    TimeForChildren,
+    User,
+    Uts,
+}
+
+impl NamespaceKind {
+    /// All kinds.
+    pub const ALL: [NamespaceKind; 10] = [
+        NamespaceKind::Cgroup,
+        NamespaceKind::Ipc,
+        NamespaceKind::Mount,
+        NamespaceKind::Network,
+        NamespaceKind::Pid,
+        NamespaceKind::PidForChildren,
+        NamespaceKind::Time,
+        NamespaceKind::TimeForChildren,
+        NamespaceKind::User,
+        NamespaceKind::Uts,
+    ];
+
+    /// Name of its link.
+    pub fn name(self) -> &'static str {
+        match self {
+            NamespaceKind::Cgroup => "cgroup",
+            NamespaceKind::Ipc => "ipc",
+            NamespaceKind::Mount => "mnt",
+            NamespaceKind::Network => "net",
+            NamespaceKind::Pid => "pid",
+            NamespaceKind::PidForChildren => "pid_for_children",
+            NamespaceKind::Time => "time",
+            NamespaceKind::TimeForChildren => "time_for_children",
+            NamespaceKind::User => "user",
+            NamespaceKind::Uts => "uts",
+        }
+    }
+}
+
+/// A namespace, by the inode number that is its identity.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Namespace {
+    /// Its kind.
+    pub kind: NamespaceKind,
+    /// Its identity.
+    pub id: u64,
+}
+
+impl Proc {
+    /// Namespaces it is in; kinds that the kernel does not have are left out.
+    ///
+    /// # Errors
+    /// [`Error::Gone`], or [`Error::File`] if we may not trace the process.
+    pub fn namespaces(&self) -> Result<Vec<Namespace>> {
+        let mut all = Vec::new();
+        for kind in NamespaceKind::ALL {
+            let name = format!("ns/{}", kind.name());
+            match self.link(&name) {
+                Ok(link) => {
+                    let id = parse(&link).ok_or_else(|| nonsense(&self.path().join(&name), &link))?;
+                    all.push(Namespace { kind, id });
+                }
+                Err(Error::File { source, .. }) if source.raw_os_error() == Some(libc::ENOENT) => {}
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(all)
+    }
+
+    /// Offsets of the time namespace of its children in nanoseconds: `CLOCK_MONOTONIC`, `CLOCK_BOOTTIME`; `None` on
+    /// a kernel without time namespaces.
+    ///
+    /// # Errors
+    /// [`Error::Gone`] or [`Error::Parse`].
+    pub fn time_offsets(&self) -> Result<Option<(i64, i64)>> {
+        let Some(text) = self.read_optional("timens_offsets")? else { return Ok(None) };
+        parse_offsets(&text).map(Some).ok_or_else(|| self.nonsense("timens_offsets", &text))
+    }
+}
+
+/// `net:[4026531833]`
+fn parse(link: &[u8]) -> Option<u64> {
+    let (_, id) = text::cut(link, b'[')?;
+    text::dec(id.strip_suffix(b"]")?)
+}
+
+/// Lines of clock, seconds, nanoseconds. The clock is a name, or (before 5.7) a number.
+fn parse_offsets(text: &[u8]) -> Option<(i64, i64)> {
+    let (mut monotonic, mut boottime) = (0, 0);
+    for line in text::lines(text) {
+        let mut words = text::words(line);
+        let clock = words.next()?;
+        let seconds = text::signed(words.next()?)?;
+        let ns = seconds.checked_mul(1_000_000_000)?.checked_add(text::signed(words.next()?)?)?;
+        match clock {
+            b"monotonic" | b"1" => monotonic = ns,
+            b"boottime" | b"7" => boottime = ns,
+            _ => {}
+        }
+    }
+    Some((monotonic, boottime))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn links_and_offsets() {
+        assert_eq!(parse(b"net:[4026531833]"), Some(4026531833));
+        assert_eq!(parse(b"net:4026531833"), None);
+        let text = b"monotonic          -1  500000000\nboottime           2         1\n";
+        assert_eq!(parse_offsets(text), Some((-500_000_000, 2_000_000_001)));
+        assert_eq!(parse_offsets(b"monotonic 9223372036854775807 0\n"), None);
+    }
+}

@@ -1,0 +1,227 @@
+//! `/proc/PID/status`: ids, credentials, signals, sizes of a process or thread.
+
+use super::{Proc, nonsense, text};
+use crate::Result;
+use std::path::Path;
+
+/// What `status` tells. Lines that a kernel does not have leave their field at `None`, empty or zero.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Status {
+    /// State: `R`, `S`, `D`, `T` (stopped), `t` (traced), `Z`, `X`, `I`.
+    pub state: u8,
+    /// Process id.
+    pub tgid: u32,
+    /// Thread id.
+    pub pid: u32,
+    /// Parent.
+    pub ppid: u32,
+    /// Thread that traces it, 0 for none.
+    pub tracer: u32,
+    /// Real, effective, saved and file-system user id.
+    pub uid: [u32; 4],
+    /// Real, effective, saved and file-system group id.
+    pub gid: [u32; 4],
+    /// Supplementary groups.
+    pub groups: Vec<u32>,
+    /// Process id in each pid namespace, ours first, its own last.
+    pub ns_tgid: Vec<u32>,
+    /// Thread id in each pid namespace, ours first, its own last.
+    pub ns_pid: Vec<u32>,
+    /// Process group in each pid namespace (0: outside of it).
+    pub ns_pgid: Vec<u32>,
+    /// Session in each pid namespace (0: outside of it).
+    pub ns_sid: Vec<u32>,
+    /// Kernel thread.
+    pub kthread: bool,
+    /// File mode creation mask; `None` for zombies.
+    pub umask: Option<u32>,
+    /// Number of threads.
+    pub threads: u32,
+    /// Resident memory, bytes.
+    pub rss: u64,
+    /// Swapped memory, bytes.
+    pub swap: u64,
+    /// Locked in memory, bytes.
+    pub locked: u64,
+    /// Dumping core.
+    pub core_dumping: bool,
+    /// Transparent huge pages allowed; `None` for zombies, kernel threads and old kernels.
+    pub thp_enabled: Option<bool>,
+    /// Linear address masking: all ones if off.
+    pub untag_mask: Option<u64>,
+    /// Signals pending for the thread (bit `n - 1` is signal `n`).
+    pub sig_pending: u64,
+    /// Signals pending for the process.
+    pub shared_pending: u64,
+    /// Blocked signals.
+    pub sig_blocked: u64,
+    /// Ignored signals.
+    pub sig_ignored: u64,
+    /// Caught signals.
+    pub sig_caught: u64,
+    /// Capability sets: inheritable, permitted, effective, bounding, ambient.
+    pub caps: [u64; 5],
+    /// `no_new_privs`.
+    pub no_new_privs: bool,
+    /// Seccomp mode: 0 none, 1 strict, 2 filter.
+    pub seccomp: u32,
+    /// Number of seccomp filters; `None` on old kernels.
+    pub seccomp_filters: Option<u32>,
+    /// `Speculation_Store_Bypass`, in the kernel's words.
+    pub store_bypass: Vec<u8>,
+    /// `SpeculationIndirectBranch`, in the kernel's words.
+    pub indirect_branch: Vec<u8>,
+    /// `x86_Thread_features`: `shstk`, `wrss`.
+    pub x86_features: Vec<u8>,
+    /// Allowed CPUs: bit mask, little-endian.
+    pub cpus_allowed: Vec<u8>,
+}
+
+impl Status {
+    /// Its thread id, as it sees it itself.
+    pub fn own_tid(&self) -> u32 {
+        self.ns_pid.last().copied().unwrap_or(self.pid)
+    }
+
+    /// Its process id, as it sees it itself.
+    pub fn own_pid(&self) -> u32 {
+        self.ns_tgid.last().copied().unwrap_or(self.tgid)
+    }
+}
+
+impl Proc {
+    /// Reads `status`.
+    ///
+    /// # Errors
+    /// [`crate::Error::Gone`] or [`crate::Error::Parse`].
+    pub fn status(&self) -> Result<Status> {
+        parse(&self.read("status")?, &self.path.join("status"))
+    }
+}
+
+/// Parses the text of `status`.
+///
+/// # Errors
+/// [`crate::Error::Parse`] with the offending line, or with the whole text if it lacks what every kernel tells.
+pub fn parse(text: &[u8], path: &Path) -> Result<Status> {
+    let mut status = Status::default();
+    for line in text::lines(text) {
+        // Newlines in the name are escaped here, so no name can forge a line.
+        let Some((key, value)) = text::cut(line, b':') else { return Err(nonsense(path, line)) };
+        field(&mut status, key, value.trim_ascii()).ok_or_else(|| nonsense(path, line))?;
+    }
+    if status.state == 0 || status.pid == 0 || status.tgid == 0 {
+        return Err(nonsense(path, text));
+    }
+    Ok(status)
+}
+
+fn field(s: &mut Status, key: &[u8], value: &[u8]) -> Option<()> {
+    match key {
+        b"State" => s.state = *value.first()?,
+        b"Umask" => s.umask = Some(octal(value)?),
+        b"Tgid" => s.tgid = small(value)?,
+        b"Pid" => s.pid = small(value)?,
+        b"PPid" => s.ppid = small(value)?,
+        b"TracerPid" => s.tracer = small(value)?,
+        b"Uid" => s.uid = list(value)?.try_into().ok()?,
+        b"Gid" => s.gid = list(value)?.try_into().ok()?,
+        b"Groups" => s.groups = list(value)?,
+        b"NStgid" => s.ns_tgid = list(value)?,
+        b"NSpid" => s.ns_pid = list(value)?,
+        b"NSpgid" => s.ns_pgid = list(value)?,
+        b"NSsid" => s.ns_sid = list(value)?,
+        b"Kthread" => s.kthread = small(value)? != 0,
+        b"Threads" => s.threads = small(value)?,
+        b"VmRSS" => s.rss = kilobytes(value)?,
+        b"VmLck" => s.locked = kilobytes(value)?,
+        b"VmSwap" => s.swap = kilobytes(value)?,
+        b"CoreDumping" => s.core_dumping = small(value)? != 0,
+        b"THP_enabled" => s.thp_enabled = Some(small(value)? != 0),
+        b"untag_mask" => s.untag_mask = Some(text::hex(value)?),
+        _ => return rights(s, key, value),
+    }
+    Some(())
+}
+
+/// Signals, capabilities, mitigations.
+fn rights(s: &mut Status, key: &[u8], value: &[u8]) -> Option<()> {
+    match key {
+        b"SigPnd" => s.sig_pending = text::hex(value)?,
+        b"ShdPnd" => s.shared_pending = text::hex(value)?,
+        b"SigBlk" => s.sig_blocked = text::hex(value)?,
+        b"SigIgn" => s.sig_ignored = text::hex(value)?,
+        b"SigCgt" => s.sig_caught = text::hex(value)?,
+        b"CapInh" => s.caps[0] = text::hex(value)?,
+        b"CapPrm" => s.caps[1] = text::hex(value)?,
+        b"CapEff" => s.caps[2] = text::hex(value)?,
+        b"CapBnd" => s.caps[3] = text::hex(value)?,
+        b"CapAmb" => s.caps[4] = text::hex(value)?,
+        b"NoNewPrivs" => s.no_new_privs = small(value)? != 0,
+        b"Seccomp" => s.seccomp = small(value)?,
+        b"Seccomp_filters" => s.seccomp_filters = Some(small(value)?),
+        b"Speculation_Store_Bypass" => s.store_bypass = value.to_vec(),
+        b"SpeculationIndirectBranch" => s.indirect_branch = value.to_vec(),
+        b"x86_Thread_features" => s.x86_features = value.to_vec(),
+        b"Cpus_allowed" => s.cpus_allowed = mask(value)?,
+        _ => {}
+    }
+    Some(())
+}
+
+fn small(value: &[u8]) -> Option<u32> {
+    text::dec(value)?.try_into().ok()
+}
+
+fn octal(value: &[u8]) -> Option<u32> {
+    u32::from_str_radix(str::from_utf8(value).ok()?, 8).ok()
+}
+
+fn list(value: &[u8]) -> Option<Vec<u32>> {
+    text::words(value).map(small).collect()
+}
+
+fn kilobytes(value: &[u8]) -> Option<u64> {
+    text::dec(value.strip_suffix(b" kB")?)?.checked_mul(1024)
+}
+
+/// `ff,00000003`: groups of 32 bits, highest first.
+fn mask(value: &[u8]) -> Option<Vec<u8>> {
+    let mut bytes = Vec::new();
+    for group in value.split(|&b| b == b',').rev() {
+        bytes.extend_from_slice(&u32::try_from(text::hex(group)?).ok()?.to_le_bytes());
+    }
+    Some(bytes)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_thread() {
+        let text = b"Name:\todd\\nTgid:\t1\nUmask:\t0027\nState:\tt (tracing stop)\nTgid:\t70\nPid:\t71\nPPid:\t6\n\
+            TracerPid:\t9\nUid:\t1000\t1001\t1002\t1003\nGid:\t1\t2\t3\t4\nGroups:\t4 24 27 \nNStgid:\t70\t1\n\
+            NSpid:\t71\t2\nNSpgid:\t70\t1\nNSsid:\t5\t0\nVmRSS:\t    1764 kB\nSigCgt:\t0000000180014a07\n\
+            CapEff:\t000001fffeffffff\nCapAmb:\t0000000000000001\nNoNewPrivs:\t1\nSeccomp:\t2\nSeccomp_filters:\t3\n\
+            Speculation_Store_Bypass:\tthread vulnerable\nx86_Thread_features:\tshstk wrss \n\
+            Cpus_allowed:\tff,00000003\nFuture:\twhatever\n";
+        let s = parse(text, Path::new("status")).unwrap();
+        assert_eq!((s.state, s.tgid, s.pid, s.own_pid(), s.own_tid()), (b't', 70, 71, 1, 2));
+        assert_eq!((s.umask, s.uid, s.gid), (Some(0o27), [1000, 1001, 1002, 1003], [1, 2, 3, 4]));
+        assert_eq!((s.groups, s.tracer, s.rss), (vec![4, 24, 27], 9, 1764 * 1024));
+        assert_eq!((s.caps[2], s.caps[4]), (0x1ff_feff_ffff, 1));
+        assert_eq!((s.no_new_privs, s.seccomp, s.seccomp_filters), (true, 2, Some(3)));
+        assert_eq!(s.cpus_allowed, [3, 0, 0, 0, 0xff, 0, 0, 0]);
+        assert_eq!(s.x86_features, b"shstk wrss");
+        assert_eq!((s.ns_sid, s.thp_enabled), (vec![5, 0], None));
+    }
+
+    #[test]
+    fn nonsense_is_named() {
+        assert!(parse(b"", Path::new("status")).is_err());
+        let e = parse(b"Uid:\t1 2 3\n", Path::new("status")).unwrap_err();
+        assert!(e.to_string().contains("Uid:"), "{e}");
+    }
+}

@@ -1,0 +1,47 @@
+//! `/proc/PID/task`: the threads of a process and the children of each.
+
+use super::{Proc, text};
+use crate::Result;
+
+impl Proc {
+    /// Thread ids, ascending, the leader first; a leader that ended while others go on is among them.
+    ///
+    /// # Errors
+    /// [`crate::Error::Gone`].
+    pub fn threads(&self) -> Result<Vec<u32>> {
+        let folder = if self.is_thread() { ".." } else { "task" };
+        let mut tids = Vec::new();
+        for name in self.list(folder)? {
+            tids.extend(text::dec(&name).and_then(|n| u32::try_from(n).ok()));
+        }
+        tids.sort_unstable_by_key(|&tid| (tid != self.pid, tid));
+        // An ended process may still show an empty folder.
+        if tids.is_empty() { Err(crate::Error::Gone(self.pid)) } else { Ok(tids) }
+    }
+
+    /// Child processes of all threads, ascending, zombies included.
+    ///
+    /// # Errors
+    /// [`crate::Error::Gone`], or [`crate::Error::File`] on a kernel without `CONFIG_PROC_CHILDREN`.
+    pub fn children(&self) -> Result<Vec<u32>> {
+        let mut all = Vec::new();
+        for tid in self.threads()? {
+            let read = self.sibling(tid).and_then(|t| Ok((t.read("children")?, t)));
+            match read {
+                Ok((list, thread)) => {
+                    for word in text::words(list.trim_ascii()) {
+                        let pid = text::dec(word).and_then(|n| u32::try_from(n).ok());
+                        all.push(pid.ok_or_else(|| thread.nonsense("children", &list))?);
+                    }
+                }
+                // A thread that ends hands its children to another one, which a second look would find; callers that
+                // must be sure look when the process is frozen.
+                Err(crate::Error::Gone(_)) => {}
+                Err(e) => return Err(e),
+            }
+        }
+        all.sort_unstable();
+        all.dedup();
+        Ok(all)
+    }
+}

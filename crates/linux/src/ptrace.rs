@@ -1,0 +1,358 @@
+//! Threads under ptrace: seized and running, or stopped. `ptrace(2)`.
+//!
+//! The state is in the type: only a [`Stopped`] thread has registers. When a tracer dies the kernel lets its tracees
+//! run on from wherever they stand, so nothing here is ever done to a thread that it could not run on from.
+//! All calls for one thread must come from the OS thread that seized it; the types are therefore not `Send`.
+
+use crate::arch::Regs;
+use crate::{Error, RemoteAddr, Result};
+use rustix::io::Errno;
+use std::marker::PhantomData;
+
+/// Options a thread is seized with, and further ones that can be set later.
+pub mod options {
+    /// Tell stops at system calls from real `SIGTRAP`s.
+    pub const SYSCALL_GOOD: usize = libc::PTRACE_O_TRACESYSGOOD as usize;
+    /// Trace threads and processes that the thread makes; they start stopped.
+    pub const TRACE_CLONE: usize = libc::PTRACE_O_TRACECLONE as usize;
+    /// Kill the thread when the tracer dies.
+    pub const EXIT_KILL: usize = libc::PTRACE_O_EXITKILL as usize;
+    /// Seccomp filters do not apply while the tracer lives (`CAP_SYS_ADMIN`).
+    pub const SUSPEND_SECCOMP: usize = libc::PTRACE_O_SUSPEND_SECCOMP as usize;
+}
+
+/// How a traced thread ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ended {
+    /// `exit(code)`.
+    Exited(i32),
+    /// Killed by a signal.
+    Killed(i32),
+    /// It is gone and someone else saw how (or it became the leader by `exec`).
+    Unknown,
+}
+
+/// Why a thread stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stop {
+    /// It followed [`Seized::interrupt`], or was just created by a traced thread.
+    Interrupt,
+    /// Job control stopped it with this signal.
+    Group(i32),
+    /// A signal is about to be delivered.
+    Signal(i32),
+    /// Entry to or exit from a system call ([`Stopped::resume_to_call`]).
+    Call,
+    /// It made a thread or process.
+    Clone,
+    /// Some other event of ptrace, by its number.
+    Event(i32),
+}
+
+/// A traced thread that runs (or is about to stop by itself).
+#[derive(Debug)]
+pub struct Seized {
+    tid: u32,
+    not_send: PhantomData<*const ()>,
+}
+
+/// A traced thread that stands still.
+#[derive(Debug)]
+pub struct Stopped {
+    tid: u32,
+    stop: Stop,
+    not_send: PhantomData<*const ()>,
+}
+
+/// What waiting for a thread brought.
+#[derive(Debug)]
+pub enum Waited {
+    /// It stopped.
+    Stopped(Stopped),
+    /// It is no more.
+    Ended(Ended),
+}
+
+impl Waited {
+    /// The stopped thread; an error if it is no more.
+    pub fn stopped(self, tid: u32) -> Result<Stopped> {
+        match self {
+            Waited::Stopped(s) => Ok(s),
+            Waited::Ended(_) => Err(Error::Gone(tid)),
+        }
+    }
+}
+
+fn ptrace(request: u32, tid: u32, addr: usize, data: usize) -> Result<i64, Errno> {
+    // SAFETY: every caller in this file passes, for the request it names, either plain numbers or pointers to memory
+    // of ours that the kernel may read or write to the length the request implies (ptrace(2)).
+    let r = unsafe { libc::ptrace(request as _, tid as libc::pid_t, addr, data) };
+    if r == -1 {
+        Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO))
+    } else {
+        Ok(r)
+    }
+}
+
+fn failed(what: &str, tid: u32, e: Errno) -> Error {
+    if e == Errno::SRCH { Error::Gone(tid) } else { Error::call(format!("{what} thread {tid}"), e) }
+}
+
+impl Seized {
+    /// Attaches to a thread without stopping it (`PTRACE_SEIZE`) with [`options`].
+    pub fn seize(tid: u32, options: usize) -> Result<Self> {
+        ptrace(libc::PTRACE_SEIZE, tid, 0, options).map_err(|e| failed("attach to", tid, e))?;
+        Ok(Seized { tid, not_send: PhantomData })
+    }
+
+    /// A thread that tracing made ours at its birth ([`options::TRACE_CLONE`]).
+    pub fn born(tid: u32) -> Self {
+        Seized { tid, not_send: PhantomData }
+    }
+
+    /// Thread id in our pid namespace.
+    pub fn tid(&self) -> u32 {
+        self.tid
+    }
+
+    /// Asks it to stop, and returns at once (`PTRACE_INTERRUPT`).
+    pub fn interrupt(&self) -> Result<()> {
+        ptrace(libc::PTRACE_INTERRUPT, self.tid, 0, 0).map(drop).map_err(|e| failed("interrupt", self.tid, e))
+    }
+
+    /// Waits until it stops or ends.
+    pub fn wait(self) -> Result<Waited> {
+        match wait(self.tid, 0)? {
+            Some(waited) => Ok(waited),
+            None => Err(Error::Other(format!("thread {}: wait returned nothing", self.tid))),
+        }
+    }
+
+    /// Looks whether it has stopped or ended; gives it back if it still runs.
+    pub fn poll(self) -> Result<Result<Waited, Self>> {
+        Ok(wait(self.tid, libc::WNOHANG)?.ok_or(self))
+    }
+}
+
+/// The one place that waits for tracees.
+fn wait(tid: u32, flags: i32) -> Result<Option<Waited>> {
+    let mut status = 0;
+    loop {
+        // SAFETY: `status` outlives the call.
+        let r = unsafe { libc::waitpid(tid as libc::pid_t, &mut status, libc::__WALL | flags) };
+        if r == 0 {
+            return Ok(None);
+        }
+        if r > 0 {
+            return Ok(Some(classify(tid, status)));
+        }
+        let e = std::io::Error::last_os_error();
+        match e.raw_os_error() {
+            Some(libc::EINTR) => continue,
+            Some(libc::ECHILD) => return Ok(Some(Waited::Ended(Ended::Unknown))),
+            _ => return Err(Error::call(format!("wait for thread {tid}"), e)),
+        }
+    }
+}
+
+fn classify(tid: u32, status: i32) -> Waited {
+    if libc::WIFEXITED(status) {
+        return Waited::Ended(Ended::Exited(libc::WEXITSTATUS(status)));
+    }
+    if libc::WIFSIGNALED(status) {
+        return Waited::Ended(Ended::Killed(libc::WTERMSIG(status)));
+    }
+    let signal = libc::WSTOPSIG(status);
+    let stop = match status >> 16 {
+        libc::PTRACE_EVENT_STOP if signal == libc::SIGTRAP => Stop::Interrupt,
+        libc::PTRACE_EVENT_STOP => Stop::Group(signal),
+        libc::PTRACE_EVENT_CLONE | libc::PTRACE_EVENT_FORK | libc::PTRACE_EVENT_VFORK => Stop::Clone,
+        0 if signal == libc::SIGTRAP | 0x80 => Stop::Call,
+        0 => Stop::Signal(signal),
+        event => Stop::Event(event),
+    };
+    Waited::Stopped(Stopped { tid, stop, not_send: PhantomData })
+}
+
+impl Stopped {
+    /// Thread id in our pid namespace.
+    pub fn tid(&self) -> u32 {
+        self.tid
+    }
+
+    /// Why it stopped.
+    pub fn stop(&self) -> Stop {
+        self.stop
+    }
+
+    /// General registers.
+    pub fn regs(&self) -> Result<Regs> {
+        let mut regs = Regs::default();
+        let mut iov = libc::iovec { iov_base: (&raw mut regs).cast(), iov_len: size_of::<Regs>() };
+        self.regset(libc::PTRACE_GETREGSET, libc::NT_PRSTATUS as usize, &mut iov)?;
+        Ok(regs)
+    }
+
+    /// Sets the general registers.
+    pub fn set_regs(&self, regs: &Regs) -> Result<()> {
+        let mut regs = *regs;
+        let mut iov = libc::iovec { iov_base: (&raw mut regs).cast(), iov_len: size_of::<Regs>() };
+        self.regset(libc::PTRACE_SETREGSET, libc::NT_PRSTATUS as usize, &mut iov)
+    }
+
+    /// Extended state in the standard XSAVE format.
+    pub fn xstate(&self) -> Result<Vec<u8>> {
+        let mut state = vec![0u8; 16 << 10];
+        let mut iov = libc::iovec { iov_base: state.as_mut_ptr().cast(), iov_len: state.len() };
+        self.regset(libc::PTRACE_GETREGSET, NT_X86_XSTATE, &mut iov)?;
+        state.truncate(iov.iov_len);
+        Ok(state)
+    }
+
+    /// Sets the extended state.
+    pub fn set_xstate(&self, state: &[u8]) -> Result<()> {
+        let mut state = state.to_vec();
+        let mut iov = libc::iovec { iov_base: state.as_mut_ptr().cast(), iov_len: state.len() };
+        self.regset(libc::PTRACE_SETREGSET, NT_X86_XSTATE, &mut iov)
+    }
+
+    fn regset(&self, request: u32, set: usize, iov: &mut libc::iovec) -> Result<()> {
+        let r = ptrace(request, self.tid, set, (&raw mut *iov) as usize);
+        r.map(drop).map_err(|e| failed("registers of", self.tid, e))
+    }
+
+    /// Blocked signals; the mask to return to if a call replaced it for its duration.
+    pub fn sigmask(&self) -> Result<u64> {
+        let mut mask = 0u64;
+        ptrace(libc::PTRACE_GETSIGMASK, self.tid, 8, (&raw mut mask) as usize)
+            .map_err(|e| failed("signal mask of", self.tid, e))?;
+        Ok(mask)
+    }
+
+    /// Sets the blocked signals.
+    pub fn set_sigmask(&self, mask: u64) -> Result<()> {
+        let r = ptrace(libc::PTRACE_SETSIGMASK, self.tid, 8, (&raw const mask) as usize);
+        r.map(drop).map_err(|e| failed("signal mask of", self.tid, e))
+    }
+
+    /// Signals that are pending, in queue order, as raw `siginfo_t`: those of the process or of this thread alone.
+    pub fn pending(&self, of_process: bool) -> Result<Vec<[u8; 128]>> {
+        let mut all = Vec::new();
+        loop {
+            let mut batch = [[0u8; 128]; 16];
+            let args = libc::ptrace_peeksiginfo_args {
+                off: all.len() as u64,
+                flags: if of_process { 1 } else { 0 }, // PTRACE_PEEKSIGINFO_SHARED
+                nr: batch.len() as i32,
+            };
+            let data = batch.as_mut_ptr() as usize;
+            let n = ptrace(libc::PTRACE_PEEKSIGINFO, self.tid, (&raw const args) as usize, data)
+                .map_err(|e| failed("pending signals of", self.tid, e))?;
+            all.extend_from_slice(&batch[..n as usize]);
+            if n == 0 {
+                return Ok(all);
+            }
+        }
+    }
+
+    /// Registration of restartable sequences: address, size, signature, flags; address 0 if there is none.
+    pub fn rseq(&self) -> Result<RseqConfiguration> {
+        let mut c = RseqConfiguration::default();
+        let (size, data) = (size_of::<RseqConfiguration>(), (&raw mut c) as usize);
+        let r = ptrace(PTRACE_GET_RSEQ_CONFIGURATION, self.tid, size, data);
+        r.map_err(|e| failed("restartable sequences of", self.tid, e))?;
+        Ok(c)
+    }
+
+    /// One classic BPF program of the thread's seccomp filters, `index` 0 being the oldest, as 8-byte instructions;
+    /// `None` behind the last one.
+    pub fn seccomp_filter(&self, index: usize) -> Result<Option<Vec<u8>>> {
+        let read = |data: usize| match ptrace(PTRACE_SECCOMP_GET_FILTER, self.tid, index, data) {
+            Ok(n) => Ok(Some(n as usize)),
+            Err(Errno::NOENT) => Ok(None),
+            Err(e) => Err(failed("seccomp filter of", self.tid, e)),
+        };
+        let Some(n) = read(0)? else { return Ok(None) };
+        let mut program = vec![0u8; n * 8];
+        read(program.as_mut_ptr() as usize)?;
+        Ok(Some(program))
+    }
+
+    /// Sets [`options`].
+    pub fn set_options(&self, options: usize) -> Result<()> {
+        let r = ptrace(libc::PTRACE_SETOPTIONS, self.tid, 0, options);
+        r.map(drop).map_err(|e| failed("set options of", self.tid, e))
+    }
+
+    /// Id of the thread or process it just made, at [`Stop::Clone`].
+    pub fn event_message(&self) -> Result<u64> {
+        let mut message = 0u64;
+        ptrace(libc::PTRACE_GETEVENTMSG, self.tid, 0, (&raw mut message) as usize)
+            .map_err(|e| failed("event of", self.tid, e))?;
+        Ok(message)
+    }
+
+    /// Lets it run; delivers `signal` if that is not 0 and it is stopped at a signal.
+    pub fn resume(self, signal: i32) -> Result<Seized> {
+        self.restart(libc::PTRACE_CONT, signal)
+    }
+
+    /// Lets it run to the next entry to or exit from a system call.
+    pub fn resume_to_call(self) -> Result<Seized> {
+        self.restart(libc::PTRACE_SYSCALL, 0)
+    }
+
+    /// Leaves a job-control stop in place and waits for what comes behind it.
+    pub fn listen(self) -> Result<Seized> {
+        self.restart(libc::PTRACE_LISTEN, 0)
+    }
+
+    fn restart(self, request: u32, signal: i32) -> Result<Seized> {
+        ptrace(request, self.tid, 0, signal as usize).map_err(|e| failed("resume", self.tid, e))?;
+        Ok(Seized { tid: self.tid, not_send: PhantomData })
+    }
+
+    /// Asks for a stop before it runs its next instruction in user mode; takes effect when it is resumed.
+    pub fn interrupt(&self) -> Result<()> {
+        ptrace(libc::PTRACE_INTERRUPT, self.tid, 0, 0).map(drop).map_err(|e| failed("interrupt", self.tid, e))
+    }
+
+    /// Lets it go for good.
+    pub fn detach(self) -> Result<()> {
+        let signal = match self.stop {
+            Stop::Signal(s) => s,
+            _ => 0,
+        };
+        let r = ptrace(libc::PTRACE_DETACH, self.tid, 0, signal as usize);
+        r.map(drop).map_err(|e| failed("detach from", self.tid, e))
+    }
+}
+
+const NT_X86_XSTATE: usize = 0x202;
+const PTRACE_GET_RSEQ_CONFIGURATION: u32 = 0x420f;
+const PTRACE_SECCOMP_GET_FILTER: u32 = 0x420c;
+
+/// `struct ptrace_rseq_configuration`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RseqConfiguration {
+    /// Address of the thread's `struct rseq`; 0: not registered.
+    pub address: u64,
+    /// Registered length.
+    pub size: u32,
+    /// Signature before every abort handler.
+    pub signature: u32,
+    /// Registration flags.
+    pub flags: u32,
+    /// Always zero.
+    pub pad: u32,
+}
+
+const _: () = assert!(size_of::<RseqConfiguration>() == 24);
+
+impl RseqConfiguration {
+    /// Address of the thread's `struct rseq`, if it registered one.
+    pub fn registered(&self) -> Option<RemoteAddr> {
+        (self.address != 0).then_some(RemoteAddr(self.address))
+    }
+}

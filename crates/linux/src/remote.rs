@@ -1,0 +1,272 @@
+//! System calls inside a process that is being built: whole programs in one go.
+//!
+//! Unlike in [`crate::inject`] nothing has to survive our death: the process is killed with us
+//! ([`crate::ptrace::options::EXIT_KILL`]) until the moment it is let go. The program loop ([`arch::program_loop`])
+//! and its table live in an area of their own in the new process, which is unmapped last.
+
+use crate::arch::{self, ENTRY_CONTINUE, ENTRY_WORDS, Regs};
+use crate::inject::{failed, remote_error};
+use crate::memory::Memory;
+use crate::program::{Arg, OnError, Outcome, Program, Run};
+use crate::ptrace::{Seized, Stop, Stopped};
+use crate::{Error, RemoteAddr, Result};
+
+/// Where the program loop and its tables are in a process.
+#[derive(Clone, Copy, Debug)]
+pub struct Area {
+    /// First byte; the loop's code starts here.
+    pub start: RemoteAddr,
+    /// Length in bytes.
+    pub len: u64,
+    /// Where the code is, if not at the start.
+    pub code: RemoteAddr,
+}
+
+/// Room for code at the start of an area.
+const CODE_LEN: u64 = 4096;
+
+impl Area {
+    /// An area whose code is at its start.
+    pub fn new(start: u64, len: u64) -> Self {
+        Area { start: RemoteAddr(start), len, code: RemoteAddr(start) }
+    }
+
+    fn table(&self) -> u64 {
+        self.start.0 + CODE_LEN
+    }
+
+    fn room(&self) -> usize {
+        (self.len - CODE_LEN) as usize
+    }
+}
+
+/// A thread of a process under construction, stopped.
+#[derive(Debug)]
+pub struct Remote<'a> {
+    memory: &'a Memory,
+    thread: Option<Stopped>,
+    area: Area,
+    base: Regs,
+    pid: u32,
+    /// Threads that calls made, told by tracing.
+    born: Vec<u32>,
+}
+
+impl<'a> Remote<'a> {
+    /// Takes over a stopped thread; all its signals are blocked except the trap that ends a program.
+    pub fn new(memory: &'a Memory, thread: Stopped, area: Area) -> Result<Self> {
+        let base = thread.regs()?;
+        thread.set_sigmask(!(1 << (libc::SIGTRAP - 1)))?;
+        let pid = memory.pid();
+        Ok(Remote { memory, thread: Some(thread), area, base, pid, born: Vec::new() })
+    }
+
+    /// Thread id.
+    pub fn tid(&self) -> u32 {
+        self.thread.as_ref().map_or(0, Stopped::tid)
+    }
+
+    /// The process's memory.
+    pub fn memory(&self) -> &'a Memory {
+        self.memory
+    }
+
+    /// Where its programs run.
+    pub fn area(&self) -> Area {
+        self.area
+    }
+
+    /// A few words of memory in the area that no program uses.
+    pub fn scratch(&self) -> RemoteAddr {
+        RemoteAddr(self.stack())
+    }
+
+    /// Uses another area from now on; its code must already be there.
+    pub fn move_to(&mut self, area: Area) {
+        self.area = area;
+    }
+
+    /// The stopped thread.
+    pub fn thread(&self) -> Result<&Stopped> {
+        self.thread.as_ref().ok_or(Error::Gone(self.pid))
+    }
+
+    /// Gives the stopped thread back.
+    pub fn release(mut self) -> Result<Stopped> {
+        self.thread.take().ok_or(Error::Gone(self.pid))
+    }
+
+    /// Threads that programs made since this was last asked; each starts stopped.
+    pub fn take_born(&mut self) -> Vec<u32> {
+        std::mem::take(&mut self.born)
+    }
+
+    /// Makes one call by stepping to its entry and exit, without the trap at the end of a program: it works when
+    /// the call unmaps its own code, or when traps are ignored. Returns its result.
+    pub fn step(&mut self, nr: i64, args: [u64; 6]) -> Result<i64> {
+        self.step_from(arch::step_address(self.area.code), nr, args)
+    }
+
+    fn step_from(&mut self, gadget: RemoteAddr, nr: i64, args: [u64; 6]) -> Result<i64> {
+        let thread = self.take()?;
+        thread.set_regs(&self.base.for_call(gadget, self.stack(), nr, args))?;
+        let thread = until_call(thread)?;
+        let thread = until_call(thread)?;
+        let result = thread.regs()?.rax as i64;
+        self.thread = Some(thread);
+        Ok(result)
+    }
+
+    /// Brings the thread to a stop on its way to user mode, where the kernel looks at interrupted calls.
+    pub fn settle(&mut self) -> Result<()> {
+        let thread = self.take()?;
+        let tid = thread.tid();
+        thread.interrupt()?;
+        let mut thread = thread.resume(0)?.wait()?.stopped(tid)?;
+        while thread.stop() != Stop::Interrupt {
+            thread = thread.resume(0)?.wait()?.stopped(tid)?;
+        }
+        self.thread = Some(thread);
+        Ok(())
+    }
+
+    /// Sets a thread off into a call of the program's own that is expected to block, and interrupts it there: the
+    /// kernel then holds the state by which the call goes on. Returns the registers after the interruption.
+    pub fn block_in(&mut self, regs: &Regs) -> Result<Regs> {
+        let thread = self.take()?;
+        thread.set_regs(regs)?;
+        let thread = until_call(thread)?;
+        let tid = thread.tid();
+        thread.interrupt()?;
+        // Resumed from the entry of the call with an interrupt pending, it makes the call, which finds the
+        // interrupt as soon as it would sleep.
+        let thread = until_call(thread)?;
+        debug_assert_eq!(thread.tid(), tid);
+        let after = thread.regs()?;
+        self.thread = Some(thread);
+        Ok(after)
+    }
+
+    fn stack(&self) -> u64 {
+        self.area.start.0 + self.area.len - 64
+    }
+
+    fn take(&mut self) -> Result<Stopped> {
+        self.thread.take().ok_or(Error::Gone(self.pid))
+    }
+
+    /// Runs as many calls from `from` on as fit the area together with the data; returns how many were run.
+    fn run_part(
+        &mut self,
+        program: &Program,
+        from: usize,
+        data_at: u64,
+        results: &mut Vec<i64>,
+    ) -> Result<()> {
+        let calls = &program.calls[from..];
+        let table = self.area.table();
+        let result_at = |step: u32| table + (step as u64 - from as u64) * (ENTRY_WORDS as u64 * 8) + 64;
+        let mut words: Vec<u64> = Vec::with_capacity(calls.len() * ENTRY_WORDS);
+        let fit = ((data_at - table) as usize / (ENTRY_WORDS * 8)).min(calls.len());
+        for call in &calls[..fit] {
+            let mut flags = if call.on_error == OnError::Continue { ENTRY_CONTINUE } else { 0 };
+            words.push(call.nr as u64);
+            for (i, arg) in call.args.iter().enumerate() {
+                words.push(match *arg {
+                    Arg::Value(v) => v,
+                    Arg::Data(at) => data_at + u64::from(at),
+                    Arg::Result(s) if (s.0 as usize) < from => results[s.0 as usize] as u64,
+                    Arg::Result(s) => {
+                        flags |= 1 << i;
+                        result_at(s.0)
+                    }
+                });
+            }
+            words.extend([flags, 0]);
+        }
+        let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
+        self.memory.write(RemoteAddr(table), &bytes)?;
+        let stopped_at = self.execute(RemoteAddr(table), RemoteAddr(table + bytes.len() as u64))?;
+        let done = (stopped_at.0 - table) as usize / (ENTRY_WORDS * 8);
+        let mut after = vec![0; bytes.len()];
+        self.memory.read(RemoteAddr(table), &mut after)?;
+        let result = |i: usize| {
+            let at = (i * ENTRY_WORDS + 8) * 8;
+            i64::from_le_bytes(after[at..at + 8].try_into().unwrap_or_default())
+        };
+        results.extend((0..done).map(result));
+        if done < fit {
+            return Err(remote_error(&calls[done].what, self.pid, result(done)));
+        }
+        Ok(())
+    }
+
+    /// Runs the table; returns the entry it stopped at.
+    fn execute(&mut self, table: RemoteAddr, end: RemoteAddr) -> Result<RemoteAddr> {
+        let thread = self.take()?;
+        thread.set_regs(&arch::loop_regs(&self.base, self.area.code, table, end, self.stack()))?;
+        let mut running = thread.resume(0)?;
+        loop {
+            let tid = running.tid();
+            let stopped = running.wait()?.stopped(tid)?;
+            match stopped.stop() {
+                Stop::Signal(libc::SIGTRAP) => {
+                    let at = stopped.regs()?.rbx;
+                    self.thread = Some(stopped);
+                    return Ok(RemoteAddr(at));
+                }
+                Stop::Signal(s @ (libc::SIGSEGV | libc::SIGBUS | libc::SIGILL)) => {
+                    let regs = stopped.regs()?;
+                    self.thread = Some(stopped);
+                    return Err(Error::Other(format!(
+                        "process {}: signal {s} at {:#x} while it was built",
+                        self.pid, regs.rip
+                    )));
+                }
+                Stop::Clone => self.born.push(stopped.event_message()? as u32),
+                _ => {}
+            }
+            running = stopped.resume(0)?;
+        }
+    }
+}
+
+/// Resumes a thread to the next entry or exit of a call.
+fn until_call(thread: Stopped) -> Result<Stopped> {
+    let tid = thread.tid();
+    let mut running: Seized = thread.resume_to_call()?;
+    loop {
+        let stopped = running.wait()?.stopped(tid)?;
+        if stopped.stop() == Stop::Call {
+            return Ok(stopped);
+        }
+        running = stopped.resume_to_call()?;
+    }
+}
+
+impl Run for Remote<'_> {
+    fn run(&mut self, program: &Program) -> Result<Outcome> {
+        let data_len = program.data.len().next_multiple_of(64);
+        if data_len + ENTRY_WORDS * 8 > self.area.room() {
+            return Err(Error::Other(format!("a program with {data_len} bytes of data is too large")));
+        }
+        let data_at = self.area.start.0 + self.area.len - 64 - data_len as u64;
+        let data_at = data_at & !63;
+        self.memory.write(RemoteAddr(data_at), &program.placed(data_at))?;
+        let mut results = Vec::with_capacity(program.calls.len());
+        while results.len() < program.calls.len() {
+            let from = results.len();
+            self.run_part(program, from, data_at, &mut results)?;
+        }
+        let mut data = vec![0; program.data.len()];
+        self.memory.read(RemoteAddr(data_at), &mut data)?;
+        debug_assert!(
+            results.iter().zip(&program.calls).all(|(r, c)| !failed(*r) || c.on_error == OnError::Continue)
+        );
+        Ok(Outcome { results, data })
+    }
+
+    fn pid(&self) -> u32 {
+        self.pid
+    }
+}

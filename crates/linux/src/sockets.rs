@@ -1,0 +1,366 @@
+//! Sockets: addresses and options as raw bytes, queued messages without consuming them, `sock_diag(7)` for unix
+//! sockets.
+
+use crate::descriptors::check;
+use crate::{Error, Result};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+
+/// A new socket, close-on-exec.
+pub fn socket(family: i32, kind: i32, protocol: i32) -> Result<OwnedFd> {
+    // SAFETY: touches no memory; the result is a new descriptor nobody owns.
+    unsafe {
+        let r = libc::socket(family, kind | libc::SOCK_CLOEXEC, protocol);
+        Ok(OwnedFd::from_raw_fd(check(|| "make a socket".into(), r.into())? as i32))
+    }
+}
+
+/// Two connected unix sockets, close-on-exec.
+pub fn pair(kind: i32) -> Result<(OwnedFd, OwnedFd)> {
+    let mut fds = [0i32; 2];
+    // SAFETY: socketpair writes two descriptors that nobody owns yet.
+    unsafe {
+        let r = libc::socketpair(libc::AF_UNIX, kind | libc::SOCK_CLOEXEC, 0, fds.as_mut_ptr());
+        check(|| "make a pair of sockets".into(), r.into())?;
+        Ok((OwnedFd::from_raw_fd(fds[0]), OwnedFd::from_raw_fd(fds[1])))
+    }
+}
+
+/// Value of an option as raw bytes; `None` where the socket does not have the option. Not for `SO_GET_FILTER`, whose
+/// length is not in bytes ([`has_filter`]).
+pub fn option(socket: impl AsFd, level: u32, name: u32) -> Result<Option<Vec<u8>>> {
+    let mut value = vec![0u8; 256];
+    let mut len = value.len() as libc::socklen_t;
+    // SAFETY: the kernel writes at most `len` bytes into the buffer.
+    let r = unsafe {
+        let at = value.as_mut_ptr().cast();
+        libc::getsockopt(socket.as_fd().as_raw_fd(), level as i32, name as i32, at, &raw mut len)
+    };
+    match check(|| format!("read socket option {level}/{name}"), r.into()) {
+        Ok(_) => {
+            value.truncate(len as usize);
+            Ok(Some(value))
+        }
+        Err(e) if matches!(e.errno(), Some(libc::ENOPROTOOPT | libc::EOPNOTSUPP | libc::EINVAL)) => Ok(None),
+        Err(e) => Err(e),
+    }
+}
+
+/// Value of an integer option.
+pub fn int_option(socket: impl AsFd, level: u32, name: u32) -> Result<Option<i32>> {
+    let value = option(socket, level, name)?;
+    Ok(value.and_then(|v| v.get(..4).map(|b| i32::from_ne_bytes([b[0], b[1], b[2], b[3]]))))
+}
+
+/// Whether a packet filter is attached (`SO_GET_FILTER`).
+pub fn has_filter(socket: impl AsFd) -> Result<bool> {
+    let mut len: libc::socklen_t = 0;
+    // SAFETY: the length of this option counts instructions; for none of them the kernel writes nothing but how many
+    // there are.
+    let r = unsafe {
+        let fd = socket.as_fd().as_raw_fd();
+        let nothing = std::ptr::null_mut();
+        libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_GET_FILTER, nothing, &raw mut len)
+    };
+    match check(|| "look for a packet filter".into(), r.into()) {
+        Ok(_) => Ok(len > 0),
+        Err(e) if e.errno() == Some(libc::EACCES) => Ok(true), // not a classic one
+        Err(e) => Err(e),
+    }
+}
+
+/// Sets an option.
+pub fn set_option(socket: impl AsFd, level: u32, name: u32, value: &[u8]) -> Result<()> {
+    // SAFETY: the kernel reads `value.len()` bytes.
+    let r = unsafe {
+        let fd = socket.as_fd().as_raw_fd();
+        libc::setsockopt(fd, level as i32, name as i32, value.as_ptr().cast(), value.len() as libc::socklen_t)
+    };
+    check(|| format!("set socket option {level}/{name}"), r.into()).map(drop)
+}
+
+fn address(
+    fd: i32,
+    call: unsafe extern "C" fn(i32, *mut libc::sockaddr, *mut libc::socklen_t) -> i32,
+) -> Result<Vec<u8>, std::io::Error> {
+    let mut raw = vec![0u8; 128];
+    let mut len = raw.len() as libc::socklen_t;
+    // SAFETY: getsockname and getpeername write at most `len` bytes into the buffer.
+    let r = unsafe { call(fd, raw.as_mut_ptr().cast(), &raw mut len) };
+    if r < 0 {
+        return Err(std::io::Error::last_os_error());
+    }
+    raw.truncate(len as usize);
+    Ok(raw)
+}
+
+/// Local address: raw `sockaddr`.
+pub fn local_address(socket: impl AsFd) -> Result<Vec<u8>> {
+    address(socket.as_fd().as_raw_fd(), libc::getsockname).map_err(|e| Error::call("getsockname", e))
+}
+
+/// Address of the peer, raw `sockaddr`; `None` if not connected.
+pub fn peer_address(socket: impl AsFd) -> Result<Option<Vec<u8>>> {
+    match address(socket.as_fd().as_raw_fd(), libc::getpeername) {
+        Ok(a) => Ok(Some(a)),
+        Err(e) if matches!(e.raw_os_error(), Some(libc::ENOTCONN | libc::EINVAL)) => Ok(None),
+        Err(e) => Err(Error::call("getpeername", e)),
+    }
+}
+
+/// Binds to a raw `sockaddr`.
+pub fn bind(socket: impl AsFd, address: &[u8]) -> Result<(), std::io::Error> {
+    // SAFETY: the kernel reads `address.len()` bytes.
+    let r = unsafe {
+        let len = address.len() as libc::socklen_t;
+        libc::bind(socket.as_fd().as_raw_fd(), address.as_ptr().cast(), len)
+    };
+    if r < 0 { Err(std::io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Connects to a raw `sockaddr`.
+pub fn connect(socket: impl AsFd, address: &[u8]) -> Result<(), std::io::Error> {
+    // SAFETY: the kernel reads `address.len()` bytes.
+    let r = unsafe {
+        let len = address.len() as libc::socklen_t;
+        libc::connect(socket.as_fd().as_raw_fd(), address.as_ptr().cast(), len)
+    };
+    if r < 0 { Err(std::io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Sends one message without waiting and without raising `SIGPIPE`; returns the bytes taken.
+pub fn send(socket: impl AsFd, message: &[u8]) -> Result<usize, std::io::Error> {
+    // SAFETY: the kernel reads `message.len()` bytes.
+    let r = unsafe {
+        let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
+        libc::send(socket.as_fd().as_raw_fd(), message.as_ptr().cast(), message.len(), flags)
+    };
+    if r < 0 { Err(std::io::Error::last_os_error()) } else { Ok(r as usize) }
+}
+
+/// The unread messages of a unix socket, left where they are: one entry a message, or one in all for a stream.
+///
+/// `SO_PEEK_OFF` makes successive peeks walk along the queue. It is state of the socket, so it is put back to what
+/// it was; the owner must stand still meanwhile. A pending error (`POLLERR`) would be taken by the first peek: callers
+/// look for one first.
+pub fn peek_all(socket: impl AsFd, stream: bool) -> Result<Vec<Vec<u8>>> {
+    let sol = libc::SOL_SOCKET as u32;
+    let before = int_option(&socket, sol, libc::SO_PEEK_OFF as u32)?.unwrap_or(-1);
+    set_option(&socket, sol, libc::SO_PEEK_OFF as u32, &0i32.to_ne_bytes())?;
+    let messages = peek_walk(&socket, stream);
+    set_option(&socket, sol, libc::SO_PEEK_OFF as u32, &before.to_ne_bytes())?;
+    let messages = messages?;
+    if stream && !messages.is_empty() { Ok(vec![messages.concat()]) } else { Ok(messages) }
+}
+
+fn peek_walk(socket: impl AsFd, stream: bool) -> Result<Vec<Vec<u8>>> {
+    let fd = socket.as_fd().as_raw_fd();
+    let mut messages = Vec::new();
+    // A stream is read just to its last byte: asking for more would take a pending error.
+    let mut left = if stream { crate::descriptors::readable(&socket)? as usize } else { usize::MAX };
+    let mut buffer = vec![0u8; 1 << 18];
+    while left > 0 {
+        // SAFETY: the kernel writes at most `buffer.len()` bytes. MSG_TRUNC makes it return the length of the whole
+        // message; streams do without, as there it has another meaning.
+        let n = unsafe {
+            let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT | if stream { 0 } else { libc::MSG_TRUNC };
+            libc::recv(fd, buffer.as_mut_ptr().cast(), buffer.len(), flags)
+        };
+        if n < 0 {
+            let error = std::io::Error::last_os_error();
+            match error.raw_os_error() {
+                Some(libc::EAGAIN) => return Ok(messages),
+                _ => return Err(Error::call("peek at the queue of a socket", error)),
+            }
+        }
+        let n = n as usize;
+        if n > buffer.len() {
+            return Err(Error::Other(format!("a message of {n} bytes in the queue of a socket")));
+        }
+        // Nothing on a stream, or on a socket that was shut down, is its end.
+        if n == 0 && (stream || !has_message(fd)?) {
+            return Ok(messages);
+        }
+        messages.push(buffer[..n].to_vec());
+        left = if stream { left.saturating_sub(n) } else { left };
+        if messages.len() > 100_000 {
+            return Err(Error::Other("more than 100,000 messages in the queue of a socket".into()));
+        }
+    }
+    Ok(messages)
+}
+
+/// Tells an empty message from the end of a sequenced-packet connection: only a message has a sender's length.
+fn has_message(fd: i32) -> Result<bool> {
+    let mut events = libc::pollfd { fd, events: libc::POLLIN | libc::POLLRDHUP, revents: 0 };
+    // SAFETY: one valid pollfd; returns at once.
+    let r = unsafe { libc::poll(&raw mut events, 1, 0) };
+    check(|| "poll a socket".into(), r.into())?;
+    Ok(events.revents & libc::POLLRDHUP == 0)
+}
+
+/// What `sock_diag(7)` tells about a unix socket.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct UnixSocket {
+    /// Inode number of the socket.
+    pub ino: u32,
+    /// `SOCK_*`.
+    pub kind: u8,
+    /// `TCP_LISTEN` (10), `TCP_ESTABLISHED` (1), `TCP_CLOSE` (7).
+    pub state: u8,
+    /// `sun_path` as bound; empty if unnamed. Abstract names begin with a zero byte.
+    pub name: Vec<u8>,
+    /// Inode and device (kernel encoding, `major << 20 | minor`) of its name in the file system.
+    pub vfs: Option<(u32, u32)>,
+    /// Inode number of the peer; 0: it is gone.
+    pub peer: Option<u32>,
+    /// Bytes to read, or connections to accept.
+    pub receive_queue: u32,
+    /// Bytes sent and not read, or the backlog.
+    pub send_queue: u32,
+    /// `RCV_SHUTDOWN` 1, `SEND_SHUTDOWN` 2.
+    pub shutdown: u8,
+}
+
+const SOCK_DIAG_BY_FAMILY: u16 = 20;
+const NLM_F_REQUEST: u16 = 1;
+const NLM_F_DUMP: u16 = 0x300;
+const NLMSG_ERROR: u16 = 2;
+const NLMSG_DONE: u16 = 3;
+/// Name, file, peer, queue lengths.
+const UDIAG_SHOW: u32 = 1 | 2 | 4 | 16;
+
+/// All unix sockets of our network namespace.
+pub fn unix_sockets() -> Result<Vec<UnixSocket>> {
+    let netlink = socket(libc::AF_NETLINK, libc::SOCK_RAW, 4 /* NETLINK_SOCK_DIAG */)?;
+    let mut request = Vec::with_capacity(40);
+    request.extend_from_slice(&40u32.to_ne_bytes()); // nlmsg_len
+    request.extend_from_slice(&SOCK_DIAG_BY_FAMILY.to_ne_bytes());
+    request.extend_from_slice(&(NLM_F_REQUEST | NLM_F_DUMP).to_ne_bytes());
+    request.extend_from_slice(&[0; 8]); // sequence, port
+    request.extend_from_slice(&[libc::AF_UNIX as u8, 0, 0, 0]); // struct unix_diag_req
+    request.extend_from_slice(&u32::MAX.to_ne_bytes()); // states
+    request.extend_from_slice(&0u32.to_ne_bytes()); // inode
+    request.extend_from_slice(&UDIAG_SHOW.to_ne_bytes());
+    request.extend_from_slice(&[0; 8]); // cookie
+    send(&netlink, &request).map_err(|e| Error::call("ask sock_diag for unix sockets", e))?;
+    let mut found = Vec::new();
+    let mut buffer = vec![0u8; 1 << 16];
+    loop {
+        let n = receive(&netlink, &mut buffer)?;
+        if !parse_messages(&buffer[..n], &mut found)? {
+            return Ok(found);
+        }
+    }
+}
+
+fn receive(netlink: &OwnedFd, buffer: &mut [u8]) -> Result<usize> {
+    // SAFETY: the kernel writes at most `buffer.len()` bytes.
+    let n = unsafe { libc::recv(netlink.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), 0) };
+    Ok(check(|| "read an answer of sock_diag".into(), n as i64)? as usize)
+}
+
+fn u16_at(b: &[u8], at: usize) -> Option<u16> {
+    Some(u16::from_ne_bytes(b.get(at..at + 2)?.try_into().ok()?))
+}
+
+fn u32_at(b: &[u8], at: usize) -> Option<u32> {
+    Some(u32::from_ne_bytes(b.get(at..at + 4)?.try_into().ok()?))
+}
+
+/// Returns whether more messages follow.
+fn parse_messages(mut rest: &[u8], found: &mut Vec<UnixSocket>) -> Result<bool> {
+    let damaged = || Error::Other("an answer of sock_diag does not parse".into());
+    while !rest.is_empty() {
+        let len = u32_at(rest, 0).ok_or_else(damaged)? as usize;
+        let kind = u16_at(rest, 4).ok_or_else(damaged)?;
+        let body = rest.get(16..len).ok_or_else(damaged)?;
+        match kind {
+            NLMSG_DONE => return Ok(false),
+            NLMSG_ERROR => {
+                let errno = u32_at(body, 0).ok_or_else(damaged)? as i32;
+                let source = std::io::Error::from_raw_os_error(-errno);
+                return Err(Error::call("ask sock_diag for unix sockets", source));
+            }
+            _ => found.push(parse_unix(body).ok_or_else(damaged)?),
+        }
+        rest = rest.get(len.next_multiple_of(4)..).unwrap_or(&[]);
+    }
+    Ok(true)
+}
+
+/// `struct unix_diag_msg` and its attributes.
+fn parse_unix(body: &[u8]) -> Option<UnixSocket> {
+    let mut socket =
+        UnixSocket { kind: *body.get(1)?, state: *body.get(2)?, ino: u32_at(body, 4)?, ..Default::default() };
+    let mut rest = body.get(16..)?;
+    while rest.len() >= 4 {
+        let (len, kind) = (u16_at(rest, 0)? as usize, u16_at(rest, 2)?);
+        let value = rest.get(4..len)?;
+        match kind {
+            0 => socket.name = value.to_vec(),
+            1 => socket.vfs = Some((u32_at(value, 0)?, u32_at(value, 4)?)),
+            2 => socket.peer = Some(u32_at(value, 0)?),
+            4 => (socket.receive_queue, socket.send_queue) = (u32_at(value, 0)?, u32_at(value, 4)?),
+            6 => socket.shutdown = *value.first()?,
+            _ => {}
+        }
+        rest = rest.get(len.next_multiple_of(4)..).unwrap_or(&[]);
+    }
+    Some(socket)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn ino(fd: &OwnedFd) -> u32 {
+        rustix::fs::fstat(fd).unwrap().st_ino as u32
+    }
+
+    #[test]
+    fn datagrams_are_peeked_one_by_one_and_stay() {
+        let (a, b) = pair(libc::SOCK_DGRAM).unwrap();
+        for m in [&b"one"[..], b"", b"three"] {
+            send(&a, m).unwrap();
+        }
+        let expected = vec![b"one".to_vec(), vec![], b"three".to_vec()];
+        assert_eq!(peek_all(&b, false).unwrap(), expected);
+        assert_eq!(int_option(&b, libc::SOL_SOCKET as u32, libc::SO_PEEK_OFF as u32).unwrap(), Some(-1));
+        let mut buffer = [0u8; 8];
+        assert_eq!(rustix::io::read(&b, &mut buffer).unwrap(), 3);
+    }
+
+    #[test]
+    fn a_stream_is_peeked_whole() {
+        let (a, b) = pair(libc::SOCK_STREAM).unwrap();
+        for _ in 0..50 {
+            send(&a, &[9; 1000]).unwrap();
+        }
+        assert_eq!(peek_all(&b, true).unwrap(), vec![vec![9; 50_000]]);
+        assert_eq!(crate::descriptors::readable(&b).unwrap(), 50_000);
+        drop(a);
+        assert_eq!(peek_all(&b, true).unwrap().concat().len(), 50_000);
+    }
+
+    #[test]
+    fn seqpackets_end_where_the_peer_left() {
+        let (a, b) = pair(libc::SOCK_SEQPACKET).unwrap();
+        send(&a, b"x").unwrap();
+        send(&a, b"yy").unwrap();
+        drop(a);
+        assert_eq!(peek_all(&b, false).unwrap(), vec![b"x".to_vec(), b"yy".to_vec()]);
+    }
+
+    #[test]
+    fn sock_diag_finds_peers_and_shutdown() {
+        let (a, b) = pair(libc::SOCK_STREAM).unwrap();
+        send(&a, b"abc").unwrap();
+        rustix::net::shutdown(&a, rustix::net::Shutdown::Write).unwrap();
+        let all = unix_sockets().unwrap();
+        let of = |fd: &OwnedFd| all.iter().find(|s| s.ino == ino(fd)).unwrap().clone();
+        assert_eq!(of(&a).peer, Some(ino(&b)));
+        assert_eq!((of(&a).shutdown, of(&b).shutdown), (2, 1));
+        assert_eq!(of(&b).receive_queue, 3);
+    }
+}

@@ -1,0 +1,134 @@
+//! New processes and threads, signals to them. `clone3(2)`, `pidfd_open(2)`.
+
+use crate::{Error, Result};
+use std::os::fd::{FromRawFd, OwnedFd};
+
+/// `struct clone_args`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct CloneArgs {
+    /// `CLONE_*`.
+    pub flags: u64,
+    /// Where to store the pidfd.
+    pub pidfd: u64,
+    /// Where to store the thread id in the child.
+    pub child_tid: u64,
+    /// Where to store the thread id in the parent.
+    pub parent_tid: u64,
+    /// Signal to the parent when the child ends.
+    pub exit_signal: u64,
+    /// Lowest byte of the stack.
+    pub stack: u64,
+    /// Its size.
+    pub stack_size: u64,
+    /// TLS base.
+    pub tls: u64,
+    /// Array of ids, innermost pid namespace first.
+    pub set_tid: u64,
+    /// Its length.
+    pub set_tid_size: u64,
+    /// Control group to start in.
+    pub cgroup: u64,
+}
+
+const _: () = assert!(size_of::<CloneArgs>() == 88);
+
+impl CloneArgs {
+    /// Offset of [`CloneArgs::set_tid`].
+    pub const SET_TID_OFFSET: u32 = std::mem::offset_of!(CloneArgs, set_tid) as u32;
+
+    /// The arguments as the kernel's bytes.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let w = [self.flags, self.pidfd, self.child_tid, self.parent_tid, self.exit_signal, self.stack];
+        let v = [self.stack_size, self.tls, self.set_tid, self.set_tid_size, self.cgroup];
+        w.iter().chain(&v).flat_map(|x| x.to_le_bytes()).collect()
+    }
+}
+
+/// A copy of this process that does nothing but wait to be seized, or to die with the thread that made it.
+#[derive(Debug)]
+pub struct Shell {
+    /// Its process id in our namespace.
+    pub pid: u32,
+    /// Its pidfd.
+    pub pidfd: OwnedFd,
+}
+
+/// Makes a [`Shell`] with this process id (`CAP_CHECKPOINT_RESTORE`), or any.
+///
+/// The child shares nothing with us but open files. It never returns into Rust code.
+pub fn shell(pid: Option<u32>, flags: u64) -> Result<Shell> {
+    let wanted = pid.unwrap_or(0) as libc::pid_t;
+    let mut pidfd: i32 = -1;
+    let mut args = CloneArgs {
+        flags: flags | libc::CLONE_PIDFD as u64,
+        pidfd: (&raw mut pidfd) as u64,
+        exit_signal: libc::SIGCHLD as u64,
+        ..CloneArgs::default()
+    };
+    if pid.is_some() {
+        args.set_tid = (&raw const wanted) as u64;
+        args.set_tid_size = 1;
+    }
+    let parent = std::process::id();
+    // SAFETY: without CLONE_VM the child has its own copy of everything and its own stack. It makes only raw system
+    // calls, so locks that other threads of ours held at the time do not matter.
+    let r = unsafe { libc::syscall(libc::SYS_clone3, &raw const args, size_of::<CloneArgs>()) };
+    if r == 0 {
+        wait_in_shell(parent, flags);
+    }
+    if r < 0 {
+        let what = match pid {
+            Some(p) => format!("make a process with id {p}"),
+            None => "make a process".into(),
+        };
+        return Err(Error::call(what, std::io::Error::last_os_error()));
+    }
+    // SAFETY: the kernel stored a new descriptor that nobody else owns.
+    Ok(Shell { pid: r as u32, pidfd: unsafe { OwnedFd::from_raw_fd(pidfd) } })
+}
+
+fn wait_in_shell(parent: u32, flags: u64) -> ! {
+    let new_namespace = flags & libc::CLONE_NEWPID as u64 != 0;
+    // SAFETY: plain system calls without pointers.
+    unsafe {
+        libc::syscall(libc::SYS_prctl, libc::PR_SET_PDEATHSIG, libc::SIGKILL, 0, 0, 0);
+        // 1. our parent died before the line above: nobody will ever come. 2. it died after: the signal comes.
+        if !new_namespace && libc::syscall(libc::SYS_getppid) != i64::from(parent) {
+            libc::syscall(libc::SYS_exit_group, 1);
+        }
+        loop {
+            libc::syscall(libc::SYS_pause);
+        }
+    }
+}
+
+/// Sends a signal to one thread.
+pub fn tgkill(pid: u32, tid: u32, signal: i32) -> Result<()> {
+    // SAFETY: plain numbers.
+    let r = unsafe { libc::syscall(libc::SYS_tgkill, pid, tid, signal) };
+    if r < 0 {
+        return Err(Error::call(
+            format!("send signal {signal} to thread {tid}"),
+            std::io::Error::last_os_error(),
+        ));
+    }
+    Ok(())
+}
+
+/// Collects a child of ours that was killed.
+pub fn reap(pid: u32) {
+    let mut status = 0;
+    // SAFETY: `status` outlives the call.
+    unsafe { libc::waitpid(pid as libc::pid_t, &mut status, libc::__WALL) };
+}
+
+/// Length of the reserved head of the address space that no mapping may use (`vm.mmap_min_addr`), and its end.
+pub const ADDRESS_SPACE: (u64, u64) = (0x10000, 0x7fff_ffff_f000);
+
+/// Puts future children of this thread into a new time namespace (`CAP_SYS_ADMIN`). `time_namespaces(7)`.
+pub fn unshare_time() -> std::io::Result<()> {
+    const CLONE_NEWTIME: i32 = 0x80;
+    // SAFETY: plain flag; this thread itself stays in its namespace.
+    if unsafe { libc::unshare(CLONE_NEWTIME) } < 0 { Err(std::io::Error::last_os_error()) } else { Ok(()) }
+}

@@ -1,0 +1,93 @@
+//! Terminals and pseudo-terminals.
+
+use crate::descriptors::{check, ioctl_int, ioctl_set_int};
+use crate::{Error, Result};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+
+/// `struct termios2` of the kernel.
+const TERMIOS2: usize = 44;
+const TCGETS2: u64 = 0x802c_542a;
+const TCSETS2: u64 = 0x402c_542b;
+const TIOCGPTLCK: u64 = 0x8004_5439;
+const TIOCGPKT: u64 = 0x8004_5438;
+const TIOCGPTPEER: u64 = 0x5441;
+const TIOCGEXCL: u64 = 0x8004_5440;
+
+/// Settings of a terminal: raw `struct termios2`.
+pub fn settings(tty: impl AsFd) -> Result<Vec<u8>> {
+    let mut raw = vec![0u8; TERMIOS2];
+    // SAFETY: TCGETS2 writes one `struct termios2` of 44 bytes.
+    let r = unsafe { libc::ioctl(tty.as_fd().as_raw_fd(), TCGETS2 as libc::Ioctl, raw.as_mut_ptr()) };
+    check(|| "read the settings of a terminal".into(), r.into())?;
+    Ok(raw)
+}
+
+/// Gives a terminal settings that [`settings`] returned.
+pub fn set_settings(tty: impl AsFd, raw: &[u8]) -> Result<()> {
+    if raw.len() != TERMIOS2 {
+        return Err(Error::Other(format!("terminal settings of {} bytes", raw.len())));
+    }
+    // SAFETY: TCSETS2 reads one `struct termios2`, whose length was checked.
+    let r = unsafe { libc::ioctl(tty.as_fd().as_raw_fd(), TCSETS2 as libc::Ioctl, raw.as_ptr()) };
+    check(|| "set the settings of a terminal".into(), r.into()).map(drop)
+}
+
+/// Rows, columns, x pixels, y pixels.
+pub fn window(tty: impl AsFd) -> Result<[u16; 4]> {
+    let mut size = [0u16; 4];
+    // SAFETY: TIOCGWINSZ writes a `struct winsize`, four shorts.
+    let r = unsafe { libc::ioctl(tty.as_fd().as_raw_fd(), libc::TIOCGWINSZ, size.as_mut_ptr()) };
+    check(|| "read the window size of a terminal".into(), r.into())?;
+    Ok(size)
+}
+
+/// Sets the window size.
+pub fn set_window(tty: impl AsFd, size: [u16; 4]) -> Result<()> {
+    // SAFETY: TIOCSWINSZ reads a `struct winsize`, four shorts.
+    let r = unsafe { libc::ioctl(tty.as_fd().as_raw_fd(), libc::TIOCSWINSZ, size.as_ptr()) };
+    check(|| "set the window size of a terminal".into(), r.into()).map(drop)
+}
+
+/// Number of the slave of a master.
+pub fn number(master: impl AsFd) -> Result<u32> {
+    Ok(ioctl_int(master, libc::TIOCGPTN, "read the number of a pty")? as u32)
+}
+
+/// Whether the slave of a master cannot be opened.
+pub fn locked(master: impl AsFd) -> Result<bool> {
+    Ok(ioctl_int(master, TIOCGPTLCK, "read the lock of a pty")? != 0)
+}
+
+/// Locks or unlocks the slave of a master.
+pub fn set_locked(master: impl AsFd, locked: bool) -> Result<()> {
+    ioctl_set_int(master, libc::TIOCSPTLCK, locked.into(), "set the lock of a pty")
+}
+
+/// Whether a master is in packet mode.
+pub fn packet_mode(master: impl AsFd) -> Result<bool> {
+    Ok(ioctl_int(master, TIOCGPKT, "read the packet mode of a pty")? != 0)
+}
+
+/// Switches packet mode of a master.
+pub fn set_packet_mode(master: impl AsFd, on: bool) -> Result<()> {
+    ioctl_set_int(master, libc::TIOCPKT, on.into(), "set the packet mode of a pty")
+}
+
+/// Whether a terminal is in exclusive mode.
+pub fn exclusive(tty: impl AsFd) -> Result<bool> {
+    Ok(ioctl_int(tty, TIOCGEXCL, "read the exclusive mode of a terminal")? != 0)
+}
+
+/// Opens the slave of a master, whatever its name is in this mount namespace (`TIOCGPTPEER`).
+pub fn open_slave(master: impl AsFd, flags: i32) -> Result<OwnedFd> {
+    // SAFETY: TIOCGPTPEER takes flags by value and returns a new descriptor nobody owns.
+    unsafe {
+        let flags = flags | libc::O_NOCTTY | libc::O_CLOEXEC;
+        let r = libc::ioctl(master.as_fd().as_raw_fd(), TIOCGPTPEER as libc::Ioctl, flags);
+        let fd = check(|| "open the slave of a pty".into(), r.into())?;
+        Ok(OwnedFd::from_raw_fd(fd as i32))
+    }
+}
+
+/// `TIOCSCTTY` of `ioctl_tty(2)`.
+pub const TIOCSCTTY: u64 = 0x540e;

@@ -1,0 +1,130 @@
+//! A thread that is lent to us comes home: with us, and without us.
+#![allow(missing_docs, clippy::unwrap_used)]
+
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+use stillpoint_linux::inject::{Site, Stack, find_gadgets};
+use stillpoint_linux::memory::Memory;
+use stillpoint_linux::program::Program;
+use stillpoint_linux::ptrace::{Seized, Stop, Stopped, options};
+
+fn maps(pid: u32) -> Vec<(u64, u64, String)> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
+    let parse = |l: &str| {
+        let (range, rest) = l.split_once(' ').unwrap();
+        let (a, b) = range.split_once('-').unwrap();
+        let hex = |s| u64::from_str_radix(s, 16).unwrap();
+        (hex(a), hex(b), rest.to_string())
+    };
+    text.lines().map(parse).collect()
+}
+
+fn stop(pid: u32) -> Stopped {
+    let seized = Seized::seize(pid, options::SYSCALL_GOOD).unwrap();
+    seized.interrupt().unwrap();
+    let stopped = seized.wait().unwrap().stopped(pid).unwrap();
+    assert_eq!(stopped.stop(), Stop::Interrupt);
+    stopped
+}
+
+/// Visits the only thread of `pid` and dies (by dropping out with exit) after `steps` operations, if so many come.
+fn visit(pid: u32, steps: u32) {
+    let mut left = steps;
+    let mut step = || {
+        if left == 0 {
+            rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL).unwrap();
+        }
+        left -= 1;
+    };
+    let memory = Memory::open(pid).unwrap();
+    let all = maps(pid);
+    let code: Vec<_> = all.iter().filter(|m| m.2.starts_with("r-xp")).map(|m| (m.0, m.1)).collect();
+    let gadgets = find_gadgets(&memory, &code).unwrap();
+    let stack = all.iter().find(|m| m.2.ends_with("[stack]")).unwrap();
+    let thread = stop(pid);
+    let (sp, xstate) = (thread.regs().unwrap().sp(), thread.xstate().unwrap().len());
+    let stack = Stack { start: stack.0, end: stack.1, sp };
+    let site = Site::choose(&memory, gadgets, stack, xstate, 1, 4096).unwrap();
+    step();
+    let mut visit = site.visit(0, thread).unwrap();
+    step();
+    for _ in 0..3 {
+        visit.begin(libc::SYS_getpid, [0; 6]).unwrap();
+        step();
+        visit.enter().unwrap();
+        step();
+        assert_eq!(visit.finish().unwrap(), i64::from(pid));
+        step();
+    }
+    let flags = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE) as u64;
+    let (at, unmap) = (0x10_0000_0000, (libc::SYS_munmap, [0x10_0000_0000, 4096, 0, 0, 0, 0]));
+    let mapped = visit.call_with_undo(libc::SYS_mmap, [at, 4096, 3, flags, u64::MAX, 0], unmap).unwrap();
+    assert_eq!(mapped as u64, at);
+    step();
+    assert_eq!(visit.call(unmap.0, unmap.1).unwrap(), 0);
+    step();
+    let mut program = Program::new();
+    let old = program.data(&[0xff; 24]);
+    program.call("sigaltstack", libc::SYS_sigaltstack, [0u64.into(), old]);
+    assert_ne!(site.run(&mut visit, &program).unwrap().bytes(old, 24), [0xff; 24]);
+    step();
+    let thread = visit.leave().unwrap();
+    site.clean().unwrap();
+    step();
+    thread.detach().unwrap();
+}
+
+fn sleeper(seconds: &str) -> Child {
+    let child = Command::new("sleep").arg(seconds).stdin(Stdio::null()).spawn().unwrap();
+    std::thread::sleep(Duration::from_millis(100));
+    child
+}
+
+#[test]
+fn a_visited_sleeper_sleeps_on_for_the_rest_of_its_time() {
+    let start = Instant::now();
+    let mut child = sleeper("1.5");
+    for _ in 0..5 {
+        visit(child.id(), u32::MAX);
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    assert!(child.wait().unwrap().success());
+    let slept = start.elapsed().as_secs_f64();
+    assert!((1.4..3.0).contains(&slept), "slept {slept} s instead of 1.5");
+}
+
+#[test]
+fn an_abandoned_thread_finds_home_from_every_step() {
+    // A tight loop whose state is in registers; it ends by itself and tells the result.
+    let script =
+        "i=0; s=1; while [ $i -lt 150000 ]; do s=$(( (s * 31 + i) % 1000003 )); i=$((i+1)); done; echo $s";
+    let expected = Command::new("sh").args(["-c", script]).output().unwrap().stdout;
+    for steps in 0..15 {
+        let child = Command::new("sh").args(["-c", script]).stdout(Stdio::piped()).spawn().unwrap();
+        std::thread::sleep(Duration::from_millis(20));
+        let before = maps(child.id());
+        let status = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "visitor", "--ignored", "--nocapture"])
+            .env("VISIT_PID", child.id().to_string())
+            .env("VISIT_STEPS", steps.to_string())
+            .stdout(Stdio::null())
+            .status()
+            .unwrap();
+        assert!(!status.success(), "the visitor should have been killed at step {steps}");
+        let after = maps(child.id());
+        let names = |m: &[(u64, u64, String)]| m.iter().map(|m| m.2.clone()).collect::<Vec<_>>();
+        assert_eq!(names(&before), names(&after), "mappings left behind after step {steps}");
+        let out = child.wait_with_output().unwrap();
+        assert!(out.status.success(), "killed by the visit that ended at step {steps}: {}", out.status);
+        assert_eq!(out.stdout, expected, "step {steps}");
+    }
+}
+
+#[test]
+#[ignore = "the other half of the test above"]
+fn visitor() {
+    let number = |name| std::env::var(name).ok().and_then(|v: String| v.parse().ok());
+    if let (Some(pid), Some(steps)) = (number("VISIT_PID"), number("VISIT_STEPS")) {
+        visit(pid, steps);
+    }
+}

@@ -1,0 +1,153 @@
+//! What is given back by calls from outside, and what this machine or our privileges do not allow.
+
+use super::credentials;
+use crate::{Error, Result};
+use stillpoint_image::{AddressSpace, Process, Thread};
+use stillpoint_linux::proc::Proc;
+use stillpoint_linux::sched::SchedAttr;
+use stillpoint_linux::{Error as Kernel, features, limits, sched};
+
+const CAP_SYS_RESOURCE: u64 = 1 << 24;
+const SCHED_DEADLINE: u32 = 6;
+
+/// What cannot be given back here, one sentence each; empty if everything can. The restored process starts out with
+/// our own attributes, so ours are what the wanted ones are compared with. Changes nothing.
+///
+/// # Errors
+/// That our own attributes cannot be read.
+pub fn missing(process: &Process) -> Result<Vec<String>> {
+    let own = Proc::process(std::process::id())?;
+    let status = own.status()?;
+    let mut all = Vec::new();
+    if status.caps[2] & CAP_SYS_RESOURCE == 0 {
+        for limit in &process.rlimits {
+            let (_, hard) = limits::get(own.pid(), limit.resource)?;
+            if limit.hard > hard {
+                let name = limits::NAMES.get(limit.resource as usize).unwrap_or(&"?");
+                all.push(format!(
+                    "hard limit of RLIMIT_{name} was {}, here it is {}; raising it needs CAP_SYS_RESOURCE",
+                    number(limit.hard),
+                    number(hard)
+                ));
+            }
+        }
+        let here = own.oom_score_adj()?;
+        if process.oom_score_adj < here {
+            let was = process.oom_score_adj;
+            all.push(format!(
+                "oom_score_adj was {was}, here it is {here}; lowering it needs CAP_SYS_RESOURCE"
+            ));
+        }
+    }
+    let now = credentials::current(own.pid())?;
+    for thread in &process.threads {
+        for why in credentials::missing(&now, &thread.creds) {
+            if !all.contains(&why) {
+                all.push(why);
+            }
+        }
+    }
+    if process.xfeatures & !features::xfeatures_on_demand() & 1 << 18 != 0 {
+        all.push("the program uses AMX registers, which this machine does not have".into());
+    }
+    Ok(all)
+}
+
+fn number(limit: u64) -> String {
+    if limit == u64::MAX { "unlimited".into() } else { limit.to_string() }
+}
+
+/// CPUs, nice value, policy and I/O priority of a thread; `tid` is its id in our pid namespace.
+///
+/// CPUs come first: the kernel admits a deadline only to a thread that may use them all. Then the nice value, which a
+/// real-time thread keeps for later, then the policy.
+///
+/// # Errors
+/// [`Error::Failed`] naming what was not allowed and the privilege it needs.
+pub fn thread(tid: u32, thread: &Thread) -> Result<()> {
+    let want = &thread.sched;
+    let whose = |what: &str| format!("{what} of thread {} ({})", thread.tid, thread.name);
+    if sched::affinity(tid)? != want.affinity.0 && !want.affinity.0.is_empty() {
+        let help = "none of its CPUs exists or is allowed here";
+        explain(sched::set_affinity(tid, &want.affinity.0), libc::EINVAL, || whose("CPUs"), help)?;
+    }
+    if Proc::thread_by_tid(tid)?.stat()?.nice != want.nice {
+        let help = "CAP_SYS_NICE or a higher RLIMIT_NICE is needed";
+        let what = || whose(&format!("nice value {}", want.nice));
+        explain(sched::set_nice(tid, want.nice), libc::EACCES, what, help)?;
+    }
+    let now = sched::attributes(tid)?;
+    if let Some(attr) = policy(&now, thread) {
+        let help = "CAP_SYS_NICE or a higher RLIMIT_RTPRIO is needed";
+        let what = || whose(&format!("scheduling policy {} priority {}", want.policy, want.priority));
+        explain(sched::set_attributes(tid, &attr), libc::EPERM, what, help)?;
+    }
+    if sched::io_priority(tid)? != thread.ioprio {
+        let help = "CAP_SYS_NICE or CAP_SYS_ADMIN is needed";
+        let what = || whose(&format!("I/O priority {:#x}", thread.ioprio));
+        explain(sched::set_io_priority(tid, thread.ioprio), libc::EPERM, what, help)?;
+    }
+    Ok(())
+}
+
+/// The call that makes `now` what the thread had; `None` if it is so already.
+fn policy(now: &SchedAttr, thread: &Thread) -> Option<SchedAttr> {
+    let want = &thread.sched;
+    let [runtime, deadline, period] = want.deadline;
+    let fair = want.policy != SCHED_DEADLINE;
+    let mut attr = SchedAttr {
+        policy: want.policy,
+        flags: want.flags & sched::KEPT_FLAGS,
+        nice: want.nice,
+        priority: want.priority,
+        // A fair thread's time slice. Where it is what a thread here has anyway, it was no choice of the program's.
+        runtime: if fair && runtime == now.runtime { 0 } else { runtime },
+        deadline,
+        period,
+        ..SchedAttr::default()
+    };
+    let clamps = want.util != [now.util_min, now.util_max] && want.util != [0, 0];
+    if clamps {
+        attr.flags |= sched::SET_UTIL;
+        [attr.util_min, attr.util_max] = want.util;
+    }
+    let kept = now.flags & sched::KEPT_FLAGS;
+    let same = (attr.policy, attr.priority, attr.flags) == (now.policy, now.priority, kept)
+        && want.deadline == [now.runtime, now.deadline, now.period];
+    (!same).then_some(attr)
+}
+
+/// Limits, OOM score and core dump filter of the process; `pid` is its id in our pid namespace. At the very end,
+/// because limits would hinder the rebuilding itself.
+///
+/// # Errors
+/// [`Error::Failed`] naming what was not allowed and the privilege it needs.
+pub fn process(pid: u32, process: &Process, space: &AddressSpace) -> Result<()> {
+    let folder = Proc::process(pid)?;
+    if folder.oom_score_adj()? != process.oom_score_adj {
+        let set = folder.write("oom_score_adj", process.oom_score_adj.to_string().as_bytes());
+        let what = || format!("oom_score_adj {} of process {pid}", process.oom_score_adj);
+        explain(set, libc::EACCES, what, "CAP_SYS_RESOURCE is needed")?;
+    }
+    if folder.coredump_filter()? != space.coredump_filter {
+        folder.write("coredump_filter", format!("{:#x}", space.coredump_filter).as_bytes())?;
+    }
+    for limit in &process.rlimits {
+        if limits::get(pid, limit.resource)? == (limit.soft, limit.hard) {
+            continue;
+        }
+        let set = limits::set(pid, limit.resource, limit.soft, limit.hard);
+        let name = limits::NAMES.get(limit.resource as usize).unwrap_or(&"?");
+        let what = || format!("RLIMIT_{name} {} of process {pid}", number(limit.hard));
+        explain(set, libc::EPERM, what, "CAP_SYS_RESOURCE is needed to raise a hard limit")?;
+    }
+    Ok(())
+}
+
+/// Adds to an expected refusal of the kernel what it takes.
+fn explain(result: Result<(), Kernel>, errno: i32, what: impl FnOnce() -> String, help: &str) -> Result<()> {
+    match result {
+        Err(e) if e.errno() == Some(errno) => Err(Error::Failed(format!("{}: {help}", what()))),
+        other => Ok(other?),
+    }
+}

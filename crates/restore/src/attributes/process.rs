@@ -1,0 +1,216 @@
+//! The process as a whole: programs for its main thread.
+
+use crate::{Error, Result};
+use linux_raw_sys::prctl::{
+    PR_SET_CHILD_SUBREAPER, PR_SET_MEMORY_MERGE, PR_SET_MM, PR_SET_MM_MAP, PR_SET_THP_DISABLE,
+    PR_TIMER_CREATE_RESTORE_IDS, PR_TIMER_CREATE_RESTORE_IDS_OFF, PR_TIMER_CREATE_RESTORE_IDS_ON,
+};
+use stillpoint_image::{AddressSpace, PosixTimer, Process};
+use stillpoint_linux::program::{Arg, Outcome, Program};
+use stillpoint_linux::{features, layout as kernel};
+
+const ARCH_REQ_XCOMP_PERM: u64 = 0x1023;
+/// Without [`PR_TIMER_CREATE_RESTORE_IDS`] a timer's id is reached by making and deleting all before it.
+const MOST_TIMER_STEPS: u32 = 10_000;
+
+/// What comes before memory is built: session and group, because descriptors of terminals need them; states of the
+/// address space that new mappings inherit and that the memory's own states then override; leave to use large
+/// registers, without which [`stillpoint_image::Thread::xstate`] cannot be set.
+pub fn early(process: &Process, space: &AddressSpace) -> Program {
+    let mut p = Program::new();
+    if process.leads_session {
+        p.call("setsid", libc::SYS_setsid, []);
+    } else if process.leads_group {
+        p.call("setpgid", libc::SYS_setpgid, [0.into(), 0.into()]);
+    }
+    let (disable, flags) = (u64::from(space.thp_disable & 1), u64::from(space.thp_disable & !1));
+    prctl(&mut p, "PR_SET_THP_DISABLE", PR_SET_THP_DISABLE, [disable.into(), flags.into()]);
+    if space.memory_merge {
+        prctl(&mut p, "PR_SET_MEMORY_MERGE", PR_SET_MEMORY_MERGE, [1.into()]);
+    }
+    // Only these features are not everybody's from the start.
+    let on_demand = process.xfeatures & 1 << 18;
+    for bit in (0..64u64).filter(|bit| on_demand & 1 << bit != 0) {
+        let what = format!("use register set {bit} of the extended state");
+        p.call(what, libc::SYS_arch_prctl, [ARCH_REQ_XCOMP_PERM.into(), bit.into()]);
+    }
+    p
+}
+
+/// The addresses that the kernel keeps about the program (`/proc/PID/cmdline`, `environ`, `auxv`, `exe`, brk), once the
+/// mappings they point to exist and the old executable is mapped no more. `exe_fd` is the executable's descriptor
+/// inside the process; `None` leaves the link as it is. Needs `CAP_CHECKPOINT_RESTORE`. prctl(2), `PR_SET_MM_MAP`
+pub fn layout(space: &AddressSpace, exe_fd: Option<u32>) -> Program {
+    let mut p = Program::new();
+    let l = &space.layout;
+    let mut map = kernel::words(&[
+        l.start_code,
+        l.end_code,
+        l.start_data,
+        l.end_data,
+        l.start_brk,
+        l.brk,
+        l.start_stack,
+        l.arg_start,
+        l.arg_end,
+        l.env_start,
+        l.env_end,
+        0, // the auxiliary vector's address: linked below
+    ]);
+    map.extend((space.auxv.0.len() as u32).to_le_bytes());
+    map.extend(exe_fd.unwrap_or(u32::MAX).to_le_bytes());
+    let auxv = p.data(&space.auxv.0);
+    let map = p.data(&map);
+    if !space.auxv.0.is_empty() {
+        p.link(map, kernel::MM_MAP as u32 - 16, auxv);
+    }
+    let args = [u64::from(PR_SET_MM_MAP).into(), map, (kernel::MM_MAP as u64).into()];
+    prctl(&mut p, "PR_SET_MM_MAP", PR_SET_MM, args);
+    p
+}
+
+/// Signal actions, umask, child reaping, memory barriers. Actions come before pending signals: setting one to "ignore"
+/// drops what is pending.
+pub fn settled(process: &Process, space: &AddressSpace) -> Program {
+    let mut p = Program::new();
+    p.call("umask", libc::SYS_umask, [u64::from(process.umask).into()]);
+    let reap = u64::from(process.child_subreaper);
+    prctl(&mut p, "PR_SET_CHILD_SUBREAPER", PR_SET_CHILD_SUBREAPER, [reap.into()]);
+    for a in &process.actions {
+        let data = p.data(&kernel::words(&[a.handler, a.flags, a.restorer, a.mask]));
+        let args = [u64::from(a.signal).into(), data, 0.into(), 8.into()];
+        p.call(format!("rt_sigaction {}", a.signal), libc::SYS_rt_sigaction, args);
+    }
+    for bit in (0..32).filter(|bit| space.membarrier & 1 << bit != 0) {
+        let what = format!("register for memory barriers of kind {bit}");
+        p.call(what, libc::SYS_membarrier, [(1u64 << bit).into()]);
+    }
+    p
+}
+
+/// POSIX timers with their ids, disarmed. The threads they notify must exist.
+#[derive(Debug)]
+pub struct Timers {
+    program: Program,
+    made: Vec<(u32, Arg)>,
+}
+
+impl Timers {
+    /// Plans the timers of a process.
+    ///
+    /// # Errors
+    /// [`Error::Failed`] if this kernel cannot give a timer its id in a reasonable number of steps.
+    pub fn new(process: &Process) -> Result<Self> {
+        let mut this = Timers { program: Program::new(), made: Vec::new() };
+        let mut timers: Vec<&PosixTimer> = process.timers.iter().collect();
+        timers.sort_by_key(|t| t.id);
+        if timers.is_empty() {
+            return Ok(this);
+        }
+        if features::timer_ids() {
+            this.switch_ids(PR_TIMER_CREATE_RESTORE_IDS_ON);
+            timers.iter().for_each(|t| this.make(t, process));
+            this.switch_ids(PR_TIMER_CREATE_RESTORE_IDS_OFF);
+        } else {
+            this.count_up(&timers, process)?;
+        }
+        Ok(this)
+    }
+
+    fn switch_ids(&mut self, to: u32) {
+        let what = "PR_TIMER_CREATE_RESTORE_IDS";
+        prctl(&mut self.program, what, PR_TIMER_CREATE_RESTORE_IDS, [u64::from(to).into()]);
+    }
+
+    /// Before 6.15 a new process counts its timers' ids up from 0, whether they were deleted or not.
+    fn count_up(&mut self, timers: &[&PosixTimer], process: &Process) -> Result<()> {
+        let last = timers.last().map_or(0, |t| t.id);
+        if last > MOST_TIMER_STEPS {
+            return Err(Error::Failed(format!(
+                "POSIX timer {last}: only Linux 6.15 and later can give a timer so high an id"
+            )));
+        }
+        let mut next = 0;
+        for timer in timers {
+            while next < timer.id {
+                let filler =
+                    PosixTimer { id: next, clock: libc::CLOCK_MONOTONIC, notify: 1, ..Default::default() };
+                self.make(&filler, process);
+                let args = [u64::from(next).into()];
+                self.program.call(format!("timer_delete {next}"), libc::SYS_timer_delete, args);
+                next += 1;
+            }
+            self.make(timer, process);
+            next += 1;
+        }
+        Ok(())
+    }
+
+    fn make(&mut self, timer: &PosixTimer, process: &Process) {
+        let p = &mut self.program;
+        // A timer whose thread has ended notifies nobody, but its id stays taken.
+        let orphan = timer.tid != 0 && !process.threads.iter().any(|t| t.tid == timer.tid);
+        let (notify, tid) = match timer.tid {
+            _ if orphan => (libc::SIGEV_NONE as u32, 0),
+            0 => (timer.notify, 0),
+            tid => (timer.notify | libc::SIGEV_THREAD_ID as u32, tid),
+        };
+        let mut event = vec![0; kernel::SIGEVENT];
+        event[..8].copy_from_slice(&timer.value.to_le_bytes());
+        event[8..12].copy_from_slice(&timer.signal.to_le_bytes());
+        event[12..16].copy_from_slice(&notify.to_le_bytes());
+        event[16..20].copy_from_slice(&tid.to_le_bytes());
+        let (event, id) = (p.data(&event), p.data(&timer.id.to_le_bytes()));
+        // CPU clocks are negative and name their process or thread, which has its old id.
+        let args = [(timer.clock as i64 as u64).into(), event, id];
+        p.call(format!("timer_create {} on clock {}", timer.id, timer.clock), libc::SYS_timer_create, args);
+        self.made.push((timer.id, id));
+    }
+
+    /// The program to run in the main thread.
+    pub fn program(&self) -> &Program {
+        &self.program
+    }
+
+    /// Checks that the kernel gave the ids that were asked for.
+    ///
+    /// # Errors
+    /// [`Error::Failed`] if it did not.
+    pub fn check(&self, outcome: &Outcome) -> Result<()> {
+        for &(wanted, at) in &self.made {
+            let got = kernel::half(outcome.bytes(at, 4), 0);
+            if got != wanted {
+                return Err(Error::Failed(format!("POSIX timer {wanted}: the kernel gave it the id {got}")));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Starts interval timers and POSIX timers with the time they had left. As late as can be: they run from here on.
+pub fn arm(process: &Process) -> Program {
+    let mut p = Program::new();
+    for (which, t) in process.itimers.iter().enumerate().filter(|(_, t)| t.value_us != 0) {
+        let (value, interval) = (t.value_us, t.interval_us);
+        let [vs, vu, is, iu] =
+            [value / 1_000_000, value % 1_000_000, interval / 1_000_000, interval % 1_000_000];
+        let data = p.data(&kernel::words(&[is, iu, vs, vu]));
+        p.call(format!("setitimer {which}"), libc::SYS_setitimer, [(which as u64).into(), data]);
+    }
+    for t in process.timers.iter().filter(|t| t.remaining_ns != 0) {
+        const NS: u64 = 1_000_000_000;
+        let words = [t.interval_ns / NS, t.interval_ns % NS, t.remaining_ns / NS, t.remaining_ns % NS];
+        let data = p.data(&kernel::words(&words));
+        let args = [u64::from(t.id).into(), 0.into(), data];
+        p.call(format!("timer_settime {}", t.id), libc::SYS_timer_settime, args);
+    }
+    p
+}
+
+/// A prctl(2) that must succeed.
+pub(super) fn prctl<const N: usize>(p: &mut Program, name: &str, option: u32, args: [Arg; N]) {
+    let mut all = [Arg::Value(0); 5];
+    all[0] = u64::from(option).into();
+    all[1..=N].copy_from_slice(&args);
+    p.call(format!("prctl {name}"), libc::SYS_prctl, all);
+}

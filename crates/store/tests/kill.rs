@@ -1,0 +1,82 @@
+//! Writers that are killed at random moments.
+
+mod common;
+
+use common::*;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+use stillpoint_store::Store;
+
+/// Rounds of killing.
+const ROUNDS: u64 = 60;
+/// Tells the test binary, started again, to be the victim.
+const VICTIM: &str = "STILLPOINT_TEST_VICTIM_STORE";
+
+/// Memory of checkpoint `id`: half of it is that of the one before.
+fn memory_of(id: u64) -> Memory {
+    let mut memory = Memory::new();
+    for page in 0..400 {
+        memory.insert(page, id - (page + id) % id.min(2));
+    }
+    memory
+}
+
+/// Not a test of its own: what the victim does, until it is killed.
+#[test]
+fn victim() {
+    let Ok(path) = std::env::var(VICTIM) else { return };
+    loop {
+        let store = Store::open(path.as_ref()).expect("open");
+        let mut writer = store.begin("job").expect("begin");
+        let id = writer.id();
+        if let Some(last) = store.checkpoints("job").expect("ids").last()
+            && last + 1 == id
+        {
+            for extent in store.load("job", Some(*last)).expect("load").pages.extents {
+                writer.reuse(&extent).expect("reuse");
+            }
+        }
+        for (page, seed) in memory_of(id) {
+            put(&mut writer, page, 1, seed).expect("put");
+        }
+        writer.commit(image()).expect("commit");
+        if id.is_multiple_of(3) {
+            store.prune("job", 2).expect("prune");
+        }
+        if id.is_multiple_of(7) {
+            store.remove("job", id).expect("remove");
+        }
+    }
+}
+
+#[test]
+fn killed_at_random_moments() {
+    let folder = tempfile::tempdir().expect("folder");
+    let mut random = u64::from(std::process::id()) | 1;
+    let mut highest = 0;
+    for round in 0..ROUNDS {
+        let mut victim = Command::new(std::env::current_exe().expect("myself"))
+            .args(["--exact", "victim", "--test-threads=1"])
+            .env(VICTIM, folder.path())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("victim");
+        random ^= random << 13;
+        random ^= random >> 7;
+        random ^= random << 17;
+        std::thread::sleep(Duration::from_micros(10_000 + random % 60_000));
+        assert!(victim.try_wait().expect("wait").is_none(), "round {round}: the victim failed by itself");
+        victim.kill().expect("kill");
+        victim.wait().expect("wait");
+
+        let store = Store::open(folder.path()).expect("open");
+        for id in store.checkpoints("job").unwrap_or_default() {
+            assert_holds(&store, "job", id, &memory_of(id));
+            highest = highest.max(id);
+        }
+        assert_no_leftovers(&store, "job");
+    }
+    eprintln!("{ROUNDS} victims got as far as checkpoint {highest}");
+    assert!(highest > ROUNDS / 2, "victims die before they have done anything");
+}

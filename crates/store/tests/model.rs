@@ -1,0 +1,163 @@
+//! Any sequence of checkpoints and removals, against a model that keeps whole memories.
+
+mod common;
+
+use common::*;
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+use stillpoint_image::{PAGE, Range};
+use stillpoint_store::Store;
+
+/// Pages of the model's memory.
+const PAGES: u64 = 300;
+
+#[derive(Clone, Debug)]
+enum Change {
+    /// A run of pages gets new contents (or zeros, for seed 0).
+    Put { first: u64, pages: u64, seed: u64 },
+    /// A run of pages is given back.
+    Forget { first: u64, pages: u64 },
+}
+
+#[derive(Clone, Debug)]
+enum Action {
+    /// A checkpoint from nothing, or on top of the newest.
+    Checkpoint {
+        incremental: bool,
+        changes: Vec<Change>,
+        commits: bool,
+    },
+    Remove(prop::sample::Index),
+    Prune(usize),
+    Reopen,
+}
+
+fn change() -> impl Strategy<Value = Change> {
+    let run = (0..PAGES, 1_u64..100);
+    prop_oneof![
+        4 => (run.clone(), 0_u64..50).prop_map(|((first, pages), seed)| Change::Put { first, pages, seed }),
+        1 => run.prop_map(|(first, pages)| Change::Forget { first, pages }),
+    ]
+}
+
+fn action() -> impl Strategy<Value = Action> {
+    let changes = prop::collection::vec(change(), 0..12);
+    prop_oneof![
+        6 => (prop::bool::weighted(0.8), changes, prop::bool::weighted(0.9)).prop_map(
+            |(incremental, changes, commits)| Action::Checkpoint { incremental, changes, commits }
+        ),
+        1 => any::<prop::sample::Index>().prop_map(Action::Remove),
+        2 => (1_usize..4).prop_map(Action::Prune),
+        1 => Just(Action::Reopen),
+    ]
+}
+
+/// The checkpoints there should be.
+#[derive(Default)]
+struct Model {
+    checkpoints: BTreeMap<u64, Memory>,
+    last: u64,
+}
+
+impl Model {
+    fn checkpoint(&mut self, store: &Store, incremental: bool, changes: &[Change], commits: bool) {
+        let mut writer = store.begin("job").expect("begin");
+        let mut memory = Memory::new();
+        if incremental && let Some((id, newest)) = self.checkpoints.last_key_value() {
+            memory = newest.clone();
+            for extent in store.load("job", Some(*id)).expect("load").pages.extents {
+                writer.reuse(&extent).expect("reuse");
+            }
+        }
+        for change in changes {
+            match *change {
+                Change::Put { first, pages, seed } => {
+                    put(&mut writer, first, pages, seed).expect("put");
+                    memory.extend((first..first + pages).map(|page| (page, seed)));
+                }
+                Change::Forget { first, pages } => {
+                    writer.forget(SPACE, Range { start: first * PAGE, len: pages * PAGE });
+                    memory.retain(|page, _| !(first..first + pages).contains(page));
+                }
+            }
+        }
+        if commits {
+            let done = writer.commit(image()).expect("commit");
+            assert!(done.id > self.last, "ids are never used again");
+            self.last = done.id;
+            self.checkpoints.insert(done.id, memory);
+        }
+    }
+
+    /// Bytes that the checkpoints need at most: all pages that differ between any two of them.
+    fn needed(&self) -> u64 {
+        let mut pages: Vec<(u64, u64)> =
+            self.checkpoints.values().flatten().map(|(p, s)| (*p, *s)).filter(|(_, s)| *s != 0).collect();
+        pages.sort_unstable();
+        pages.len() as u64 * PAGE
+    }
+
+    fn check(&self, store: &Store) {
+        let ids: Vec<u64> = self.checkpoints.keys().copied().collect();
+        assert_eq!(store.checkpoints("job").unwrap_or_default(), ids);
+        for (id, memory) in &self.checkpoints {
+            assert_holds(store, "job", *id, memory);
+        }
+        assert_no_leftovers(store, "job");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 32, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_sequence(actions in prop::collection::vec(action(), 1..24)) {
+        let shm = std::path::Path::new("/dev/shm"); // much faster, where there is one
+        let folder = tempfile::tempdir_in(shm).or_else(|_| tempfile::tempdir()).expect("folder");
+        let mut store = Store::open(folder.path()).expect("open");
+        let mut model = Model::default();
+        for action in actions {
+            match action {
+                Action::Checkpoint { incremental, changes, commits } => {
+                    model.checkpoint(&store, incremental, &changes, commits);
+                }
+                Action::Remove(which) if !model.checkpoints.is_empty() => {
+                    let id = *model.checkpoints.keys().nth(which.index(model.checkpoints.len())).expect("one");
+                    model.checkpoints.remove(&id);
+                    store.remove("job", id).expect("remove");
+                }
+                Action::Prune(keep) if !model.checkpoints.is_empty() => {
+                    while model.checkpoints.len() > keep {
+                        model.checkpoints.pop_first();
+                    }
+                    let freed = store.prune("job", keep).expect("prune");
+                    assert!(freed.unfinished.is_none());
+                    let headers = 64 * PAGE;
+                    assert!(segment_bytes(&store, "job") <= 2 * model.needed() + headers, "the store is bounded");
+                }
+                Action::Reopen => store = Store::open(folder.path()).expect("open"),
+                Action::Remove(_) | Action::Prune(_) => {}
+            }
+            model.check(&store);
+        }
+    }
+}
+
+/// More segments than a reader wants to hold open are joined.
+#[test]
+fn many_small_checkpoints() {
+    let shm = std::path::Path::new("/dev/shm");
+    let folder = tempfile::tempdir_in(shm).or_else(|_| tempfile::tempdir()).expect("folder");
+    let store = Store::open(folder.path()).expect("open");
+    let mut model = Model::default();
+    for i in 0..200 {
+        let changes = [Change::Put { first: i, pages: 1, seed: i + 1 }];
+        model.checkpoint(&store, true, &changes, true);
+    }
+    let (last, newest) = model.checkpoints.pop_last().expect("newest");
+    model.checkpoints = [(last, newest)].into();
+    store.prune("job", 1).expect("prune");
+    model.check(&store);
+    let segments = names(&folder.path().join("jobs/job/segments")).len();
+    assert!(segments <= 64, "{segments} segments");
+}
