@@ -288,16 +288,6 @@ fn own_layout() -> Result<prctl_mm_map> {
     Ok(layout)
 }
 
-/// `PR_TIMER_CREATE_RESTORE_IDS` (Linux 6.15): POSIX timers get back their ids directly.
-pub fn timer_ids() -> Result<()> {
-    const PR_TIMER_CREATE_RESTORE_IDS: i32 = 77;
-    const GET: usize = 2;
-    // SAFETY: this prctl(2) takes no pointers.
-    check("prctl(PR_TIMER_CREATE_RESTORE_IDS)", unsafe {
-        libc::prctl(PR_TIMER_CREATE_RESTORE_IDS, GET, 0, 0, 0)
-    })
-}
-
 /// userfaultfd with asynchronous write-protection.
 pub fn userfaultfd() -> Result<()> {
     const UFFDIO_API: libc::c_ulong = 0xc018_aa3f;

@@ -362,27 +362,6 @@ fn take_effect(signal: i32) {
     }
 }
 
-/// `struct termios2`: what `TCGETS2` fills.
-const TERMIOS2: usize = 44;
-
-/// Settings of a terminal as raw `struct termios2`; fails with `ENOTTY` on anything else.
-pub fn terminal_settings(terminal: BorrowedFd<'_>) -> Result<Vec<u8>> {
-    let mut settings = vec![0u8; TERMIOS2];
-    // SAFETY: TCGETS2 writes a termios2, which is as long as the buffer (asserted below).
-    check("TCGETS2", unsafe { libc::ioctl(terminal.as_raw_fd(), libc::TCGETS2, settings.as_mut_ptr()) })?;
-    Ok(settings)
-}
-const _: () = assert!(size_of::<libc::termios2>() == TERMIOS2);
-
-/// Gives a terminal settings that [`terminal_settings`] returned, once its output is written.
-pub fn set_terminal_settings(terminal: BorrowedFd<'_>, settings: &[u8]) -> Result<()> {
-    if settings.len() != TERMIOS2 {
-        return Err(Error::Other(format!("terminal settings of {} bytes, not {TERMIOS2}", settings.len())));
-    }
-    // SAFETY: TCSETSW2 reads a termios2, which is as long as the slice.
-    check("TCSETSW2", unsafe { libc::ioctl(terminal.as_raw_fd(), libc::TCSETSW2, settings.as_ptr()) })
-}
-
 pub(crate) fn check(call: &str, result: i32) -> Result<()> {
     if result < 0 { Err(Error::call(call, std::io::Error::last_os_error())) } else { Ok(()) }
 }
