@@ -7,8 +7,8 @@ use rustix::fs::{Mode, OFlags};
 use serde_json::json;
 use std::path::Path;
 use std::process::ExitCode;
-use stillpoint_linux::{Error, features};
 use stillpoint_linux::probe::{self, Subject};
+use stillpoint_linux::{Error, features};
 
 /// How much depends on a feature.
 #[derive(Clone, Copy, PartialEq, Eq)]

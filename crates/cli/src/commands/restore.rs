@@ -9,6 +9,8 @@ use crate::supervise::{GiveUp, Supervisor, let_go};
 use crate::{jobs, output, terminal};
 use rustix::fd::{AsFd, OwnedFd};
 use serde_json::json;
+use std::io::Read;
+use std::path::Path;
 use std::process::ExitCode;
 use stillpoint_image::Meta;
 use stillpoint_linux::supervise::Signals;
@@ -97,7 +99,7 @@ impl Revived {
         let watch = GiveUp::watch(&signals, relay)?;
         let restored = {
             let bar = Bar::new("restore", common.json);
-            restore(&checkpoint, &options(args, stdio), &bar)
+            restore(&checkpoint, &options(args, stdio), &mut keep_tail(&store, &checkpoint.image.meta), &bar)
         };
         drop(watch);
         let Checkpoint { image, .. } = checkpoint;
@@ -119,11 +121,10 @@ impl Revived {
     }
 
     fn answer(&self) -> Answer {
-        let Restored { pid, private_pid, pages, .. } = self.restored;
+        let Restored { pid, pages, .. } = self.restored;
         let bytes = pages * stillpoint_image::PAGE;
-        let seen = private_pid.map_or(String::new(), |p| format!(" (it sees itself as {p})"));
         let text = format!(
-            "{}@{} restored as pid {pid}{seen}  {}  skeleton {}, loaded {}",
+            "{}@{} restored as pid {pid}  {}  skeleton {}, loaded {}",
             self.meta.job,
             self.meta.id,
             output::bytes(bytes),
@@ -135,7 +136,6 @@ impl Revived {
             "from": self.meta.job,
             "id": self.meta.id,
             "pid": pid,
-            "private_pid": private_pid,
             "supervisor_pid": std::process::id(),
             "bytes": bytes,
             "pages": pages,
@@ -153,7 +153,7 @@ fn options(args: &Restore, stdio: Stdio) -> Options {
         Files::Keep => FilesPolicy::Keep,
         Files::Refuse => FilesPolicy::Refuse,
     };
-    Options { files, same_pid_only: args.pid.is_some(), stdio }
+    Options { files, stdio }
 }
 
 /// The name that the restored program runs under: that of its job, or, while that runs, a new one.
@@ -166,6 +166,14 @@ fn claim(store: &Store, job: &str) -> Result<(Claim, Vec<String>)> {
     Ok((jobs::claim(store, job)?, Vec::new()))
 }
 
+/// Keeps what is cut from a file, in the store.
+fn keep_tail<'a>(
+    store: &'a Store,
+    meta: &'a Meta,
+) -> impl FnMut(&Path, u64, &mut dyn Read) -> stillpoint_restore::Result<()> + 'a {
+    move |file, offset, tail| Ok(store.keep_tail(&meta.job, meta.id, file, offset, tail).map(drop)?)
+}
+
 fn failure(error: Error, meta: &Meta) -> Failure {
     let name = format!("{}@{}", meta.job, meta.id);
     match error {
@@ -173,6 +181,11 @@ fn failure(error: Error, meta: &Meta) -> Failure {
             let list: Vec<String> = things.iter().map(|t| format!("\n{t}")).collect();
             Failure::refused(format!("cannot restore {name}:{}", list.concat()))
         }
+        Error::PidTaken(_) => Failure::refused(format!("cannot restore {name}: {error}"))
+            .hint("end the process that has the id, if it is of no use any more"),
+        Error::NoPidPrivilege(_) => Failure::failed(format!("restore {name}: {error}"))
+            .hint("stillpoint doctor tells what is missing"),
+        Error::Store(e) => jobs::store_failure(e),
         Error::Kernel(e) => Failure::from(e).within(&format!("restore {name}")),
         Error::Failed(what) => Failure::failed(what).within(&format!("restore {name}")),
     }
