@@ -6,7 +6,7 @@ use crate::output;
 use rustix::fd::{AsFd, BorrowedFd};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, PipeWriter, Write, stderr, stdout};
-use stillpoint_linux::supervise::{Side, background};
+use stillpoint_linux::supervise::{Side, background, drop_inherited};
 
 /// What a command tells when it worked.
 #[derive(Debug)]
@@ -101,7 +101,9 @@ fn outcome(line: &str) -> Result<Answer> {
 
 /// Where the standard streams of a detached job lead: input to `/dev/null`; output where it was redirected to a file
 /// (or a device) and to `/dev/null` otherwise: a terminal will be gone, and the reader of a pipe (`$(…)`, a script)
-/// would wait for the job instead of for this command. Returns the streams that lead nowhere now.
+/// would wait for the job instead of for this command. Other descriptors that were inherited (of a terminal emulator, a
+/// build system, a test harness) are closed, as is the custom of daemons: they would tie the job to programs it has
+/// nothing to do with. Returns the streams that lead nowhere now.
 pub fn background_stdio() -> Result<Vec<&'static str>> {
     let null = std::fs::OpenOptions::new().read(true).write(true).open("/dev/null");
     let null = null.map_err(|e| Failure::failed(format!("/dev/null: {e}")))?;
@@ -116,6 +118,7 @@ pub fn background_stdio() -> Result<Vec<&'static str>> {
         rustix::stdio::dup2_stderr(&null).map_err(failed)?;
         lost.push("standard error");
     }
+    drop_inherited()?;
     Ok(lost)
 }
 

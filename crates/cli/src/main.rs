@@ -20,7 +20,9 @@ use std::process::ExitCode;
 fn main() -> ExitCode {
     std::panic::set_hook(Box::new(|panic| {
         let place = panic.location().map(|l| format!(" ({}:{})", l.file(), l.line())).unwrap_or_default();
-        let what = panic.payload_as_str().unwrap_or("no message").lines().next().unwrap_or_default();
+        let message = panic.payload().downcast_ref::<String>().map(String::as_str);
+        let message = message.or_else(|| panic.payload().downcast_ref::<&str>().copied());
+        let what = message.and_then(|m| m.lines().next()).unwrap_or("no message");
         output::note(&format!("stillpoint: a mistake in stillpoint itself: {what}{place}"));
         std::process::exit(FAILED.into());
     }));

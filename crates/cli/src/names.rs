@@ -30,7 +30,7 @@ pub fn job_from(text: &str) -> String {
     let fits = |c: char| if c.is_ascii_alphanumeric() || "._-+".contains(c) { c } else { '_' };
     let name: String = text.chars().map(fits).collect();
     let name = name.trim_start_matches(['.', '-']);
-    let name = name.get(..name.floor_char_boundary(LONGEST)).unwrap_or_default();
+    let name = name.get(..LONGEST).unwrap_or(name); // it is ASCII by now
     if parse_job(name).is_ok() {
         name.to_string()
     } else {

@@ -87,10 +87,10 @@ pub fn short(d: Duration) -> String {
 /// A long time: `42 s`, `5 min`, `3 h 20 min`, `12 d`.
 pub fn long(seconds: u64) -> String {
     match seconds {
-        ..120 => format!("{seconds} s"),
-        ..7_200 => format!("{} min", seconds / 60),
-        ..172_800 => format!("{} h {} min", seconds / 3_600, seconds % 3_600 / 60),
-        _ => format!("{} d", seconds / 86_400),
+        0..120 => format!("{seconds} s"),
+        120..7_200 => format!("{} min", seconds / 60),
+        7_200..172_800 => format!("{} h {} min", seconds / 3_600, seconds % 3_600 / 60),
+        172_800.. => format!("{} d", seconds / 86_400),
     }
 }
 

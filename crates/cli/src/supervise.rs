@@ -5,7 +5,7 @@ use crate::failure::{Failure, Result};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::process::{Pid, getpgid, getpgrp, getsid};
-use std::io::{PipeReader, PipeWriter};
+use std::io::{PipeReader, PipeWriter, Write};
 use stillpoint_linux::supervise::{
     Change, Received, Signals, die_of, drop_inherited, forward, reap_orphans, stop_like, wait,
 };
@@ -207,7 +207,7 @@ impl Drop for Foreground {
 /// program is being brought back there is nobody to pass signals to.
 #[derive(Debug)]
 pub struct GiveUp {
-    stop: Option<PipeWriter>,
+    stop: PipeWriter,
     thread: Option<std::thread::JoinHandle<()>>,
 }
 
@@ -220,13 +220,13 @@ impl GiveUp {
         let relay = relay.map(|r| r.try_clone_to_owned()).transpose().map_err(failed)?;
         let work = move || give_up(&signals, &stopped, relay.as_ref());
         let thread = std::thread::Builder::new().name("signals".into()).spawn(work).map_err(failed)?;
-        Ok(Self { stop: Some(stop), thread: Some(thread) })
+        Ok(Self { stop, thread: Some(thread) })
     }
 }
 
 impl Drop for GiveUp {
     fn drop(&mut self) {
-        drop(self.stop.take()); // the other end hangs up
+        let _ = self.stop.write_all(b"."); // its reader is ours, and waits
         let _ = self.thread.take().map(std::thread::JoinHandle::join);
     }
 }

@@ -3,7 +3,7 @@
 use crate::output::note;
 use rustix::fd::OwnedFd;
 use stillpoint_image::Terminal;
-use stillpoint_linux::supervise::{set_terminal_settings, terminal_settings};
+use stillpoint_linux::tty;
 
 /// Our controlling terminal.
 pub fn controlling() -> Option<OwnedFd> {
@@ -27,8 +27,8 @@ impl Settings {
             return None;
         }
         let terminal = rustix::io::fcntl_dupfd_cloexec(&stdin, 3).ok()?;
-        let before = terminal_settings(rustix::fd::AsFd::as_fd(&terminal)).ok()?;
-        if let Err(e) = set_terminal_settings(rustix::fd::AsFd::as_fd(&terminal), &recorded.termios.0) {
+        let before = tty::settings(&terminal).ok()?;
+        if let Err(e) = tty::set_settings(&terminal, &recorded.termios.0) {
             note(&format!("stillpoint: the terminal keeps its settings: {e}"));
             return None;
         }
@@ -39,6 +39,6 @@ impl Settings {
 impl Drop for Settings {
     fn drop(&mut self) {
         // Fails only where the terminal has hung up.
-        let _ = set_terminal_settings(rustix::fd::AsFd::as_fd(&self.terminal), &self.before);
+        let _ = tty::set_settings(&self.terminal, &self.before);
     }
 }

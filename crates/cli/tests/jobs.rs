@@ -139,7 +139,11 @@ fn a_stopped_job_does_not_stop_its_supervisor() {
 fn detached_jobs_return_at_once_and_go_on() {
     let bench = Bench::new();
     // Captured through pipes: they would never end if the job held them.
-    let answer = bench.json(&["run", "--detach", "--", "sh", "-c", "read x; sleep 60"]);
+    let script =
+        format!("exec 7</etc/passwd; {} --json run --detach -- sh -c 'read x; sleep 60'", common::STILLPOINT);
+    let mut shell = std::process::Command::new("sh");
+    let output = shell.args(["-c", &script]).env("STILLPOINT_STORE", bench.store()).output().unwrap();
+    let answer: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(answer["job"], "sh");
     let pid = answer["pid"].as_u64().unwrap() as u32;
     eventually("the job is a sleep by now", || read(format!("/proc/{pid}/stat").as_ref()).contains("sh"));
@@ -152,6 +156,7 @@ fn detached_jobs_return_at_once_and_go_on() {
         assert_eq!(target.to_str(), Some("/dev/null"));
     }
     assert!(!std::path::Path::new(&format!("/proc/{pid}/fd/3")).exists(), "nothing of ours is open in it");
+    assert!(!std::path::Path::new(&format!("/proc/{pid}/fd/7")).exists(), "nor what we inherited");
     let text = bench.run(&["run", "--detach", "--", "sleep", "60"]);
     let line = text.stdout.trim_end().to_string();
     assert!(line.starts_with("sleep runs as process "), "{line}");

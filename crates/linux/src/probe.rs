@@ -67,7 +67,7 @@ impl Subject {
 
     /// `process_vm_readv`: memory of a program can be read.
     pub fn process_vm_readv(&self) -> Result<()> {
-        static WORD: u64 = 0x5ee_d0f_5711;
+        static WORD: u64 = 0x005e_ed0f_5711;
         let mut word = 0u64;
         let local = libc::iovec { iov_base: (&raw mut word).cast(), iov_len: 8 };
         let remote = libc::iovec { iov_base: (&raw const WORD).cast_mut().cast(), iov_len: 8 };
@@ -286,16 +286,6 @@ fn own_layout() -> Result<prctl_mm_map> {
     layout.env_end = field(51);
     layout.exe_fd = u32::MAX;
     Ok(layout)
-}
-
-/// `PR_TIMER_CREATE_RESTORE_IDS` (Linux 6.15): POSIX timers get back their ids directly.
-pub fn timer_ids() -> Result<()> {
-    const PR_TIMER_CREATE_RESTORE_IDS: i32 = 77;
-    const GET: usize = 2;
-    // SAFETY: this prctl(2) takes no pointers.
-    check("prctl(PR_TIMER_CREATE_RESTORE_IDS)", unsafe {
-        libc::prctl(PR_TIMER_CREATE_RESTORE_IDS, GET, 0, 0, 0)
-    })
 }
 
 /// userfaultfd with asynchronous write-protection.

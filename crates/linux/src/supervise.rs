@@ -7,7 +7,7 @@ use rustix::io::{FdFlags, fcntl_getfd};
 use rustix::process::{WaitId, WaitIdOptions, waitid};
 use std::ffi::{CString, OsString};
 use std::io::{Read, Write};
-use std::mem::{MaybeUninit, size_of, zeroed};
+use std::mem::{size_of, zeroed};
 use std::os::unix::ffi::OsStringExt;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -335,59 +335,34 @@ pub fn drop_inherited() -> Result<()> {
 /// Stops this process by a job-control signal, as the job was stopped, and returns when it is continued. In an
 /// orphaned process group the kernel does not stop it, and it returns at once.
 pub fn stop_like(signal: i32) {
-    with_default(signal, || {
-        // SAFETY: kill(2) takes no pointers. The signal is open in this thread, so it takes effect before the return.
-        unsafe { libc::kill(libc::getpid(), signal) };
-    });
+    take_effect(signal);
 }
 
 /// Ends this process the way the job ended: by the same signal, without a core dump of our own.
 pub fn die_of(signal: i32) -> ! {
-    // SAFETY: setrlimit(2) reads a live structure; the rest takes no pointers.
+    // SAFETY: setrlimit(2) reads a live structure.
     unsafe { libc::setrlimit(libc::RLIMIT_CORE, &libc::rlimit { rlim_cur: 0, rlim_max: 0 }) };
-    with_default(signal, || {
-        // SAFETY: as in `stop_like`.
-        unsafe { libc::kill(libc::getpid(), signal) };
-    });
+    take_effect(signal);
     std::process::exit(128 + signal); // the signal does not kill (SIGCHLD, …), or not process 1 of a namespace
 }
 
-/// Runs `action` while `signal` has its default action and is not blocked in this thread.
-fn with_default(signal: i32, action: impl FnOnce()) {
-    // SAFETY: zero is a valid `sigset_t`, and a `sigaction` that means SIG_DFL; all pointers are to live values.
+/// Sends this process a signal and lets it have its default effect, once: it is sent while it is blocked, where it
+/// becomes one with the same signal from the terminal that may be pending, and only then is it let in.
+fn take_effect(signal: i32) {
+    // SAFETY: zero is a valid `sigset_t`, and a `sigaction` that means SIG_DFL; all pointers are to live values. A
+    // signal that is pending when sigprocmask(2) unblocks it is delivered before that returns.
     unsafe {
-        let default: libc::sigaction = zeroed();
-        let mut before = MaybeUninit::<libc::sigaction>::zeroed();
-        libc::sigaction(signal, &default, before.as_mut_ptr());
         let mut set: libc::sigset_t = zeroed();
         libc::sigaddset(&mut set, signal);
-        let mut mask: libc::sigset_t = zeroed();
-        libc::sigprocmask(libc::SIG_UNBLOCK, &set, &mut mask);
-        action();
-        libc::sigprocmask(libc::SIG_SETMASK, &mask, std::ptr::null_mut());
-        libc::sigaction(signal, before.as_ptr(), std::ptr::null_mut());
+        libc::sigprocmask(libc::SIG_BLOCK, &set, std::ptr::null_mut());
+        let default: libc::sigaction = zeroed();
+        let mut before: libc::sigaction = zeroed();
+        libc::sigaction(signal, &default, &mut before);
+        libc::kill(libc::getpid(), signal);
+        libc::sigprocmask(libc::SIG_UNBLOCK, &set, std::ptr::null_mut());
+        libc::sigprocmask(libc::SIG_BLOCK, &set, std::ptr::null_mut());
+        libc::sigaction(signal, &before, std::ptr::null_mut());
     }
-}
-
-/// `struct termios2`: what `TCGETS2` fills.
-const TERMIOS2: usize = 44;
-
-/// Settings of a terminal as raw `struct termios2`; fails with `ENOTTY` on anything else.
-pub fn terminal_settings(terminal: BorrowedFd<'_>) -> Result<Vec<u8>> {
-    let mut settings = vec![0u8; TERMIOS2];
-    // SAFETY: TCGETS2 writes a termios2, which is as long as the buffer (asserted below).
-    check("TCGETS2", unsafe { libc::ioctl(terminal.as_raw_fd(), libc::TCGETS2, settings.as_mut_ptr()) })?;
-    Ok(settings)
-}
-const _: () = assert!(size_of::<libc::termios2>() == TERMIOS2);
-
-/// Gives a terminal settings that [`terminal_settings`] returned, once its output is written.
-pub fn set_terminal_settings(terminal: BorrowedFd<'_>, settings: &[u8]) -> Result<()> {
-    if settings.len() != TERMIOS2 {
-        return Err(Error::Other(format!("terminal settings of {} bytes, not {TERMIOS2}", settings.len())));
-    }
-    // SAFETY: TCSETSW2 reads a termios2, which is as long as the slice.
-    check("TCSETSW2", unsafe { libc::ioctl(terminal.as_raw_fd(), libc::TCSETSW2, settings.as_ptr()) })
 }
 
 pub(crate) fn check(call: &str, result: i32) -> Result<()> {

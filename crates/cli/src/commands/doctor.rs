@@ -7,8 +7,8 @@ use rustix::fs::{Mode, OFlags};
 use serde_json::json;
 use std::path::Path;
 use std::process::ExitCode;
-use stillpoint_linux::Error;
 use stillpoint_linux::probe::{self, Subject};
+use stillpoint_linux::{Error, features};
 
 /// How much depends on a feature.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -91,12 +91,12 @@ fn own_features() -> Vec<Feature> {
             "run as root, or with CAP_SYS_ADMIN; the kernel needs CONFIG_TIME_NS",
             probe::time_namespace(),
         ),
-        tried(
+        feature(
             "timer ids",
             Optional,
             "POSIX timers get back their ids at once",
             "Linux 6.15 or newer; older ones need many attempts",
-            probe::timer_ids(),
+            features::timer_ids().then(String::new).ok_or("the kernel does not know it".into()),
         ),
         tried(
             "userfaultfd",
