@@ -1,1 +1,0 @@
-//! Opening and installing the descriptors of the restored program.
