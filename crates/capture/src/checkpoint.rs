@@ -5,14 +5,14 @@ use crate::files::Outsiders;
 use crate::freeze::Frozen;
 use crate::inspect::{Known, inspect};
 use crate::regions::{Region, private_regions};
-use crate::{Builder, Error, Result, attributes, contents};
+use crate::{Builder, Error, Result, attributes, files};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use rustix::time::{ClockId, clock_gettime};
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant, SystemTime};
-use stillpoint_image::{BlockedCall, Image, Owner, PAGE, Usage};
+use stillpoint_image::{BlockedCall, Image, Owner, PAGE, PathFile, Usage};
 use stillpoint_linux::inject::find_gadgets;
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::pagemap::Pagemap;
@@ -155,9 +155,10 @@ fn take(pid: u32, store: &Store, options: &Options, progress: &dyn Progress) -> 
     inspect(&mut builder, &mut frozen, &known)?;
     refuse_if_needed(&mut builder)?;
     copy_all(&mut builder, &mut writer, &target, progress)?;
-    contents::take_digests(&mut builder, Usage::Write, last.as_ref());
+    reuse_digests(&mut builder, last.as_ref());
+    files::take_digests_of(&mut builder, Usage::Write)?;
     let (pause, committed) = if options.kill {
-        contents::take_digests(&mut builder, Usage::Read, last.as_ref());
+        files::take_digests_of(&mut builder, Usage::Read)?;
         builder.image.meta.pause_ns = frozen.since.elapsed().as_nanos() as u64;
         let committed = writer.commit(builder.image)?;
         pidfd_send_signal(&target.pidfd, Signal::KILL)
@@ -168,7 +169,7 @@ fn take(pid: u32, store: &Store, options: &Options, progress: &dyn Progress) -> 
     } else {
         let pause = frozen.thaw();
         builder.image.meta.pause_ns = pause.as_nanos() as u64;
-        contents::take_digests(&mut builder, Usage::Read, last.as_ref());
+        files::take_digests_of(&mut builder, Usage::Read)?;
         (pause, writer.commit(builder.image)?)
     };
     Ok(Report {
@@ -195,6 +196,17 @@ fn refuse_if_needed(builder: &mut Builder) -> Result<()> {
     match builder.refusals.is_empty() {
         true => Ok(()),
         false => Err(Error::Refused(std::mem::take(&mut builder.refusals))),
+    }
+}
+
+/// Takes over what an earlier checkpoint told of files that have not changed since. (Through a shared mapping a file
+/// can change without a new time.)
+fn reuse_digests(builder: &mut Builder, last: Option<&Image>) {
+    let Some(last) = last else { return };
+    let key = |p: &PathFile| (p.dev, p.ino, p.size, p.mtime_ns, p.ctime_ns);
+    for path in builder.image.paths.iter_mut().filter(|p| p.mapped_ranges.is_empty() && !p.deleted) {
+        let same = |p: &&PathFile| p.path == path.path && key(p) == key(path) && p.mapped_ranges.is_empty();
+        path.digest = last.paths.iter().find(same).and_then(|p| p.digest.clone());
     }
 }
 
@@ -273,7 +285,7 @@ fn copy_all(
         copy_region(region, writer, &target.memory, progress)?;
     }
     for content in &builder.contents {
-        contents::save(content, writer, &mut |bytes| progress.advance(bytes))?;
+        files::copy_content(content, writer, &mut |bytes| progress.advance(bytes))?;
     }
     Ok(())
 }

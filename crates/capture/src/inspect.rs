@@ -5,7 +5,7 @@ use crate::attributes::{self, target};
 use crate::blocked::{self, Waiting};
 use crate::files::{self, Outsiders};
 use crate::freeze::Frozen;
-use crate::mappings::{capture_mappings, mapped_contents};
+use crate::mappings::capture_mappings;
 use crate::{Builder, Error, Result};
 use std::collections::HashMap;
 use std::os::fd::BorrowedFd;
@@ -65,22 +65,13 @@ pub fn inspect(builder: &mut Builder, frozen: &mut Frozen, known: &Known<'_>) ->
     if !builder.refusals.is_empty() {
         return Ok(());
     }
-    let tids: Vec<_> =
-        frozen.threads.iter().map(Stopped::tid).zip(process.threads.iter().map(|t| t.tid)).collect();
-    let target = files::Target {
-        pid: frozen.pid,
-        inner_pid: process.pid,
-        tids: &tids,
-        pidfd: known.pidfd,
-        frozen: true,
-        outsiders: known.outsiders,
-    };
+    let target =
+        files::Target { pid: frozen.pid, pidfd: known.pidfd, frozen: true, outsiders: known.outsiders };
     space.mappings = capture_mappings(builder, &target, known.process, known.pagemap)?;
     process.table = files::capture_files(builder, &target)?;
     process.exe = link(builder, known.process, "exe", Usage::Read)?;
     process.cwd = link(builder, known.process, "cwd", Usage::Path)?;
     process.root = link(builder, known.process, "root", Usage::Path)?;
-    mapped_contents(builder, known.process, &space.mappings)?;
     builder.image.meta.host.xfeatures = arch::xstate_features(&process.threads[0].xstate.0);
     builder.image.spaces.push(space);
     builder.image.processes.push(process);

@@ -5,7 +5,6 @@ pub mod attributes;
 pub mod blocked;
 pub mod builder;
 pub mod checkpoint;
-pub mod contents;
 pub mod error;
 pub mod files;
 pub mod freeze;

@@ -3,10 +3,9 @@
 use crate::attributes;
 use crate::files;
 use crate::regions;
-use crate::{Builder, Content, Result};
-use rustix::fs::FileType;
+use crate::{Builder, Result};
 use std::os::fd::AsFd;
-use stillpoint_image::{Backing, Mapping, MappingFlags, Owner, PAGE, Range, Usage};
+use stillpoint_image::{Backing, Mapping, MappingFlags, Range, Usage};
 use stillpoint_linux::pagemap::Pagemap;
 use stillpoint_linux::proc::{Proc, Smap, VmFlags};
 
@@ -111,82 +110,28 @@ fn backing(
     if vma.ino == 0 || private_huge {
         return Ok(Some(Backing::Anonymous));
     }
-    let what = describe(smap);
-    let link = process.link(&vma.link_name())?;
-    let file = process.open_file(&vma.link_name())?;
-    let memfd = link.strip_prefix(b"/memfd:").map(|_| files::memory::memfd_name(&link));
+    let memfd = name.strip_prefix(b"/memfd:").map(files::memory::memfd_name);
     let shared_anonymous = vma.shared && (name == SHARED_ANONYMOUS || name.starts_with(b"[anon_shmem:"));
     if memfd.is_some() || (shared_anonymous && vma.deleted) || name.starts_with(b"/anon_hugepage") {
+        let what = describe(smap);
         if let Some(holder) = target.outsiders.memory(vma.ino) {
             builder.refuse(what, format!("its memory is shared with {holder}"), "end the other process");
             return Ok(None);
         }
-        let object = files::memory::memory_object(builder, memfd, file.as_fd(), &what)?;
+        let file = process.open_file(&vma.link_name())?;
+        let object = files::memory_object(builder, memfd, file.as_fd(), &what)?;
         return Ok(Some(Backing::Object { object, offset, may_write }));
     }
     let written = vma.shared && may_write;
     let usage = if written { Usage::Write } else { Usage::Read };
-    let Some(path) = files::path_file(builder, &link, &file, usage, &what)? else { return Ok(None) };
-    let row = &mut builder.image.paths[path as usize];
-    if FileType::from_raw_mode(row.mode) == FileType::CharacterDevice {
-        return Ok(Some(match row.rdev == ZERO_DEVICE && !vma.shared {
-            true => Backing::Anonymous,
-            false => Backing::Device { path, offset },
-        }));
+    let range = written.then_some(Range { start: offset, len: vma.len() });
+    let Some(file) = files::mapped_file(builder, target, vma, usage, range)? else { return Ok(None) };
+    if !file.is_device {
+        return Ok(Some(Backing::File { path: file.path, offset, may_write }));
     }
-    if written && !row.deleted {
-        note_range(&mut row.mapped_ranges, offset, vma.len());
-    }
-    Ok(Some(Backing::File { path, offset, may_write }))
-}
-
-/// Adds a range to a list of ranges that do not overlap.
-fn note_range(ranges: &mut Vec<Range>, start: u64, len: u64) {
-    let mut new = Range { start, len };
-    ranges.retain(|r| {
-        let apart = r.end() < new.start || r.start > new.end();
-        if !apart {
-            let end = r.end().max(new.end());
-            new.start = r.start.min(new.start);
-            new.len = end - new.start;
-        }
-        apart
-    });
-    let at = ranges.partition_point(|r| r.start < new.start);
-    ranges.insert(at, new);
-}
-
-/// Contents of the files that are written through shared mappings: they are part of the program's memory.
-pub fn mapped_contents(builder: &mut Builder, process: &Proc, mappings: &[Mapping]) -> Result<()> {
-    let mut seen = Vec::new();
-    for m in mappings {
-        let Backing::File { path, .. } = m.backing else { continue };
-        let row = &builder.image.paths[path as usize];
-        if row.mapped_ranges.is_empty() || seen.contains(&path) {
-            continue;
-        }
-        seen.push(path);
-        let end = row.size.next_multiple_of(PAGE);
-        let within = |r: &Range| Range { start: r.start, len: end.saturating_sub(r.start).min(r.len) };
-        let ranges = row.mapped_ranges.iter().map(within).filter(|r| r.len > 0).collect();
-        let source = process.open_file(&format!("map_files/{:x}-{:x}", m.start, m.end))?;
-        let what = format!("shared mapping of {}", row.path);
-        builder.contents.push(Content { owner: Owner::File(path), source, ranges, what });
-    }
-    Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn ranges_that_touch_become_one() {
-        let mut ranges = Vec::new();
-        for (start, len) in [(100, 10), (0, 10), (50, 10), (60, 5), (5, 20), (58, 50)] {
-            note_range(&mut ranges, start, len);
-        }
-        let expected = [(0, 25), (50, 60)].map(|(start, len)| Range { start, len });
-        assert_eq!(ranges, expected);
-    }
+    let is_zero = builder.image.paths[file.path as usize].rdev == ZERO_DEVICE;
+    Ok(Some(match is_zero && !vma.shared {
+        true => Backing::Anonymous,
+        false => Backing::Device { path: file.path, offset },
+    }))
 }

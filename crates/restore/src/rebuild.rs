@@ -9,7 +9,7 @@ use crate::space::{self, Backings, Filled};
 use crate::{Error, FilesPolicy, Result, Stdio, clock, files, loader};
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
-use stillpoint_image::{AddressSpace, Image, Owner, Process, Terminal, Thread};
+use stillpoint_image::{AddressSpace, Image, Owner, Process, Range, Terminal, Thread};
 use stillpoint_linux::arch::{self, Interrupted, Regs};
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::proc::{Proc, TaskFlags};
@@ -100,10 +100,13 @@ pub fn restore(
     remote.run(&of_process::layout(space, Some(exe as u32)))?;
     remote.run(&places(image, process))?;
     open.install(image, process.table, &mut remote)?;
-    let threads = make_threads(&memory, remote, process)?;
+    let mut threads = make_threads(&memory, remote, process)?;
+    open.finish(image, process.table, &mut threads[0])?;
     let threads = give_attributes(threads, process, space, newborn.seccomp_suspended)?;
     let threads = finish_threads(threads, process, room)?;
+    open.write_back(&contents)?;
     open.cut_back(cut_tail)?;
+    open.settle(image)?;
     if process.stopped.is_some() {
         spawn::tgkill(newborn.pid(), newborn.pid(), libc::SIGSTOP)?;
     }
@@ -239,6 +242,18 @@ struct Stored<'a> {
 impl Contents for Stored<'_> {
     fn read(&self, owner: Owner, offset: u64, buf: &mut [u8]) -> Result<()> {
         loader::read(&self.checkpoint.reader, self.checkpoint.pages.of(owner), offset, buf)
+    }
+
+    fn stored(&self, owner: Owner, size: u64) -> Vec<Range> {
+        let mut ranges: Vec<Range> = Vec::new();
+        for extent in self.checkpoint.pages.of(owner).iter().filter(|e| e.address < size) {
+            let end = extent.end().min(size);
+            match ranges.last_mut() {
+                Some(last) if last.end() == extent.address => last.len = end - last.start,
+                _ => ranges.push(Range { start: extent.address, len: end - extent.address }),
+            }
+        }
+        ranges
     }
 }
 
