@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 use stillpoint_capture::Builder;
 use stillpoint_capture::attributes::inside::{ProcessQuery, ThreadQuery};
 use stillpoint_capture::attributes::{process as read_process, target, thread as read_thread};
-use stillpoint_image::{AddressSpace, Bytes, Process};
+use stillpoint_image::{AddressSpace, Bytes, Process, SeccompFilter};
 use stillpoint_linux::inject::{Site, Stack, find_gadgets};
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::proc::Proc;
@@ -188,6 +188,34 @@ fn a_rich_programs_attributes_are_given_to_a_blank_one() {
         assert_eq!(a, b);
     }
     assert_eq!(again, p);
+}
+
+#[test]
+fn filters_of_all_threads_stay_one_chain() {
+    // `ret ALLOW`, once plain and once logged.
+    let allow = Bytes(
+        [0x06u16, 0].iter().flat_map(|w| w.to_le_bytes()).chain(0x7fff_0000u32.to_le_bytes()).collect(),
+    );
+    let filters = [0, 2].map(|flags| SeccompFilter { program: allow.clone(), flags });
+    let (mut p, space) = read(&mut Still::new(&start("blank")));
+    for thread in &mut p.threads {
+        thread.no_new_privs = true;
+        thread.seccomp = filters.to_vec();
+    }
+    let blank = start("blank");
+    let mut still = Still::new(&blank);
+    adopt(&mut p, &blank.tids);
+    give(&mut still, &p, &space);
+    let (again, _) = read(&mut still);
+    assert_eq!(again, p);
+    // The program itself may go on to filter all its threads at once.
+    let mut more = Program::new();
+    let code = more.data(&allow.0);
+    let head = more.data(&[1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
+    more.link(head, 8, code);
+    let step = more.call("seccomp for all threads", libc::SYS_seccomp, [1.into(), 1.into(), head]);
+    assert_eq!(still.run(0, &more).result(step), 0);
+    assert!(read(&mut still).0.threads.iter().all(|t| t.seccomp.len() == 3));
 }
 
 /// The reading is not empty-handed.
