@@ -108,6 +108,7 @@ impl ProcessQuery {
         for query in &self.timers {
             process.timers.extend(posix_timer(query, outcome, threads, builder));
         }
+        process.timers.sort_by_key(|t| t.id);
         process.child_subreaper = layout::half(outcome.bytes(self.subreaper, 4), 0) != 0;
         process.xfeatures = match self.xfeatures {
             Some((step, at)) if outcome.result(step) == 0 => layout::word(outcome.bytes(at, 8), 0),

@@ -1,0 +1,132 @@
+//! What cannot be a target is told in one clear sentence, what cannot be captured by name.
+#![allow(missing_docs, clippy::unwrap_used)]
+
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Stdio};
+use stillpoint_capture::attributes::target;
+use stillpoint_capture::{Builder, Error};
+use stillpoint_linux::proc::Proc;
+
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+impl Running {
+    /// Starts a program and waits for its first line.
+    fn start(command: &mut Command) -> (Running, String) {
+        let mut child = Running(command.stdout(Stdio::piped()).spawn().unwrap());
+        let mut line = String::new();
+        BufReader::new(child.0.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        (child, line)
+    }
+}
+
+fn python(code: &str) -> (Running, u32) {
+    let (child, line) = Running::start(Command::new("python3").args(["-c", code]));
+    (child, line.trim().parse().unwrap())
+}
+
+fn sentence(pid: u32) -> String {
+    match target::find(pid) {
+        Err(Error::Target(sentence)) => sentence,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Refusals of a process as lines.
+fn refusals(pid: u32) -> Vec<String> {
+    let folder = target::find(pid).unwrap();
+    let mut builder = Builder::new();
+    target::examine(&mut builder, &folder).unwrap();
+    target::mappings(&mut builder, &folder, &folder.smaps().unwrap(), false);
+    builder.refusals.iter().map(ToString::to_string).collect()
+}
+
+#[test]
+fn what_cannot_be_a_target() {
+    assert!(sentence(std::process::id()).contains("is stillpoint itself"));
+    assert!(sentence(0).contains("there is no process 0"));
+    assert!(sentence(u32::MAX).contains("there is no process"));
+    let kthread = Proc::process(2).and_then(|p| p.status());
+    if kthread.is_ok_and(|s| s.kthread) {
+        assert!(sentence(2).contains("is a kernel thread"));
+    }
+    let (_z, zombie) = python(
+        "import os,time\np=os.fork()\nif p==0: os._exit(3)\nos.waitid(os.P_PID,p,os.WEXITED|os.WNOWAIT)\nprint(p,flush=True)\ntime.sleep(99)",
+    );
+    assert!(sentence(zombie).contains("zombie"), "{}", sentence(zombie));
+    let code = "import threading,time\nt=threading.Thread(target=lambda:time.sleep(99))\nt.start()\nprint(t.native_id,flush=True)\ntime.sleep(99)";
+    let (_t, tid) = python(code);
+    assert!(sentence(tid).contains("is a thread of process"), "{}", sentence(tid));
+    let code = "import ctypes,os,time\np=os.fork()\nif p==0: time.sleep(99)\nassert ctypes.CDLL(None).ptrace(0x4206,p,0,0)==0\nprint(p,flush=True)\ntime.sleep(99)";
+    let (tracer, traced) = python(code);
+    let expected = format!("is traced by process {} (python3) already", tracer.0.id());
+    assert!(sentence(traced).contains(&expected), "{}", sentence(traced));
+    let _ = Command::new("kill").args(["-9", &traced.to_string()]).status();
+}
+
+#[test]
+fn a_32_bit_program() {
+    let folder = tempfile::tempdir().unwrap();
+    let (source, program) = (folder.path().join("p.s"), folder.path().join("p"));
+    std::fs::write(&source, ".globl _start\n_start: mov $29, %eax\n int $0x80\n jmp _start\n").unwrap();
+    let built =
+        Command::new("cc").args(["-m32", "-nostdlib", "-static", "-o"]).arg(&program).arg(&source).status();
+    let Ok(child) = Command::new(&program).spawn() else {
+        eprintln!("skipped: no 32-bit programs here ({built:?})");
+        return;
+    };
+    let child = Running(child);
+    assert!(sentence(child.0.id()).contains("is a 32-bit program"), "{}", sentence(child.0.id()));
+}
+
+#[test]
+fn an_ordinary_program_is_not_refused() {
+    let code = "import threading,time,os\nthreading.Thread(target=lambda:time.sleep(99)).start()\nprint(os.getpid(),flush=True)\ntime.sleep(99)";
+    let (_child, pid) = python(code);
+    assert_eq!(refusals(pid), Vec::<String>::new());
+}
+
+#[test]
+fn another_namespace() {
+    let (child, line) =
+        Running::start(Command::new("unshare").args(["-u", "sh", "-c", "echo ready; exec sleep 99"]));
+    if line.is_empty() {
+        eprintln!("skipped: no unshare here");
+        return;
+    }
+    let all = refusals(child.0.id());
+    assert!(all.len() == 1 && all[0].starts_with("uts namespace: the program is in another one"), "{all:?}");
+}
+
+#[test]
+fn an_odd_program_is_refused_by_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let program = folder.path().join("odd");
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/odd.c");
+    assert!(
+        Command::new("cc").args(["-pthread", "-o"]).arg(&program).arg(source).status().unwrap().success()
+    );
+    let (child, line) = Running::start(&mut Command::new(&program));
+    let all = refusals(child.0.id());
+    let has =
+        |a: &str, b: &str| assert!(all.iter().any(|r| r.contains(a) && r.contains(b)), "{a}, {b}: {all:#?}");
+    has("child process", "(a child)");
+    has("(apart)", "does not share its descriptors");
+    has("(apart)", "CLONE_FS");
+    has("/SYSV", "System V shared memory");
+    has("mapping", "userfaultfd");
+    if line.contains("secret") {
+        has("secretmem", "memfd_secret");
+    }
+    if line.contains("mem ") {
+        has("/dev/mem", "memory of a device");
+    }
+    assert!(!all.iter().any(|r| r.contains("/dev/zero") || r.contains("vvar")), "{all:#?}");
+    eprintln!("{line}{all:#?}");
+}
