@@ -1,19 +1,22 @@
 //! `stillpoint restore`: a program comes back from the store.
 
 use crate::args::{Common, Files, Restore};
+use crate::commands::private::{self, Inside};
 use crate::commands::run::Record;
 use crate::detach::{Answer, Detached, detach};
 use crate::failure::{Failure, Result};
 use crate::progress::Bar;
 use crate::supervise::{GiveUp, Supervisor, let_go};
 use crate::{jobs, output, terminal};
-use rustix::fd::{AsFd, OwnedFd};
+use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
+use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::io::Read;
 use std::path::Path;
 use std::process::ExitCode;
-use stillpoint_image::Meta;
-use stillpoint_linux::supervise::Signals;
+use std::time::Duration;
+use stillpoint_image::{Meta, Terminal};
+use stillpoint_linux::supervise::{Child, Signals};
 use stillpoint_restore::{Error, FilesPolicy, Options, Restored, Stdio, restore};
 use stillpoint_store::{Checkpoint, Claim, Store};
 
@@ -38,10 +41,7 @@ pub fn run(common: &Common, args: &Restore) -> Result<ExitCode> {
             let Some(revived) = revived else { return Ok(ExitCode::FAILURE) };
             let_go(false)?;
             let _ = std::env::set_current_dir("/"); // a supervisor must not keep a file system busy
-            let (supervisor, record) = revived.into_supervisor();
-            let end = supervisor.watch();
-            drop(record);
-            end?.follow()
+            revived.supervise(None)
         }
     }
 }
@@ -50,19 +50,15 @@ fn in_foreground(common: &Common, args: &Restore) -> Result<ExitCode> {
     let mut revived = Revived::revive(common, args, Stdio::Current, None)?;
     // Standard output belongs to the program.
     revived.answer().tell(common.json, true)?;
-    let settings = revived.restored.terminal.as_ref().and_then(terminal::Settings::apply);
-    let pump = revived.restored.stdin_pump.take();
+    let settings = revived.terminal.as_ref().and_then(terminal::Settings::apply);
+    let pump = revived.stdin_pump.take();
     let_go(pump.is_some())?;
     pump.map(start_pump).transpose()?;
-    let (supervisor, record) = revived.into_supervisor();
-    let end = supervisor.with_terminal().watch();
-    drop(settings);
-    drop(record);
-    end?.follow()
+    revived.supervise(settings)
 }
 
 /// Copies what is left of our standard input into the pipe that the program reads.
-fn start_pump(pipe: OwnedFd) -> Result<()> {
+pub(super) fn start_pump(pipe: OwnedFd) -> Result<()> {
     let copy = move || {
         let mut pipe = std::fs::File::from(pipe);
         // Ends with the input or with the reader; the program sees either as it always would.
@@ -73,77 +69,146 @@ fn start_pump(pipe: OwnedFd) -> Result<()> {
 }
 
 /// A program that has come back.
-struct Revived {
-    restored: Restored,
-    record: Option<Record>,
-    signals: Signals,
-    meta: Meta,
-    job: String,
-    notes: Vec<String>,
+pub(super) struct Revived {
+    /// What there is to supervise: the program, or process 1 of the pid namespace it lives in.
+    pub(super) child: Child,
+    pub(super) back: Back,
+    pub(super) terminal: Option<Terminal>,
+    pub(super) stdin_pump: Option<OwnedFd>,
+    /// Tells how the program in a private pid namespace ended.
+    pub(super) inside: Option<Inside>,
+    pub(super) record: Option<Record>,
+    pub(super) signals: Signals,
+    pub(super) meta: Meta,
+    pub(super) stdio: Stdio,
+    pub(super) job: String,
 }
 
 impl Revived {
     /// Brings the program back. While it is not complete, a signal (or the end of whoever listens at `relay`) ends us,
     /// and what there is of it with us.
-    fn revive(
-        common: &Common,
-        args: &Restore,
-        stdio: Stdio,
-        relay: Option<rustix::fd::BorrowedFd<'_>>,
-    ) -> Result<Self> {
+    fn revive(common: &Common, args: &Restore, stdio: Stdio, relay: Option<BorrowedFd<'_>>) -> Result<Self> {
         let store = jobs::open_store(common.store.as_deref())?;
         let name = &args.checkpoint;
         let checkpoint = store.load(&name.job, name.id).map_err(jobs::store_failure)?;
         let (claim, mut notes) = claim(&store, &name.job)?;
         let signals = Signals::take()?;
+        let again = Again { store: &store, checkpoint: &checkpoint, args, stdio, quiet: common.json };
         let watch = GiveUp::watch(&signals, relay)?;
-        let restored = {
-            let bar = Bar::new("restore", common.json);
-            restore(&checkpoint, &options(args, stdio), &mut keep_tail(&store, &checkpoint.image.meta), &bar)
-        };
+        let restored = again.restore();
         drop(watch);
-        let Checkpoint { image, .. } = checkpoint;
-        let restored = restored.map_err(|e| failure(e, &image.meta))?;
-        notes.extend(restored.notes.iter().cloned());
-        let job = claim.job().to_string();
-        let command = image.meta.command.clone();
-        let record = jobs::running_record(restored.pid, command, Some(image.meta.id))
+        let mut revived = match restored {
+            Err(Error::PidTaken(_)) if args.pid.is_none() => private::revive(&again, signals, relay)?,
+            other => {
+                let r = other.map_err(|e| failure(e, &checkpoint.image.meta))?;
+                let child = Child { pid: r.pid, pidfd: r.pidfd };
+                let back = Back::of(r.pid, r.pages, r.skeleton, r.loaded, r.notes);
+                Self {
+                    child,
+                    back,
+                    terminal: r.terminal,
+                    stdin_pump: r.stdin_pump,
+                    inside: None,
+                    record: None,
+                    signals,
+                    meta: checkpoint.image.meta.clone(),
+                    stdio,
+                    job: String::new(),
+                }
+            }
+        };
+        revived.job = claim.job().to_string();
+        let command = checkpoint.image.meta.command.clone();
+        let record = jobs::running_record(revived.back.pid, command, Some(checkpoint.image.meta.id))
             .and_then(|running| Record::write(store, claim, &running));
         // The program runs already: it is worth more than its record.
-        let record =
+        revived.record =
             record.map_err(|e| notes.push(format!("stillpoint ls will not show it: {}", e.what))).ok();
-        Ok(Self { restored, record, signals, meta: image.meta, job, notes })
+        revived.back.notes.splice(0..0, notes);
+        Ok(revived)
     }
 
-    fn into_supervisor(self) -> (Supervisor, Option<Record>) {
-        let Restored { pid, pidfd, .. } = self.restored;
-        (Supervisor::new(self.signals, pid, pidfd), self.record)
+    /// Supervises the program to its end, and ends like it.
+    fn supervise(self, settings: Option<terminal::Settings>) -> Result<ExitCode> {
+        let Child { pid, pidfd } = self.child;
+        let supervisor = Supervisor::new(self.signals, pid, pidfd);
+        let supervisor = if self.stdio == Stdio::Current { supervisor.with_terminal() } else { supervisor };
+        let end = supervisor.watch();
+        let end = end.map(|end| self.inside.map_or(end, |inside| inside.end(end)));
+        drop(settings);
+        drop(self.record);
+        end?.follow()
     }
 
     fn answer(&self) -> Answer {
-        let Restored { pid, pages, .. } = self.restored;
+        let Back { pid, private_pid, pages, .. } = self.back;
         let bytes = pages * stillpoint_image::PAGE;
+        let seen = private_pid.map_or(String::new(), |p| format!(" (it sees itself as {p})"));
         let text = format!(
-            "{}@{} restored as pid {pid}  {}  skeleton {}, loaded {}",
+            "{}@{} restored as pid {pid}{seen}  {}  skeleton {}, loaded {}",
             self.meta.job,
             self.meta.id,
             output::bytes(bytes),
-            output::short(self.restored.skeleton),
-            output::short(self.restored.loaded),
+            short(self.back.skeleton_ms),
+            short(self.back.loaded_ms),
         );
         let json = json!({
             "job": self.job,
             "from": self.meta.job,
             "id": self.meta.id,
             "pid": pid,
+            "private_pid": private_pid,
             "supervisor_pid": std::process::id(),
             "bytes": bytes,
             "pages": pages,
-            "skeleton_ms": output::ms(self.restored.skeleton),
-            "loaded_ms": output::ms(self.restored.loaded),
-            "notes": self.notes,
+            "skeleton_ms": self.back.skeleton_ms,
+            "loaded_ms": self.back.loaded_ms,
+            "notes": self.back.notes,
         });
-        Answer { text, json, notes: self.notes.clone() }
+        Answer { text, json, notes: self.back.notes.clone() }
+    }
+}
+
+/// What a restore brought back; it also travels from inside a private pid namespace to the outside.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub(super) struct Back {
+    pub(super) pid: u32,
+    pub(super) private_pid: Option<u32>,
+    pages: u64,
+    skeleton_ms: f64,
+    loaded_ms: f64,
+    pub(super) notes: Vec<String>,
+}
+
+impl Back {
+    pub(super) fn of(pid: u32, pages: u64, skeleton: Duration, loaded: Duration, notes: Vec<String>) -> Self {
+        let (skeleton_ms, loaded_ms) = (output::ms(skeleton), output::ms(loaded));
+        Self { pid, private_pid: None, pages, skeleton_ms, loaded_ms, notes }
+    }
+}
+
+fn short(ms: f64) -> String {
+    output::short(Duration::from_secs_f64(ms / 1e3))
+}
+
+/// All that a restore needs; it may be tried a second time.
+pub(super) struct Again<'a> {
+    store: &'a Store,
+    pub(super) checkpoint: &'a Checkpoint,
+    args: &'a Restore,
+    pub(super) stdio: Stdio,
+    quiet: bool,
+}
+
+impl Again<'_> {
+    pub(super) fn restore(&self) -> std::result::Result<Restored, Error> {
+        let bar = Bar::new("restore", self.quiet);
+        let Meta { job, id, .. } = &self.checkpoint.image.meta;
+        let mut keep_tail = |path: &Path, offset: u64, tail: &mut dyn Read| {
+            self.store.keep_tail(job, *id, path, offset, tail).map_err(Error::Store)?;
+            Ok(())
+        };
+        restore(self.checkpoint, &options(self.args, self.stdio), &mut keep_tail, &bar)
     }
 }
 
@@ -166,15 +231,7 @@ fn claim(store: &Store, job: &str) -> Result<(Claim, Vec<String>)> {
     Ok((jobs::claim(store, job)?, Vec::new()))
 }
 
-/// Keeps what is cut from a file, in the store.
-fn keep_tail<'a>(
-    store: &'a Store,
-    meta: &'a Meta,
-) -> impl FnMut(&Path, u64, &mut dyn Read) -> stillpoint_restore::Result<()> + 'a {
-    move |file, offset, tail| Ok(store.keep_tail(&meta.job, meta.id, file, offset, tail).map(drop)?)
-}
-
-fn failure(error: Error, meta: &Meta) -> Failure {
+pub(super) fn failure(error: Error, meta: &Meta) -> Failure {
     let name = format!("{}@{}", meta.job, meta.id);
     match error {
         Error::Refused(things) => {
@@ -182,9 +239,8 @@ fn failure(error: Error, meta: &Meta) -> Failure {
             Failure::refused(format!("cannot restore {name}:{}", list.concat()))
         }
         Error::PidTaken(_) => Failure::refused(format!("cannot restore {name}: {error}"))
-            .hint("end the process that has the id, if it is of no use any more"),
-        Error::NoPidPrivilege(_) => Failure::failed(format!("restore {name}: {error}"))
-            .hint("stillpoint doctor tells what is missing"),
+            .hint("without --pid same it is restored in a private pid namespace"),
+        Error::NoPidPrivilege(_) => Failure::failed(error).within(&format!("restore {name}")),
         Error::Store(e) => jobs::store_failure(e),
         Error::Kernel(e) => Failure::from(e).within(&format!("restore {name}")),
         Error::Failed(what) => Failure::failed(what).within(&format!("restore {name}")),
