@@ -65,9 +65,13 @@ impl Frozen {
     }
 
     fn release(&mut self) {
-        for thread in self.threads.drain(..) {
-            // The only error is that the thread is gone.
-            let _ = thread.detach();
+        // The leader comes last: of a process that was killed it is seen to end only when all others have been.
+        for thread in self.threads.drain(..).rev() {
+            let tid = thread.tid();
+            if thread.detach().is_err() {
+                // The only error is that it was killed. Its end must be seen by us, its tracer, before anyone else.
+                let _ = Seized::born(tid).wait();
+            }
         }
     }
 }

@@ -2,9 +2,17 @@
 #![forbid(unsafe_code)]
 
 pub mod attributes;
+pub mod blocked;
 pub mod builder;
+pub mod checkpoint;
+pub mod contents;
 pub mod error;
 pub mod files;
+pub mod freeze;
+pub mod inspect;
+pub mod mappings;
+pub mod regions;
 
 pub use builder::{Builder, Content};
+pub use checkpoint::{Engine, Options, Progress, Report, checkpoint};
 pub use error::{Error, Refusal, Result};

@@ -23,10 +23,10 @@ pub fn private_regions(pagemap: &Pagemap, space: &AddressSpace) -> Result<Vec<Re
         runs.clear();
         pagemap.scan(RemoteAddr(mapping.start), RemoteAddr(mapping.end), query, &mut runs)?;
         let zeros_matter = !matches!(mapping.backing, Backing::Anonymous);
-        regions.extend(runs.iter().map(|r| Region {
-            range: Range { start: r.start, len: r.end - r.start },
-            zeros_matter,
-        }));
+        regions.extend(
+            runs.iter()
+                .map(|r| Region { range: Range { start: r.start, len: r.end - r.start }, zeros_matter }),
+        );
     }
     Ok(regions)
 }

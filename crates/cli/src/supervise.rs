@@ -7,7 +7,7 @@ use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::process::{Pid, getpgid, getpgrp, getsid};
 use std::io::{PipeReader, PipeWriter};
 use stillpoint_linux::supervise::{
-    Change, Received, Signals, die_of, drop_inherited, forward, stop_like, wait,
+    Change, Received, Signals, die_of, drop_inherited, forward, reap_orphans, stop_like, wait,
 };
 
 /// How a job ended.
@@ -37,17 +37,25 @@ pub struct Supervisor {
     pidfd: OwnedFd,
     terminal: Option<Foreground>,
     stopped: bool,
+    /// We are process 1 of the job's pid namespace.
+    init: bool,
 }
 
 impl Supervisor {
     /// Supervises a child of ours.
     pub fn new(signals: Signals, pid: u32, pidfd: OwnedFd) -> Self {
-        Self { signals, pid, pidfd, terminal: None, stopped: false }
+        Self { signals, pid, pidfd, terminal: None, stopped: false, init: false }
     }
 
     /// If the job leads a process group of its own in our session, it gets the terminal whenever that is ours to give.
     pub fn with_terminal(mut self) -> Self {
         self.terminal = self.group().filter(|&g| g != getpgrp()).and_then(|g| Foreground::of(g, self.pid));
+        self
+    }
+
+    /// We are process 1 of the job's pid namespace: its orphans become ours.
+    pub fn as_init(mut self) -> Self {
+        self.init = true;
         self
     }
 
@@ -66,6 +74,9 @@ impl Supervisor {
         loop {
             if let Some(end) = self.changes()? {
                 return Ok(end);
+            }
+            if self.init {
+                reap_orphans(self.pid)?;
             }
             wait_for(&[self.signals.as_fd(), self.pidfd.as_fd()])?;
             while let Some(signal) = self.signals.next()? {

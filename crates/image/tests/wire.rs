@@ -4,6 +4,9 @@ use proptest::prelude::*;
 use stillpoint_image::wire::{self, HEADER, RECORD, WireError};
 use stillpoint_image::*;
 
+/// What is made wrong, and how.
+type Spoiler<T> = (&'static str, fn(&mut T));
+
 /// An image with at least one row in every table.
 fn sample() -> Image {
     let thread =
@@ -156,7 +159,7 @@ fn says_what_is_wrong() {
 
 #[test]
 fn page_maps_are_validated() {
-    let wrong: [(&str, fn(&mut PageMap)); 10] = [
+    let wrong: [Spoiler<PageMap>; 10] = [
         ("swapped", |map| map.extents.swap(0, 1)),
         ("overlapping", |map| map.extents[1].address = 3 * PAGE),
         ("empty", |map| map.extents[1].pages = 0),
@@ -181,7 +184,7 @@ fn page_maps_are_validated() {
 
 #[test]
 fn references_are_validated() {
-    let wrong: [(&str, fn(&mut Image)); 20] = [
+    let wrong: [Spoiler<Image>; 20] = [
         ("space", |i| i.processes[0].space = 1),
         ("table", |i| i.processes[0].table = 1),
         ("exe", |i| i.processes[0].exe = 1),

@@ -298,10 +298,7 @@ pub enum Side {
 
 /// Splits this process in two: the caller, and a copy in a session of its own.
 pub fn background() -> Result<Side> {
-    let tasks = std::fs::read_dir("/proc/self/task").map_err(|e| Error::file("/proc/self/task", e))?.count();
-    if tasks != 1 {
-        return Err(Error::Other("cannot go to the background once threads run".into()));
-    }
+    single_threaded("go to the background")?;
     // SAFETY: there is one thread, so the copy is complete and no lock is held by a thread that it lacks.
     let pid = unsafe { libc::fork() };
     check("fork", pid)?;
@@ -310,6 +307,12 @@ pub fn background() -> Result<Side> {
     }
     rustix::process::setsid().map_err(|e| Error::call("setsid", e))?;
     Ok(Side::Back)
+}
+
+/// A copy of this process is only complete while it has one thread.
+fn single_threaded(to_do: &str) -> Result<()> {
+    let tasks = std::fs::read_dir("/proc/self/task").map_err(|e| Error::file("/proc/self/task", e))?.count();
+    if tasks == 1 { Ok(()) } else { Err(Error::Other(format!("cannot {to_do} once threads run"))) }
 }
 
 /// Closes every descriptor above 2 that was inherited (that is, which an exec would pass on): a pipe or lock that
@@ -364,4 +367,56 @@ fn take_effect(signal: i32) {
 
 pub(crate) fn check(call: &str, result: i32) -> Result<()> {
     if result < 0 { Err(Error::call(call, std::io::Error::last_os_error())) } else { Ok(()) }
+}
+
+/// Which of the two processes [`private_namespace`] returned in.
+#[derive(Debug)]
+pub enum Private {
+    /// The caller, with its new child.
+    Outside(Child),
+    /// The child: process 1 of a pid namespace of its own, with a `/proc` that shows it.
+    Inside,
+}
+
+/// Splits this process in two: the caller, and a copy that is the first process of a new pid namespace
+/// (`pid_namespaces(7)`), in a mount namespace where `/proc` shows that one. When the copy ends, the kernel kills
+/// whatever else lives there. Needs `CAP_SYS_ADMIN`.
+pub fn private_namespace() -> Result<Private> {
+    single_threaded("make a pid namespace")?;
+    let mut pidfd: i32 = -1;
+    let args = crate::spawn::CloneArgs {
+        flags: (libc::CLONE_NEWPID | libc::CLONE_NEWNS | libc::CLONE_PIDFD) as u64,
+        pidfd: (&raw mut pidfd) as u64,
+        exit_signal: libc::SIGCHLD as u64,
+        ..Default::default()
+    };
+    // SAFETY: as `fork`: there is one thread, so the copy is complete and no lock is held by a thread that it lacks.
+    let pid = unsafe { libc::syscall(libc::SYS_clone3, &raw const args, size_of_val(&args)) };
+    check("clone3 (new pid namespace)", pid as i32)?;
+    if pid != 0 {
+        // SAFETY: the kernel stored a new descriptor that nobody else owns.
+        let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
+        return Ok(Private::Outside(Child { pid: pid as u32, pidfd }));
+    }
+    show_own_processes()?;
+    Ok(Private::Inside)
+}
+
+fn show_own_processes() -> Result<()> {
+    use rustix::mount::{MountFlags, MountPropagationFlags as Propagation, mount, mount_change};
+    // Mounts made outside still appear here, but not the other way round.
+    mount_change("/", Propagation::DOWNSTREAM | Propagation::REC)
+        .map_err(|e| Error::call("make / a slave", e))?;
+    let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
+    mount("proc", "/proc", "proc", flags, None).map_err(|e| Error::call("mount /proc", e))
+}
+
+/// Collects children that ended, except one: process 1 inherits orphans.
+pub fn reap_orphans(except: u32) -> Result<()> {
+    let children = crate::proc::Proc::process(std::process::id())?.children()?;
+    for child in children.into_iter().filter(|&c| c != except) {
+        // SAFETY: no pointers; a child that has not ended is left alone.
+        unsafe { libc::waitpid(child as i32, std::ptr::null_mut(), libc::WNOHANG) };
+    }
+    Ok(())
 }

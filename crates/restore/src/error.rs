@@ -9,6 +9,15 @@ pub enum Error {
     /// The world is not as the program left it (exit code 3): one line for each thing.
     #[error("{}", .0.join("\n"))]
     Refused(Vec<String>),
+    /// Another process has the program's id, or the id of one of its threads (exit code 3).
+    #[error("process id {0} (or the id of one of its threads) is taken")]
+    PidTaken(u32),
+    /// Choosing process ids is not allowed (exit code 1).
+    #[error("not allowed to make a process with id {0}: this needs CAP_CHECKPOINT_RESTORE or root")]
+    NoPidPrivilege(u32),
+    /// The checkpoint cannot be read (exit code 1).
+    #[error(transparent)]
+    Store(#[from] stillpoint_store::Error),
     /// The kernel refused an operation (exit code 1).
     #[error(transparent)]
     Kernel(#[from] stillpoint_linux::Error),

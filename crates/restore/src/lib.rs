@@ -2,10 +2,15 @@
 #![forbid(unsafe_code)]
 
 pub mod attributes;
+pub mod clock;
 pub mod error;
 pub mod files;
+pub mod loader;
+pub mod rebuild;
+pub mod space;
 
 pub use error::{Error, Result};
+pub use rebuild::{Options, Progress, Restored, restore};
 
 /// What to do about files that the program had open for writing and that changed since (`--files`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -5,14 +5,15 @@
 //! program had them, and the program's mappings are made around them.
 
 use crate::{Error, Result};
-use stillpoint_image::{AddressSpace, Backing, Image, Mapping, MappingFlags, Owner, PageMap};
+use stillpoint_image::{AddressSpace, Backing, Mapping, MappingFlags, Owner, PageMap};
+use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::arch;
 use stillpoint_linux::memory::Memory;
+use stillpoint_linux::proc::{Proc, Vma};
 use stillpoint_linux::program::{Arg, Program, Run};
 use stillpoint_linux::ptrace::Stopped;
 use stillpoint_linux::remote::{Area, Remote};
 use stillpoint_linux::spawn::ADDRESS_SPACE;
-use stillpoint_linux::{RemoteAddr, proc};
 
 /// Length of the area for code and tables, bytes.
 const AREA_LEN: u64 = 1 << 20;
@@ -30,7 +31,7 @@ pub trait Backings {
 }
 
 /// Finds room for the area: `AREA_LEN + SPARE_LEN` bytes used neither by us nor by the program.
-pub fn find_room(space: &AddressSpace, own: &[proc::Vma]) -> Result<u64> {
+pub fn find_room(space: &AddressSpace, own: &[Vma]) -> Result<u64> {
     let mut taken: Vec<(u64, u64)> = own.iter().map(|v| (v.start, v.end)).collect();
     taken.extend(space.mappings.iter().map(|m| {
         let below = if m.flags.contains(MappingFlags::GROWS_DOWN) { BELOW_STACK } else { 0 };
@@ -53,30 +54,40 @@ pub fn find_room(space: &AddressSpace, own: &[proc::Vma]) -> Result<u64> {
 /// Prepares a fresh copy of our process for remote programs: afterwards it has nothing but the area and the kernel's
 /// own mappings, and those are where the program had them.
 pub fn clear<'a>(memory: &'a Memory, thread: Stopped, space: &AddressSpace, room: u64) -> Result<Remote<'a>> {
-    let own_code = Area { code: RemoteAddr(arch::program_loop().as_ptr() as u64), ..Area::new(room, AREA_LEN) };
+    let own_code =
+        Area { code: RemoteAddr(arch::program_loop().as_ptr() as u64), ..Area::new(room, AREA_LEN) };
+    let rseq = thread.rseq()?;
     let mut remote = Remote::new(memory, thread, own_code)?;
+    if rseq.registered().is_some() {
+        // The kernel writes to the registered area at every preemption; it is about to go.
+        let args = [rseq.address, rseq.size.into(), RSEQ_FLAG_UNREGISTER, rseq.signature.into(), 0, 0];
+        remote.step(libc::SYS_rseq, args)?;
+    }
     let rx = libc::PROT_READ | libc::PROT_EXEC;
     let rw = libc::PROT_READ | libc::PROT_WRITE;
     for (start, len, prot) in [(room, 4096, rx), (room + 4096, AREA_LEN - 4096, rw)] {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
         let r = remote.step(libc::SYS_mmap, [start, len, prot as u64, flags as u64, u64::MAX, 0])?;
         if r as u64 != start {
-            return Err(Error::Failed(format!("cannot map the area for remote calls at {start:#x}: error {}", -r)));
+            return Err(Error::Failed(format!(
+                "cannot map the area for remote calls at {start:#x}: error {}",
+                -r
+            )));
         }
     }
     memory.write_forced(RemoteAddr(room), arch::program_loop())?;
     remote.move_to(Area::new(room, AREA_LEN));
-    let kernels: Vec<_> = proc::maps(memory.pid())?.into_iter().filter(is_kernels).collect();
+    let kernels: Vec<_> = Proc::process(memory.pid())?.maps()?.into_iter().filter(is_kernels).collect();
     remote.run(&unmap_all_but(&kernels, room))?;
     move_kernel_mappings(&mut remote, space, &kernels, room + AREA_LEN)?;
     Ok(remote)
 }
 
-fn is_kernels(vma: &proc::Vma) -> bool {
+fn is_kernels(vma: &Vma) -> bool {
     vma.name.starts_with(b"[v") && vma.name != b"[vsyscall]"
 }
 
-fn unmap_all_but(kernels: &[proc::Vma], room: u64) -> Program {
+fn unmap_all_but(kernels: &[Vma], room: u64) -> Program {
     let mut keep: Vec<(u64, u64)> = kernels.iter().map(|v| (v.start, v.end)).collect();
     keep.push((room, room + AREA_LEN));
     keep.sort_unstable();
@@ -96,7 +107,7 @@ fn unmap_all_but(kernels: &[proc::Vma], room: u64) -> Program {
 fn move_kernel_mappings(
     remote: &mut Remote<'_>,
     space: &AddressSpace,
-    own: &[proc::Vma],
+    own: &[Vma],
     spare: u64,
 ) -> Result<()> {
     let wanted: Vec<(&str, &Mapping)> = space.mappings.iter().filter_map(special).collect();
@@ -143,13 +154,20 @@ fn special(mapping: &Mapping) -> Option<(&str, &Mapping)> {
 }
 
 /// Makes the program's mappings, writable as far as they will be filled.
-pub fn map(remote: &mut Remote<'_>, space: &AddressSpace, filled: &Filled, backings: &dyn Backings) -> Result<()> {
+pub fn map(
+    remote: &mut Remote<'_>,
+    space: &AddressSpace,
+    filled: &Filled,
+    backings: &dyn Backings,
+) -> Result<()> {
     let mut program = Program::new();
     for m in space.mappings.iter().filter(|m| special(m).is_none()) {
         let fill = filled.contains(m);
         let prot = if fill { libc::PROT_READ | libc::PROT_WRITE } else { m.prot as i32 };
         let (fd, offset) = match &m.backing {
-            Backing::File { path, offset, may_write } => (backings.file(*path, *may_write && m.shared)?, *offset),
+            Backing::File { path, offset, may_write } => {
+                (backings.file(*path, *may_write && m.shared)?, *offset)
+            }
             Backing::Device { path, offset } => (backings.file(*path, m.shared)?, *offset),
             Backing::Object { object, offset, .. } => (backings.object(*object)?, *offset),
             _ => (-1, 0),
@@ -185,6 +203,7 @@ fn map_flags(m: &Mapping) -> i32 {
     flags
 }
 
+const RSEQ_FLAG_UNREGISTER: u64 = 1;
 const MAP_DROPPABLE: i32 = 0x08;
 const MADV_GUARD_INSTALL: i32 = 102;
 const SYS_MSEAL: i64 = 462;
@@ -217,7 +236,8 @@ impl Filled {
 /// What must be in force while memory is filled: huge page hints.
 pub fn advise_before(remote: &mut Remote<'_>, space: &AddressSpace) -> Result<()> {
     let mut program = Program::new();
-    let before = [(MappingFlags::HUGE_PAGE, libc::MADV_HUGEPAGE), (MappingFlags::NO_HUGE_PAGE, libc::MADV_NOHUGEPAGE)];
+    let before =
+        [(MappingFlags::HUGE_PAGE, libc::MADV_HUGEPAGE), (MappingFlags::NO_HUGE_PAGE, libc::MADV_NOHUGEPAGE)];
     advise(&mut program, space, &before);
     remote.run(&program)?;
     Ok(())
@@ -233,7 +253,7 @@ fn advise(program: &mut Program, space: &AddressSpace, states: &[(MappingFlags, 
 }
 
 /// Gives mappings their final protection and states, once they are filled.
-pub fn finish(remote: &mut Remote<'_>, image: &Image, space: &AddressSpace, filled: &Filled) -> Result<()> {
+pub fn finish(remote: &mut Remote<'_>, space: &AddressSpace, filled: &Filled) -> Result<()> {
     let mut program = Program::new();
     guard(&mut program, space);
     protect(&mut program, space, filled);
@@ -251,12 +271,12 @@ pub fn finish(remote: &mut Remote<'_>, image: &Image, space: &AddressSpace, fill
     );
     name(&mut program, space);
     lock(&mut program, space);
-    for m in space.mappings.iter().filter(|m| m.flags.contains(MappingFlags::SEALED) && special(m).is_none()) {
+    for m in space.mappings.iter().filter(|m| m.flags.contains(MappingFlags::SEALED) && special(m).is_none())
+    {
         let what = format!("seal {:x}-{:x}", m.start, m.end);
         program.call(what, SYS_MSEAL, [m.start.into(), m.len().into(), 0.into()]);
     }
     remote.run(&program)?;
-    let _ = image;
     Ok(())
 }
 

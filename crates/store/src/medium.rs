@@ -165,9 +165,12 @@ fn private_folder() -> DirBuilder {
     builder
 }
 
+/// How temporary names begin. Nobody else's files are called so: what has this in front may be removed.
+pub(crate) const TEMPORARY: &str = ".stillpoint-";
+
 /// The temporary name of a file: hidden, in the same folder.
 pub(crate) fn temporary(path: &Path) -> std::path::PathBuf {
-    let mut name = std::ffi::OsString::from(".");
+    let mut name = std::ffi::OsString::from(TEMPORARY);
     name.push(path.file_name().unwrap_or_default());
     path.with_file_name(name)
 }

@@ -19,7 +19,7 @@ use stillpoint_image::{Codec, Extent, Owner, PAGE, Place, Range};
 /// Size of a buffer, and so of a write, in bytes.
 const BUFFER: usize = 1 << 20;
 /// Buffers in all: one is being filled, the others are in flight.
-const BUFFERS: usize = 12;
+const BUFFERS: usize = 8;
 /// Writing threads, and so writes in flight.
 const THREADS: usize = 4;
 /// Pages of a block: what one checksum covers and one lazy fault reads, 256 KiB.

@@ -2,7 +2,7 @@
 
 use crate::folder::{Folder, names};
 use crate::lock::Lock;
-use crate::medium::{Fault, Medium};
+use crate::medium::{Fault, Medium, TEMPORARY};
 use crate::reader::{Checkpoint, Reader};
 use crate::writer::Writer;
 use crate::{Error, Result, check_name, sweep};
@@ -52,8 +52,9 @@ impl Store {
         let store = Store { path: path.to_owned(), medium, patience: PATIENCE };
         for name in names(&store.jobs_folder())? {
             // A store that can be read but not written is cleaned up by those who can write it.
-            let _ = match name.starts_with('.') {
+            let _ = match name.starts_with(TEMPORARY) {
                 true => store.medium.remove_tree(&store.jobs_folder().join(name)),
+                false if check_name(&name).is_err() => continue, // not ours
                 false => sweep::clean(&store, &store.folder_unchecked(&name)),
             };
         }

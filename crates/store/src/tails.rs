@@ -5,6 +5,7 @@
 
 use crate::folder::{Folder, numbers};
 use crate::lock::Lock;
+use crate::medium::TEMPORARY;
 use crate::record::Record;
 use crate::{Error, Result, Store};
 use rustix::fs::OFlags;
@@ -114,10 +115,10 @@ impl Store {
                 .map(|number| tails.join(format!("{number}.data")))
                 .collect();
             let names = crate::folder::names(&tails)?;
-            orphans.extend(names.into_iter().filter(|n| n.starts_with('.')).map(|n| tails.join(n)));
+            orphans.extend(names.into_iter().filter(|n| n.starts_with(TEMPORARY)).map(|n| tails.join(n)));
             Ok(orphans)
         };
-        if orphans()?.is_empty() {
+        if !tails.join("lock").exists() || orphans()?.is_empty() {
             return Ok(());
         }
         let Some(_lock) = Lock::exclusive(&tails.join("lock"), Duration::ZERO)? else { return Ok(()) };

@@ -134,3 +134,21 @@ fn files_are_private() {
         assert_eq!(mode & 0o77, 0, "{name} holds a program's memory");
     }
 }
+
+#[test]
+fn other_peoples_files_are_left_alone() {
+    let (_folder, store) = store();
+    let files = ["jobs/.git/config", "jobs/x/.env", "jobs/x/tails/1.data", "jobs/x/checkpoints/.keep"];
+    for file in files {
+        let path = store.path().join(file);
+        std::fs::create_dir_all(path.parent().expect("parent")).expect("folder");
+        std::fs::write(path, "mine").expect("write");
+    }
+    let store = Store::open(store.path()).expect("open");
+    checkpoint(&store, "x", &memory(0, 3, 1)).expect("checkpoint");
+    store.prune("x", 0).expect("prune");
+    Store::open(store.path()).expect("open");
+    for file in files {
+        assert!(store.path().join(file).exists(), "{file}");
+    }
+}

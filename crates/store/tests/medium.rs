@@ -223,8 +223,8 @@ fn commits_are_in_order() {
         last(Op::Truncate, "1.pages"),
         last(Op::Sync, "1.pages"),
         last(Op::SyncFolder, "segments"),
-        last(Op::Write, ".1"),
-        last(Op::Sync, ".1"),
+        last(Op::Write, ".stillpoint-1"),
+        last(Op::Sync, ".stillpoint-1"),
         last(Op::Rename, "1"),
         last(Op::SyncFolder, "checkpoints"),
     ];

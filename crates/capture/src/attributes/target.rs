@@ -145,6 +145,7 @@ fn children(builder: &mut Builder, target: &Proc) -> Result<()> {
 fn namespaces(builder: &mut Builder, own: &Proc, target: &Proc) -> Result<()> {
     let ours = own.namespaces()?;
     let here = |kind| ours.iter().find(|n| n.kind == kind).map(|n| n.id);
+    let private = restored_privately(own, target)?;
     for tid in target.threads()? {
         let theirs = match target.sibling(tid).and_then(|t| t.namespaces()) {
             Err(Kernel::Gone(_)) => continue,
@@ -153,7 +154,11 @@ fn namespaces(builder: &mut Builder, own: &Proc, target: &Proc) -> Result<()> {
         for space in theirs {
             // Time namespaces only shift clocks, which a restore does anyway.
             let shifts_clocks = matches!(space.kind, NamespaceKind::Time | NamespaceKind::TimeForChildren);
-            if shifts_clocks || here(space.kind) == Some(space.id) {
+            let is_private = matches!(
+                space.kind,
+                NamespaceKind::Pid | NamespaceKind::PidForChildren | NamespaceKind::Mount
+            );
+            if shifts_clocks || here(space.kind) == Some(space.id) || (private && is_private) {
                 continue;
             }
             let what = match space.kind {
@@ -165,6 +170,28 @@ fn namespaces(builder: &mut Builder, own: &Proc, target: &Proc) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Whether the program lives in a pid namespace that a restore of ours made because its process ids were taken: one
+/// level below us, with a stillpoint as its process 1. Its mounts are ours but for `/proc`.
+fn restored_privately(own: &Proc, target: &Proc) -> Result<bool> {
+    let (ours, theirs) = (own.status()?, target.status()?);
+    if theirs.ns_tgid.len() != ours.ns_tgid.len() + 1 {
+        return Ok(false);
+    }
+    let mut pid = theirs.ppid;
+    while pid > 1 {
+        let Ok(ancestor) = Proc::process(pid) else { return Ok(false) };
+        let status = ancestor.status()?;
+        if status.ns_tgid.len() == theirs.ns_tgid.len() && status.own_pid() == 1 {
+            let same =
+                |a: &Proc, b: &Proc| a.link("exe").ok().zip(b.link("exe").ok()).is_some_and(|(a, b)| a == b);
+            let mounts = |p: &Proc| p.link("ns/mnt").ok();
+            return Ok(same(own, &ancestor) && mounts(&ancestor) == mounts(target));
+        }
+        pid = status.ppid;
+    }
+    Ok(false)
 }
 
 /// A security module's label is given at exec; nobody else may give it back.
@@ -318,6 +345,9 @@ fn mapping_problem(target: &Proc, map: &Smap, own_tracking: bool) -> Option<(&'s
             "close what it belongs to, such as an io_uring",
         ));
     }
+    if name.starts_with(b"/[aio]") {
+        return Some(("it is a ring of asynchronous I/O (io_setup)", "end it with io_destroy first"));
+    }
     if name.starts_with(b"socket:") {
         return Some(("it is memory of a socket", ""));
     }
@@ -331,6 +361,15 @@ fn mapping_problem(target: &Proc, map: &Smap, own_tracking: bool) -> Option<(&'s
     }
     if flags.contains(VmFlags::SHADOW_STACK) {
         return Some(("it is a shadow stack", "start it with GLIBC_TUNABLES=glibc.cpu.x86_shstk=off"));
+    }
+    if flags.contains(VmFlags::SYNC) {
+        return Some(("it is mapped with MAP_SYNC", ""));
+    }
+    if flags.contains(VmFlags::UNKNOWN) {
+        return Some((
+            "it has a state that this version does not know",
+            "look for a newer version of stillpoint",
+        ));
     }
     let watched = VmFlags::UFFD_MISSING | VmFlags::UFFD_WP | VmFlags::UFFD_MINOR;
     let foreign = if own_tracking { VmFlags::UFFD_MINOR } else { watched };

@@ -3,6 +3,7 @@
 pub mod checkpoint;
 pub mod doctor;
 pub mod list;
+pub mod private;
 pub mod remove;
 pub mod restore;
 pub mod run;

@@ -117,6 +117,15 @@ impl Proc {
         rustix::fs::openat(&self.folder, name, flags, Mode::empty()).map_err(|e| self.error(name, e))
     }
 
+    /// Opens what a link of the folder leads to as a mere handle (`O_PATH`): a directory, a file of any kind.
+    ///
+    /// # Errors
+    /// As [`Proc::open_file`].
+    pub fn open_handle(&self, name: &str) -> Result<OwnedFd> {
+        let flags = OFlags::PATH | OFlags::CLOEXEC;
+        rustix::fs::openat(&self.folder, name, flags, Mode::empty()).map_err(|e| self.error(name, e))
+    }
+
     /// Reads a whole file of the folder.
     ///
     /// # Errors

@@ -76,10 +76,15 @@ pub fn settled(process: &Process, space: &AddressSpace) -> Program {
     p.call("umask", libc::SYS_umask, [u64::from(process.umask).into()]);
     let reap = u64::from(process.child_subreaper);
     prctl(&mut p, "PR_SET_CHILD_SUBREAPER", PR_SET_CHILD_SUBREAPER, [reap.into()]);
-    for a in &process.actions {
-        let data = p.data(&kernel::words(&[a.handler, a.flags, a.restorer, a.mask]));
-        let args = [u64::from(a.signal).into(), data, 0.into(), 8.into()];
-        p.call(format!("rt_sigaction {}", a.signal), libc::SYS_rt_sigaction, args);
+    // Every one: the process starts with what we ourselves ignore.
+    let default = p.room(kernel::SIGACTION);
+    for signal in (1..=64u32).filter(|&s| s != libc::SIGKILL as u32 && s != libc::SIGSTOP as u32) {
+        let data = match process.actions.iter().find(|a| a.signal == signal) {
+            Some(a) => p.data(&kernel::words(&[a.handler, a.flags, a.restorer, a.mask])),
+            None => default,
+        };
+        let args = [u64::from(signal).into(), data, 0.into(), 8.into()];
+        p.call(format!("rt_sigaction {signal}"), libc::SYS_rt_sigaction, args);
     }
     for bit in (0..32).filter(|bit| space.membarrier & 1 << bit != 0) {
         let what = format!("register for memory barriers of kind {bit}");

@@ -1,0 +1,176 @@
+//! System calls that the freeze interrupts.
+//!
+//! Most start again by themselves. Two kinds need care:
+//!
+//! * Calls with a relative timeout (`nanosleep`, `poll`, `futex`) go on through `restart_syscall`, and only this
+//!   kernel task knows how much time is left. The program itself is not affected; for the image the remaining time
+//!   is found out: where the call reports it, from there, else from the time at which the thread went to sleep.
+//! * Some calls fail with `EINTR` when a thread is stopped, even without a signal handler (`signal(7)`). Those that
+//!   would have waited for ever are made again, so that the program never learns of the stop. Those with a timeout
+//!   return `EINTR` as they do after any stop: the kernel does not tell the time that is left, and the registers of
+//!   the program are not ours to change.
+
+use stillpoint_image::BlockedCall;
+use stillpoint_linux::RemoteAddr;
+use stillpoint_linux::arch::{Interrupted, Regs};
+use stillpoint_linux::memory::Memory;
+use stillpoint_linux::proc::{CurrentCall, Proc};
+
+/// What a thread was waiting for before it was stopped.
+#[derive(Clone, Debug, Default)]
+pub struct Waiting {
+    /// Kernel function it slept in.
+    wchan: String,
+    /// How long it had been asleep when it was looked at, and when that was (`CLOCK_MONOTONIC`), nanoseconds.
+    asleep_ns: Option<u64>,
+    seen_ns: u64,
+}
+
+/// Looks at a running thread; called shortly before the freeze.
+pub fn observe(thread: &Proc) -> Waiting {
+    match thread.syscall() {
+        Ok(CurrentCall::Inside { nr, .. }) if has_restart_block(nr) => {}
+        _ => return Waiting::default(),
+    }
+    let seen_ns = monotonic_ns();
+    let asleep_ns = exec_start_ns(thread).and_then(|t| scheduler_now_ns()?.checked_sub(t));
+    let wchan = String::from_utf8(thread.wchan().unwrap_or_default()).unwrap_or_default();
+    Waiting { wchan, asleep_ns, seen_ns }
+}
+
+fn exec_start_ns(thread: &Proc) -> Option<u64> {
+    Some(thread.sched().ok()??.exec_start_ns)
+}
+
+fn has_restart_block(nr: u64) -> bool {
+    let known = [libc::SYS_nanosleep, libc::SYS_clock_nanosleep, libc::SYS_poll, libc::SYS_futex];
+    known.contains(&(nr as i64)) || nr as i64 == libc::SYS_restart_syscall
+}
+
+/// Time now on the clock of `se.exec_start`, the scheduler's: when this thread last went on a CPU, which is now.
+fn scheduler_now_ns() -> Option<u64> {
+    std::thread::yield_now();
+    let id = rustix::thread::gettid().as_raw_nonzero().get() as u32;
+    exec_start_ns(&Proc::thread(std::process::id(), id).ok()?)
+}
+
+/// `CLOCK_MONOTONIC` in nanoseconds.
+pub fn monotonic_ns() -> u64 {
+    let t = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64
+}
+
+/// The call that a stopped thread will go on with through `restart_syscall`.
+///
+/// `earlier` is what an earlier checkpoint of the same thread found, as time left now: a call that was already
+/// restarted once no longer tells when it first began.
+pub fn interrupted_call(
+    memory: &Memory,
+    regs: &Regs,
+    waiting: &Waiting,
+    earlier: Option<BlockedCall>,
+) -> Option<BlockedCall> {
+    if regs.interrupted() != Interrupted::RestartBlock {
+        return None;
+    }
+    let args = regs.call_args();
+    let restarted = regs.orig_rax as i64 == libc::SYS_restart_syscall;
+    let nr = if restarted { first_call(waiting, args)? } else { regs.orig_rax };
+    let remaining_ns = match reported(memory, nr, args) {
+        Some(left) => Some(left),
+        None if restarted => earlier.filter(|e| e.nr == nr).and_then(|e| e.remaining_ns),
+        None => requested(memory, nr, args).zip(waited(waiting)).map(|(r, w)| r.saturating_sub(w)),
+    };
+    Some(BlockedCall { nr, remaining_ns })
+}
+
+/// Which call a thread in `restart_syscall` had made, by where it slept and by its arguments.
+fn first_call(waiting: &Waiting, args: [u64; 6]) -> Option<u64> {
+    let nr = match waiting.wchan.as_str() {
+        w if w.contains("nanosleep") => {
+            // The first argument of one is a small number (a clock), of the other a pointer.
+            let is_clock = (args[0] as i32 as i64) < 4096 && args[0] as i64 == args[0] as i32 as i64;
+            if is_clock { libc::SYS_clock_nanosleep } else { libc::SYS_nanosleep }
+        }
+        w if w.contains("poll") => libc::SYS_poll,
+        w if w.contains("futex") => libc::SYS_futex,
+        _ => return None,
+    };
+    Some(nr as u64)
+}
+
+/// The time left as the call itself reports it to the program.
+fn reported(memory: &Memory, nr: u64, args: [u64; 6]) -> Option<u64> {
+    let at = match nr as i64 {
+        libc::SYS_nanosleep => args[1],
+        libc::SYS_clock_nanosleep => args[3],
+        _ => 0,
+    };
+    (at != 0).then(|| timespec(memory, at)).flatten()
+}
+
+/// The timeout the program asked for, if it is relative.
+fn requested(memory: &Memory, nr: u64, args: [u64; 6]) -> Option<u64> {
+    const FUTEX_WAIT: u64 = 0;
+    match nr as i64 {
+        libc::SYS_nanosleep => timespec(memory, args[0]),
+        libc::SYS_clock_nanosleep => timespec(memory, args[2]),
+        libc::SYS_poll => Some(args[2] as i32 as u64 * 1_000_000),
+        // Every other operation takes a point in time, so starting over is right.
+        libc::SYS_futex if args[1] & 0x7f == FUTEX_WAIT => timespec(memory, args[3]),
+        _ => None,
+    }
+}
+
+fn timespec(memory: &Memory, at: u64) -> Option<u64> {
+    let seconds = memory.read_u64(RemoteAddr(at)).ok()?;
+    let nanoseconds = memory.read_u64(RemoteAddr(at + 8)).ok()?;
+    seconds.checked_mul(1_000_000_000)?.checked_add(nanoseconds)
+}
+
+fn waited(waiting: &Waiting) -> Option<u64> {
+    Some(waiting.asleep_ns? + monotonic_ns().saturating_sub(waiting.seen_ns))
+}
+
+/// The registers with which a thread should go on: a call without a timeout that the stop made fail is made again.
+/// `deliverable` tells whether a signal is about to be delivered, which is then the reason of the failure.
+pub fn unbroken(regs: &Regs, deliverable: bool) -> Regs {
+    let failed = regs.rax as i64 == -i64::from(libc::EINTR);
+    if failed && !deliverable && waits_for_ever(regs) { regs.repeat_call() } else { *regs }
+}
+
+fn waits_for_ever(regs: &Regs) -> bool {
+    let args = regs.call_args();
+    match regs.orig_rax as i64 {
+        libc::SYS_epoll_wait | libc::SYS_epoll_pwait => (args[3] as i32) < 0,
+        libc::SYS_epoll_pwait2 | libc::SYS_semtimedop => args[3] == 0,
+        libc::SYS_rt_sigtimedwait => args[2] == 0,
+        libc::SYS_semop => true,
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn after(nr: i64, result: i64, timeout: u64) -> Regs {
+        Regs { orig_rax: nr as u64, rax: result as u64, r10: timeout, rip: 1000, ..Regs::default() }
+    }
+
+    #[test]
+    fn only_endless_waits_are_made_again() {
+        let eintr = -i64::from(libc::EINTR);
+        let again = unbroken(&after(libc::SYS_epoll_wait, eintr, u64::MAX), false);
+        assert_eq!((again.rip, again.rax), (998, libc::SYS_epoll_wait as u64));
+        for kept in [
+            after(libc::SYS_epoll_wait, eintr, 1000),
+            after(libc::SYS_epoll_wait, 3, u64::MAX),
+            after(libc::SYS_read, eintr, 0),
+        ] {
+            assert_eq!(unbroken(&kept, false), kept);
+        }
+        let signalled = after(libc::SYS_epoll_wait, eintr, u64::MAX);
+        assert_eq!(unbroken(&signalled, true), signalled);
+    }
+}

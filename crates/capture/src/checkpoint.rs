@@ -1,0 +1,291 @@
+//! Taking a checkpoint, from the first look at the target to the commit.
+
+use crate::blocked::{self, Waiting};
+use crate::files::Outsiders;
+use crate::freeze::Frozen;
+use crate::inspect::{Known, inspect};
+use crate::regions::{Region, private_regions};
+use crate::{Builder, Error, Result, attributes, contents};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use rustix::time::{ClockId, clock_gettime};
+use std::collections::HashMap;
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::{Duration, Instant, SystemTime};
+use stillpoint_image::{BlockedCall, Image, Owner, PAGE, Usage};
+use stillpoint_linux::inject::find_gadgets;
+use stillpoint_linux::memory::Memory;
+use stillpoint_linux::pagemap::Pagemap;
+use stillpoint_linux::proc::Proc;
+use stillpoint_linux::{RemoteAddr, host};
+use stillpoint_store::{PutError, Store, Writer, Zeros};
+
+/// How memory is saved.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Engine {
+    /// The program stands still while its memory is written.
+    #[default]
+    Stop,
+}
+
+impl Engine {
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Engine::Stop => "stop",
+        }
+    }
+}
+
+impl std::str::FromStr for Engine {
+    type Err = String;
+    fn from_str(name: &str) -> Result<Self, String> {
+        match name {
+            "stop" => Ok(Engine::Stop),
+            _ => Err(format!("there is no engine {name:?}; there is: stop")),
+        }
+    }
+}
+
+/// What is asked of a checkpoint.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Name of the job it belongs to.
+    pub job: String,
+    /// The user's words for it.
+    pub label: Option<String>,
+    /// How memory is saved.
+    pub engine: Engine,
+    /// Kill the program once the checkpoint is committed; it does not run in between.
+    pub kill: bool,
+}
+
+/// Hears how far a checkpoint or restore is. It may be called while the program stands still.
+pub trait Progress {
+    /// So many bytes are to be saved or loaded.
+    fn start(&self, total_bytes: u64);
+    /// So many more have been.
+    fn advance(&self, bytes: u64);
+}
+
+/// What a checkpoint was like.
+#[derive(Clone, Debug)]
+pub struct Report {
+    /// Name of its job.
+    pub job: String,
+    /// Its number in the job.
+    pub id: u64,
+    /// Memory it describes, bytes.
+    pub bytes: u64,
+    /// Memory it describes, pages that are not zero.
+    pub pages: u64,
+    /// Page data added to the store, bytes.
+    pub written_bytes: u64,
+    /// How long the program stood still.
+    pub pause: Duration,
+    /// How long it all took.
+    pub wall: Duration,
+    /// Name of the engine.
+    pub engine: &'static str,
+    /// Remarks for the user.
+    pub notes: Vec<String>,
+}
+
+/// Takes a checkpoint of a process. Whatever fails, the process runs on unharmed and the store is as before.
+pub fn checkpoint(
+    pid: u32,
+    store: &Store,
+    options: &Options,
+    progress: &(dyn Progress + Sync),
+) -> Result<Report> {
+    // On a thread of its own: what it may still trace when it fails is let go of when it ends.
+    std::thread::scope(|scope| {
+        let tracer = scope.spawn(|| take(pid, store, options, progress));
+        tracer.join().unwrap_or_else(|_| Err(Error::Failed("the checkpoint failed inside stillpoint".into())))
+    })
+}
+
+/// The target before it is stopped.
+struct Target {
+    pidfd: OwnedFd,
+    process: Proc,
+    memory: Memory,
+    pagemap: Pagemap,
+}
+
+impl Target {
+    fn open(pid: u32) -> Result<Self> {
+        let gone = || Error::Target(format!("there is no process {pid}"));
+        let id = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or_else(gone)?;
+        let pidfd = pidfd_open(id, PidfdFlags::empty()).map_err(|_| gone())?;
+        let process = attributes::target::find(pid)?;
+        Ok(Target { pidfd, process, memory: Memory::open(pid)?, pagemap: Pagemap::open(pid)? })
+    }
+}
+
+fn take(pid: u32, store: &Store, options: &Options, progress: &dyn Progress) -> Result<Report> {
+    let start = Instant::now();
+    let target = Target::open(pid)?;
+    let maps = target.process.maps()?;
+    let code = maps.iter().filter(|v| v.prot & libc::PROT_EXEC as u32 != 0);
+    let code: Vec<_> = code.filter(|v| v.name != b"[vsyscall]").map(|v| (v.start, v.end)).collect();
+    let gadgets = find_gadgets(&target.memory, &code).ok_or_else(|| {
+        Error::Failed(format!("process {pid}: its code has no way to make a system call and return from it"))
+    })?;
+    let mut builder = Builder::new();
+    attributes::target::examine(&mut builder, &target.process)?;
+    refuse_if_needed(&mut builder)?;
+    let mut writer = store.begin(&options.job)?;
+    let last = store.load(&options.job, None).ok().map(|c| c.image);
+    let earlier = last.as_ref().map(|l| earlier_calls(l, &target)).unwrap_or_default();
+    let outsiders = Outsiders::scan(&[pid]);
+    let waiting = observe(&target.process)?;
+    let mut frozen = Frozen::freeze(pid)?;
+    let known = Known {
+        process: &target.process,
+        pidfd: target.pidfd.as_fd(),
+        memory: &target.memory,
+        outsiders: &outsiders,
+        pagemap: &target.pagemap,
+        gadgets,
+        waiting: &waiting,
+        earlier: &earlier,
+    };
+    describe(&mut builder.image, options, &target)?;
+    inspect(&mut builder, &mut frozen, &known)?;
+    refuse_if_needed(&mut builder)?;
+    copy_all(&mut builder, &mut writer, &target, progress)?;
+    contents::take_digests(&mut builder, Usage::Write, last.as_ref());
+    let (pause, committed) = if options.kill {
+        contents::take_digests(&mut builder, Usage::Read, last.as_ref());
+        builder.image.meta.pause_ns = frozen.since.elapsed().as_nanos() as u64;
+        let committed = writer.commit(builder.image)?;
+        pidfd_send_signal(&target.pidfd, Signal::KILL)
+            .map_err(|e| Error::Failed(format!("kill {pid}: {e}")))?;
+        let pause = frozen.thaw();
+        wait_for_end(&target);
+        (pause, committed)
+    } else {
+        let pause = frozen.thaw();
+        builder.image.meta.pause_ns = pause.as_nanos() as u64;
+        contents::take_digests(&mut builder, Usage::Read, last.as_ref());
+        (pause, writer.commit(builder.image)?)
+    };
+    Ok(Report {
+        job: options.job.clone(),
+        id: committed.id,
+        bytes: committed.pages * PAGE,
+        pages: committed.pages,
+        written_bytes: committed.written_bytes,
+        pause,
+        wall: start.elapsed(),
+        engine: options.engine.name(),
+        notes: Vec::new(),
+    })
+}
+
+/// Waits until a killed process is no more (though its parent may not have noticed yet).
+fn wait_for_end(target: &Target) {
+    let mut fds = [PollFd::new(&target.pidfd, PollFlags::IN)];
+    let patience = Timespec { tv_sec: 10, tv_nsec: 0 };
+    let _ = poll(&mut fds, Some(&patience));
+}
+
+fn refuse_if_needed(builder: &mut Builder) -> Result<()> {
+    match builder.refusals.is_empty() {
+        true => Ok(()),
+        false => Err(Error::Refused(std::mem::take(&mut builder.refusals))),
+    }
+}
+
+/// What the threads are waiting for, before they are stopped.
+fn observe(process: &Proc) -> Result<HashMap<u32, Waiting>> {
+    let mut all = HashMap::new();
+    for tid in process.threads()? {
+        if let Ok(thread) = process.sibling(tid) {
+            all.insert(tid, blocked::observe(&thread));
+        }
+    }
+    Ok(all)
+}
+
+/// The interrupted calls of the job's newest checkpoint, with the time that is left now, if it is of this process.
+fn earlier_calls(last: &Image, target: &Target) -> HashMap<u32, BlockedCall> {
+    let (Some(process), Ok(status)) = (last.processes.first(), target.process.status()) else {
+        return HashMap::new();
+    };
+    let same_boot = last.meta.host.boot_id == host::boot_id();
+    let now = clocks(&target.process).0;
+    if !same_boot || process.pid != status.own_pid() {
+        return HashMap::new();
+    }
+    let since = now.saturating_sub(last.meta.monotonic_ns).max(0) as u64;
+    let calls = process.threads.iter().filter_map(|t| {
+        let call = t.blocked?;
+        let remaining_ns = call.remaining_ns.and_then(|left| left.checked_sub(since));
+        Some((t.tid, BlockedCall { remaining_ns, ..call }))
+    });
+    calls.collect()
+}
+
+/// The target's monotonic and boot time, nanoseconds.
+fn clocks(process: &Proc) -> (i64, i64) {
+    let theirs = process.time_offsets().ok().flatten().unwrap_or_default();
+    let own =
+        Proc::process(std::process::id()).and_then(|p| p.time_offsets()).ok().flatten().unwrap_or_default();
+    let now = |clock| {
+        let t = clock_gettime(clock);
+        t.tv_sec * 1_000_000_000 + t.tv_nsec
+    };
+    (now(ClockId::Monotonic) - own.0 + theirs.0, now(ClockId::Boottime) - own.1 + theirs.1)
+}
+
+fn describe(image: &mut Image, options: &Options, target: &Target) -> Result<()> {
+    let meta = &mut image.meta;
+    meta.job.clone_from(&options.job);
+    meta.label.clone_from(&options.label);
+    meta.engine = options.engine.name().into();
+    meta.taken_ns = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos() as u64;
+    meta.command = target.process.cmdline()?.into_iter().map(Into::into).collect();
+    (meta.monotonic_ns, meta.boottime_ns) = clocks(&target.process);
+    meta.host = stillpoint_image::Host {
+        machine: host::machine(),
+        kernel: host::kernel(),
+        boot_id: host::boot_id(),
+        xfeatures: 0,
+        vdso: blake3::hash(&host::vdso()?).as_bytes().to_vec().into(),
+    };
+    Ok(())
+}
+
+/// The engine `stop`: copies all private pages and all objects while the program stands still.
+fn copy_all(
+    builder: &mut Builder,
+    writer: &mut Writer,
+    target: &Target,
+    progress: &dyn Progress,
+) -> Result<()> {
+    let space = &builder.image.spaces[0];
+    let regions = private_regions(&target.pagemap, space)?;
+    let contents: u64 = builder.contents.iter().flat_map(|c| &c.ranges).map(|r| r.len).sum();
+    progress.start(regions.iter().map(|r| r.range.len).sum::<u64>() + contents);
+    for region in &regions {
+        copy_region(region, writer, &target.memory, progress)?;
+    }
+    for content in &builder.contents {
+        contents::save(content, writer, &mut |bytes| progress.advance(bytes))?;
+    }
+    Ok(())
+}
+
+fn copy_region(region: &Region, writer: &mut Writer, memory: &Memory, progress: &dyn Progress) -> Result<()> {
+    let zeros = if region.zeros_matter { Zeros::Record } else { Zeros::Omit };
+    let mut fill = |address: u64, buffer: &mut [u8]| {
+        progress.advance(buffer.len() as u64);
+        memory.read(RemoteAddr(address), buffer)
+    };
+    writer.put(Owner::Space(0), region.range, zeros, &mut fill).map_err(|e| match e {
+        PutError::Fill(e) => Error::Kernel(e),
+        PutError::Store(e) => Error::Store(e),
+    })
+}

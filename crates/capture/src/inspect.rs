@@ -1,0 +1,250 @@
+//! Everything about a frozen process except the contents of its memory.
+
+use crate::attributes::inside::{ProcessQuery, ThreadQuery};
+use crate::attributes::{self, target};
+use crate::blocked::{self, Waiting};
+use crate::files::{self, Outsiders};
+use crate::freeze::Frozen;
+use crate::mappings::{capture_mappings, mapped_contents};
+use crate::{Builder, Error, Result};
+use std::collections::HashMap;
+use std::os::fd::BorrowedFd;
+use stillpoint_image::{BlockedCall, PAGE, Process, Thread, Usage};
+use stillpoint_linux::RemoteAddr;
+use stillpoint_linux::arch::{self, Gadgets, Regs};
+use stillpoint_linux::bpf::{self, FilteredCall};
+use stillpoint_linux::inject::{Site, Stack, Visit, outside_critical_section};
+use stillpoint_linux::memory::Memory;
+use stillpoint_linux::pagemap::{Category, Pagemap, Query};
+use stillpoint_linux::proc::Proc;
+use stillpoint_linux::program::Program;
+use stillpoint_linux::ptrace::Stopped;
+
+/// Threads visited at a time.
+const SLOTS: usize = 1;
+/// Room for the data of injected programs, bytes.
+const DATA_LEN: usize = 16 << 10;
+
+/// What is known of the target before it is stopped.
+pub struct Known<'a> {
+    /// Its `/proc` folder.
+    pub process: &'a Proc,
+    /// Its pidfd.
+    pub pidfd: BorrowedFd<'a>,
+    /// Its memory.
+    pub memory: &'a Memory,
+    /// Its page map.
+    pub pagemap: &'a Pagemap,
+    /// Who else holds descriptors of what.
+    pub outsiders: &'a Outsiders,
+    /// Where its threads can make system calls.
+    pub gadgets: Gadgets,
+    /// What its threads were waiting for.
+    pub waiting: &'a HashMap<u32, Waiting>,
+    /// Calls that an earlier checkpoint found interrupted, by thread, with the time left now.
+    pub earlier: &'a HashMap<u32, BlockedCall>,
+}
+
+/// Describes the frozen process in the builder.
+pub fn inspect(builder: &mut Builder, frozen: &mut Frozen, known: &Known<'_>) -> Result<()> {
+    // Once more: what was seen while it ran may have changed since.
+    target::examine(builder, known.process)?;
+    let mut process = attributes::process::process(known.process)?;
+    let mut space = attributes::process::space(known.process)?;
+    process.stopped = frozen.stopped_by();
+    for stopped in &frozen.threads {
+        process.threads.push(thread(builder, known, stopped)?);
+    }
+    if let Some(leader) = frozen.threads.first() {
+        process.pending = pending(leader, true)?;
+        attributes::thread::complete_pending(known.process.status()?.shared_pending, &mut process.pending);
+    }
+    if builder.refusals.is_empty() {
+        visit_all(builder, frozen, known, &mut process, &mut space)?;
+    }
+    if !builder.refusals.is_empty() {
+        return Ok(());
+    }
+    let tids: Vec<_> =
+        frozen.threads.iter().map(Stopped::tid).zip(process.threads.iter().map(|t| t.tid)).collect();
+    let target = files::Target {
+        pid: frozen.pid,
+        inner_pid: process.pid,
+        tids: &tids,
+        pidfd: known.pidfd,
+        frozen: true,
+        outsiders: known.outsiders,
+    };
+    space.mappings = capture_mappings(builder, &target, known.process, known.pagemap)?;
+    process.table = files::capture_files(builder, &target)?;
+    process.exe = link(builder, known.process, "exe", Usage::Read)?;
+    process.cwd = link(builder, known.process, "cwd", Usage::Path)?;
+    process.root = link(builder, known.process, "root", Usage::Path)?;
+    mapped_contents(builder, known.process, &space.mappings)?;
+    builder.image.meta.host.xfeatures = arch::xstate_features(&process.threads[0].xstate.0);
+    builder.image.spaces.push(space);
+    builder.image.processes.push(process);
+    Ok(())
+}
+
+/// Row of what a link of the process's folder leads to.
+fn link(builder: &mut Builder, process: &Proc, name: &str, usage: Usage) -> Result<u32> {
+    let path = process.link(name)?;
+    let what = match name {
+        "exe" => "executable",
+        "cwd" => "current directory",
+        _ => "root directory",
+    };
+    let file = process.open_handle(name)?;
+    Ok(files::path_file(builder, &path, file, usage, what)?.unwrap_or(0))
+}
+
+/// What ptrace and `/proc` tell of one thread.
+fn thread(builder: &mut Builder, known: &Known<'_>, stopped: &Stopped) -> Result<Thread> {
+    let proc = known.process.sibling(stopped.tid())?;
+    let mut thread = attributes::thread::thread(&proc)?;
+    attributes::thread::stopped(builder, stopped, &mut thread)?;
+    let regs = stopped.regs()?;
+    if !regs.is_64_bit() {
+        return Err(Error::Target(format!(
+            "thread {} runs 32-bit code, which is not supported",
+            stopped.tid()
+        )));
+    }
+    let waiting = known.waiting.get(&stopped.tid()).cloned().unwrap_or_default();
+    let earlier = known.earlier.get(&thread.tid).copied();
+    thread.blocked = blocked::interrupted_call(known.memory, &regs, &waiting, earlier);
+    thread.regs = correct(known, &proc, stopped, regs)?.to_bytes().into();
+    thread.xstate = stopped.xstate()?.into();
+    thread.sigmask = stopped.sigmask()?;
+    thread.pending = pending(stopped, false)?;
+    attributes::thread::complete_pending(proc.status()?.sig_pending, &mut thread.pending);
+    thread.rseq = stopped.rseq().ok().and_then(|c| {
+        let address = c.registered()?.0;
+        Some(stillpoint_image::Rseq { address, size: c.size, signature: c.signature, flags: c.flags })
+    });
+    Ok(thread)
+}
+
+/// The registers with which a thread goes on, here and in the image: outside of restartable sequences, and without
+/// an `EINTR` that only our stop caused.
+fn correct(known: &Known<'_>, proc: &Proc, stopped: &Stopped, regs: Regs) -> Result<Regs> {
+    let regs = outside_critical_section(known.memory, stopped, regs)?;
+    let status = proc.status()?;
+    let deliverable = (status.sig_pending | status.shared_pending) & !status.sig_blocked != 0;
+    Ok(blocked::unbroken(&regs, deliverable))
+}
+
+fn pending(stopped: &Stopped, of_process: bool) -> Result<Vec<stillpoint_image::Bytes>> {
+    Ok(stopped.pending(of_process)?.into_iter().map(|info| info.to_vec().into()).collect())
+}
+
+/// Runs in the threads themselves what only they can be asked, some threads at a time.
+fn visit_all(
+    builder: &mut Builder,
+    frozen: &mut Frozen,
+    known: &Known<'_>,
+    process: &mut Process,
+    space: &mut stillpoint_image::AddressSpace,
+) -> Result<()> {
+    let leader = &frozen.threads[0];
+    let (sp, xstate_len) = (leader.regs()?.sp(), leader.xstate()?.len());
+    let Some(vma) = known.process.maps()?.into_iter().find(|v| v.name == b"[stack]") else {
+        let hint = "only programs with their original main stack can be asked about their threads";
+        builder.refuse("main stack", "the program has unmapped it", hint);
+        return Ok(());
+    };
+    let stack = Stack { start: vma.start, end: vma.end, sp };
+    let site = Site::choose(known.memory, known.gadgets, stack, xstate_len, SLOTS, DATA_LEN)?;
+    let result = visit_in(&site, builder, frozen, known, process, space);
+    site.clean()?;
+    result
+}
+
+fn visit_in(
+    site: &Site<'_>,
+    builder: &mut Builder,
+    frozen: &mut Frozen,
+    known: &Known<'_>,
+    process: &mut Process,
+    space: &mut stillpoint_image::AddressSpace,
+) -> Result<()> {
+    let ids: Vec<u32> = frozen.threads.iter().map(Stopped::tid).collect();
+    let of_thread = ThreadQuery::new();
+    let of_process = ProcessQuery::new(&known.process.status()?, &known.process.timers()?);
+    for thread in &process.threads {
+        check_filters(builder, thread, of_thread.program(), known.gadgets);
+    }
+    check_filters(builder, &process.threads[0], of_process.program(), known.gadgets);
+    if !builder.refusals.is_empty() {
+        return Ok(());
+    }
+    for i in 0..ids.len() {
+        // A visited thread is put back in its place, so that the order stays that of the image.
+        let mut visit = site.visit(0, frozen.threads.remove(i))?;
+        let outcome = site.run(&mut visit, of_thread.program())?;
+        of_thread.decode(&outcome, &mut process.threads[i]);
+        if i == 0 {
+            let outcome = site.run(&mut visit, of_process.program())?;
+            of_process.decode(&outcome, &ids, builder, process, space);
+            space.lock_future = lock_future(&mut visit, known)?;
+        }
+        let stopped = visit.leave()?;
+        // From here on the thread goes on as the image says.
+        if let Some(regs) = Regs::from_bytes(&process.threads[i].regs.0) {
+            stopped.set_regs(&regs)?;
+        }
+        frozen.threads.insert(i, stopped);
+    }
+    Ok(())
+}
+
+/// Whether future mappings are locked in memory (`mlockall(MCL_FUTURE)`: 1, on fault: 2), which only a new mapping
+/// shows: one is made, looked at, and unmapped.
+fn lock_future(visit: &mut Visit<'_>, known: &Known<'_>) -> Result<u32> {
+    let maps = known.process.maps()?;
+    let first = maps.first().map_or(0, |v| v.start);
+    // Just below the lowest mapping, or in the first gap that is large enough to leave its neighbours alone.
+    let gap = maps.windows(2).find(|w| w[1].start - w[0].end > 1 << 20).map(|w| w[0].end + (1 << 19));
+    let Some(at) = (if first > 1 << 20 { Some(first - (1 << 19)) } else { gap }) else { return Ok(0) };
+    let locked = || Ok::<_, Error>(known.process.status()?.locked);
+    let before = locked()?;
+    let flags = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE) as u64;
+    let map = [at, PAGE, (libc::PROT_READ | libc::PROT_WRITE) as u64, flags, u64::MAX, 0];
+    let unmap = (libc::SYS_munmap, [at, PAGE, 0, 0, 0, 0]);
+    if visit.call_with_undo(libc::SYS_mmap, map, unmap)? as u64 != at {
+        return Ok(0); // no mapping more is allowed, let alone a locked one
+    }
+    let (after, mut present) = (locked()?, Vec::new());
+    let query = Query { any: Category::PRESENT, ..Query::default() };
+    known.pagemap.scan(RemoteAddr(at), RemoteAddr(at + PAGE), query, &mut present)?;
+    visit.call(unmap.0, unmap.1)?;
+    Ok(if after <= before {
+        0
+    } else if present.is_empty() {
+        2
+    } else {
+        1
+    })
+}
+
+/// Refuses a thread whose seccomp filters would not let it make these calls and come home: if we died while it is
+/// lent to us, its filter would kill it.
+fn check_filters(builder: &mut Builder, thread: &Thread, program: &Program, gadgets: Gadgets) {
+    let what = || format!("thread {} ({})", thread.tid, thread.name);
+    if thread.seccomp_strict {
+        builder.refuse(what(), "it is in strict seccomp mode and cannot be asked about its state", "");
+        return;
+    }
+    let ip = gadgets.call.0 + 2;
+    let home =
+        ("rt_sigreturn", FilteredCall { nr: libc::SYS_rt_sigreturn, ip: gadgets.sigreturn.0, args: [0; 6] });
+    let calls = program.calls().map(|(what, nr, args)| (what, FilteredCall { nr, ip, args }));
+    for (name, call) in calls.chain([home]) {
+        if !thread.seccomp.iter().all(|f| bpf::allows(&f.program.0, &call)) {
+            let why = format!("its seccomp filter forbids {name}, by which its state is asked");
+            builder.refuse(what(), why, "allow that call in the filter");
+            return;
+        }
+    }
+}

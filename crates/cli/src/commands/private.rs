@@ -1,0 +1,121 @@
+//! Restoring where the program's process ids are taken: in a pid namespace of its own, whose process 1 is another
+//! supervisor.
+
+use super::restore::{Again, Back, Revived, failure, start_pump};
+use crate::failure::{Failure, Result};
+use crate::supervise::{End, GiveUp, Supervisor, let_go};
+use rustix::fd::BorrowedFd;
+use serde::{Deserialize, Serialize};
+use std::io::{BufRead, BufReader, PipeReader, PipeWriter, Write};
+use stillpoint_linux::proc::Proc;
+use stillpoint_linux::supervise::{Child, Private, Signals, private_namespace};
+
+/// The outer end of the line to process 1 of the namespace.
+pub struct Inside(BufReader<PipeReader>);
+
+impl Inside {
+    fn line(&mut self) -> Option<String> {
+        let mut line = String::new();
+        self.0.read_line(&mut line).ok().filter(|&n| n > 0)?;
+        Some(line)
+    }
+
+    /// How the program ended, where process 1 could not end in the same way.
+    pub fn end(mut self, seen: End) -> End {
+        let said = self.line().and_then(|line| line.trim().strip_prefix("killed ")?.parse().ok());
+        said.map_or(seen, End::Killed)
+    }
+}
+
+/// Splits off process 1 of a new namespace, which restores the program there and tells us about it.
+pub fn revive(again: &Again<'_>, signals: Signals, relay: Option<BorrowedFd<'_>>) -> Result<Revived> {
+    let (reader, writer) = std::io::pipe().map_err(|e| Failure::failed(format!("pipe: {e}")))?;
+    let taken = again.checkpoint.image.processes.first().map_or(0, |p| p.pid);
+    match private_namespace() {
+        Err(e) => Err(Failure::refused(format!(
+            "process id {taken} (or the id of one of its threads) is taken, and a private pid namespace is not to \
+             be had: {e}"
+        ))),
+        Ok(Private::Inside) => {
+            drop(reader);
+            let code = inside(again, signals, writer).unwrap_or(crate::failure::FAILED.into());
+            std::process::exit(code)
+        }
+        Ok(Private::Outside(child)) => {
+            drop(writer);
+            let watch = GiveUp::watch(&signals, relay)?;
+            let mut line = Inside(BufReader::new(reader));
+            let word = line.line().unwrap_or_default();
+            drop(watch);
+            let word: Word = serde_json::from_str(&word).map_err(|_| {
+                Failure::failed("the restore in a private pid namespace ended without a word")
+            })?;
+            outside(again, signals, child, line, word)
+        }
+    }
+}
+
+/// What process 1 tells.
+#[derive(Serialize, Deserialize)]
+enum Word {
+    Back(Back),
+    Failed { code: u8, what: String, hint: Option<String> },
+}
+
+fn outside(again: &Again<'_>, signals: Signals, child: Child, line: Inside, word: Word) -> Result<Revived> {
+    let mut back = match word {
+        Word::Failed { code, what, hint } => return Err(Failure { code, what, hint }),
+        Word::Back(back) => back,
+    };
+    let inner = back.pid;
+    let is_it = |pid: &u32| Proc::process(*pid).and_then(|p| p.status()).is_ok_and(|s| s.own_pid() == inner);
+    let children = Proc::process(child.pid)?.children()?;
+    back.pid = children.into_iter().find(is_it).unwrap_or(child.pid);
+    back.private_pid = Some(inner);
+    back.notes.push(format!(
+        "process id {inner} (or the id of one of its threads) is taken: it lives in a private pid namespace"
+    ));
+    Ok(Revived {
+        child,
+        back,
+        terminal: again.checkpoint.image.terminal.clone(),
+        stdin_pump: None,
+        inside: Some(line),
+        record: None,
+        signals,
+        meta: again.checkpoint.image.meta.clone(),
+        stdio: again.stdio,
+        job: String::new(),
+    })
+}
+
+/// Process 1: restores the program, tells the outside, and supervises it to its end. Returns its exit code.
+fn inside(again: &Again<'_>, signals: Signals, mut line: PipeWriter) -> Result<i32> {
+    let mut say = |word: &Word| {
+        let text = serde_json::to_string(word).unwrap_or_default();
+        let _ = writeln!(line, "{text}");
+    };
+    let watch = GiveUp::watch(&signals, None)?;
+    let restored = again.restore();
+    drop(watch);
+    let restored = match restored {
+        Ok(restored) => restored,
+        Err(e) => {
+            let Failure { code, what, hint } = failure(e, &again.checkpoint.image.meta);
+            say(&Word::Failed { code, what, hint });
+            return Ok(code.into());
+        }
+    };
+    let r = restored;
+    say(&Word::Back(Back::of(r.pid, r.pages, r.skeleton, r.loaded, r.notes)));
+    let_go(r.stdin_pump.is_some())?;
+    r.stdin_pump.map(start_pump).transpose()?;
+    let end = Supervisor::new(signals, r.pid, r.pidfd).as_init().watch()?;
+    match end {
+        End::Exited(code) => Ok(code),
+        End::Killed(signal) => {
+            let _ = writeln!(line, "killed {signal}");
+            Ok(128 + signal)
+        }
+    }
+}

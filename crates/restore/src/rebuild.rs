@@ -1,0 +1,413 @@
+//! Rebuilding a program from a checkpoint, up to the moment it is let go.
+//!
+//! Until that moment the new process is traced with `PTRACE_O_EXITKILL`: if we fail or are killed, it is killed too,
+//! and nothing is left. Files are cut back as the very last step before it runs.
+
+use crate::attributes::{credentials, last, outside, process as of_process, thread as of_thread};
+use crate::files::{Contents, OpenFiles};
+use crate::space::{self, Backings, Filled};
+use crate::{Error, FilesPolicy, Result, Stdio, clock, files, loader};
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+use stillpoint_image::{AddressSpace, Image, Owner, Process, Terminal, Thread};
+use stillpoint_linux::arch::{self, Interrupted, Regs};
+use stillpoint_linux::memory::Memory;
+use stillpoint_linux::proc::{Proc, TaskFlags};
+use stillpoint_linux::program::{Arg, Program, Run};
+use stillpoint_linux::ptrace::{Seized, Stopped, options as trace};
+use stillpoint_linux::remote::Remote;
+use stillpoint_linux::spawn::{self, CloneArgs, Shell};
+use stillpoint_linux::{RemoteAddr, host};
+use stillpoint_store::{Checkpoint, Reader};
+
+/// What is asked of a restore.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// What to do about files that changed.
+    pub files: FilesPolicy,
+    /// Where standard streams from outside lead.
+    pub stdio: Stdio,
+}
+
+/// A restored program, which runs.
+#[derive(Debug)]
+pub struct Restored {
+    /// Its process id in our namespace; it is our child.
+    pub pid: u32,
+    /// Its pidfd.
+    pub pidfd: OwnedFd,
+    /// Settings of the terminal it was on.
+    pub terminal: Option<Terminal>,
+    /// Where what comes from our standard input must be written for it, if it was reading from a pipe with data.
+    pub stdin_pump: Option<OwnedFd>,
+    /// Whether it led a process group that was in the foreground of its terminal.
+    pub foreground_group: bool,
+    /// Time until everything but its memory stood.
+    pub skeleton: Duration,
+    /// Time until it ran.
+    pub loaded: Duration,
+    /// Pages of its memory.
+    pub pages: u64,
+    /// Remarks for the user.
+    pub notes: Vec<String>,
+}
+
+/// Hears how far a restore is.
+pub trait Progress: Sync {
+    /// So many bytes are to be loaded.
+    fn start(&self, total_bytes: u64);
+    /// So many more have been.
+    fn advance(&self, bytes: u64);
+}
+
+/// Rebuilds the program of a checkpoint and lets it run, as a child of this process. To be called from the main
+/// thread, which must live on until the program is waited for.
+pub fn restore(
+    checkpoint: &Checkpoint,
+    options: &Options,
+    cut_tail: &mut files::KeepTail<'_>,
+    progress: &dyn Progress,
+) -> Result<Restored> {
+    let start = Instant::now();
+    let image = &checkpoint.image;
+    let (process, space) = only_process(image)?;
+    check_host(image)?;
+    let missing = outside::missing(process)?;
+    if !missing.is_empty() {
+        return Err(Error::Refused(missing));
+    }
+    let contents = Stored { checkpoint };
+    let mut open = files::open(image, &contents, options.files, options.stdio)?;
+    let own = Proc::process(std::process::id())?.maps()?;
+    let room = space::find_room(space, &own)?;
+    wait_for_burial(process.pid);
+    let mut notes = Vec::from_iter(clock::continue_clocks(&image.meta)?);
+    let mut newborn = Newborn::make(process.pid)?;
+    let memory = Memory::open(newborn.pid())?;
+    let leader = newborn.seize()?;
+    check_processor(image, &leader)?;
+
+    let mut remote = space::clear(&memory, leader, space, room)?;
+    remote.run(&of_process::early(process, space))?;
+    let filled = Filled::of(&checkpoint.pages, process.space);
+    space::map(&mut remote, space, &filled, &Sources { open: &open })?;
+    space::advise_before(&mut remote, space)?;
+    let skeleton = start.elapsed();
+    progress.start(checkpoint.pages.of(Owner::Space(process.space)).iter().map(|e| e.len()).sum());
+    load(checkpoint, process.space, &memory, progress)?;
+    space::finish(&mut remote, space, &filled)?;
+    let exe = open.mapping_source(process.exe, false)?;
+    remote.run(&of_process::layout(space, Some(exe as u32)))?;
+    remote.run(&places(image, process))?;
+    open.install(image, process.table, &mut remote)?;
+    let threads = make_threads(&memory, remote, process)?;
+    let threads = give_attributes(threads, process, space, newborn.seccomp_suspended)?;
+    let threads = finish_threads(threads, process, room)?;
+    open.cut_back(cut_tail)?;
+    if process.stopped.is_some() {
+        spawn::tgkill(newborn.pid(), newborn.pid(), libc::SIGSTOP)?;
+    }
+    for (tid, signal) in last::late_signals(process) {
+        spawn::tgkill(newborn.pid(), tid.unwrap_or(newborn.pid()), signal as i32)?;
+    }
+    for thread in threads {
+        thread.detach()?;
+    }
+    let shell = newborn.live();
+    notes.extend(open.notes());
+    Ok(Restored {
+        pid: shell.pid,
+        pidfd: shell.pidfd,
+        terminal: image.terminal.clone(),
+        stdin_pump: open.take_stdin_pump(),
+        foreground_group: process.leads_group && process.foreground,
+        skeleton,
+        loaded: start.elapsed(),
+        pages: image.meta.pages,
+        notes,
+    })
+}
+
+/// The process and its address space. Trees of more than one are refused when they are captured.
+fn only_process(image: &Image) -> Result<(&Process, &AddressSpace)> {
+    let [process] = image.processes.as_slice() else {
+        return Err(Error::Refused(vec![format!("it is a tree of {} processes", image.processes.len())]));
+    };
+    let space = image.spaces.get(process.space as usize);
+    Ok((process, space.ok_or_else(|| Error::Failed("the manifest names no address space".into()))?))
+}
+
+fn check_host(image: &Image) -> Result<()> {
+    let then = &image.meta.host;
+    let machine = host::machine();
+    if then.machine != machine {
+        return Err(Error::Refused(vec![format!(
+            "it was taken on {}, this machine is {machine}",
+            then.machine
+        )]));
+    }
+    if then.vdso.0 != blake3::hash(&host::vdso()?).as_bytes() {
+        return Err(Error::Refused(vec![format!(
+            "the code that the kernel maps into programs (vdso) differs: the checkpoint was taken on kernel {}, this \
+             is {}; restore it on the kernel it was taken on",
+            then.kernel,
+            host::kernel()
+        )]));
+    }
+    Ok(())
+}
+
+/// The registers of the checkpoint must fit this processor.
+fn check_processor(image: &Image, thread: &Stopped) -> Result<()> {
+    let (then, now) = (image.meta.host.xfeatures, arch::xstate_features(&thread.xstate()?));
+    if then & !now != 0 {
+        return Err(Error::Refused(vec![format!(
+            "this processor lacks register state that the program was running with (XCR0 {:#x} of {then:#x})",
+            then & !now
+        )]));
+    }
+    Ok(())
+}
+
+/// How long the parent of a dead process may take to notice.
+const BURIAL: Duration = Duration::from_secs(3);
+
+/// A process that is killed and reaped unless it gets to live.
+struct Newborn {
+    shell: Option<Shell>,
+    /// Its seccomp filters do not apply while we live.
+    seccomp_suspended: bool,
+}
+
+impl Newborn {
+    fn make(pid: u32) -> Result<Self> {
+        match spawn::shell(Some(pid), 0) {
+            Ok(shell) => Ok(Newborn { shell: Some(shell), seccomp_suspended: true }),
+            Err(e) if e.errno() == Some(libc::EEXIST) => Err(Error::PidTaken(pid)),
+            Err(e) if e.errno() == Some(libc::EPERM) => Err(Error::NoPidPrivilege(pid)),
+            Err(e) => Err(e.into()),
+        }
+    }
+
+    fn pid(&self) -> u32 {
+        self.shell.as_ref().map_or(0, |s| s.pid)
+    }
+
+    fn seize(&mut self) -> Result<Stopped> {
+        let options = trace::SYSCALL_GOOD | trace::TRACE_CLONE | trace::EXIT_KILL;
+        let seized = match Seized::seize(self.pid(), options | trace::SUSPEND_SECCOMP) {
+            Ok(seized) => seized,
+            Err(_) => {
+                self.seccomp_suspended = false;
+                Seized::seize(self.pid(), options)?
+            }
+        };
+        seized.interrupt()?;
+        Ok(seized.wait()?.stopped(self.pid())?)
+    }
+
+    fn live(&mut self) -> Shell {
+        self.shell.take().expect("it lives once")
+    }
+}
+
+/// A killed process keeps its id until its parent has noticed: that is waited for.
+fn wait_for_burial(pid: u32) {
+    let is_dead = |p: &Proc| {
+        p.stat().is_ok_and(|s| matches!(s.state, b'Z' | b'X') || s.flags.contains(TaskFlags::EXITING))
+    };
+    let start = Instant::now();
+    while start.elapsed() < BURIAL && Proc::process(pid).is_ok_and(|p| is_dead(&p)) {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+impl Drop for Newborn {
+    fn drop(&mut self) {
+        if let Some(shell) = self.shell.take() {
+            let _ = rustix::process::pidfd_send_signal(&shell.pidfd, rustix::process::Signal::KILL);
+            spawn::reap(shell.pid);
+        }
+    }
+}
+
+/// Contents of objects and files, from the store.
+struct Stored<'a> {
+    checkpoint: &'a Checkpoint,
+}
+
+impl Contents for Stored<'_> {
+    fn read(&self, owner: Owner, offset: u64, buf: &mut [u8]) -> Result<()> {
+        loader::read(&self.checkpoint.reader, self.checkpoint.pages.of(owner), offset, buf)
+    }
+}
+
+/// Descriptors that mappings are made from.
+struct Sources<'a> {
+    open: &'a OpenFiles,
+}
+
+impl Backings for Sources<'_> {
+    fn file(&self, path: u32, write: bool) -> Result<i32> {
+        self.open.mapping_source(path, write)
+    }
+
+    fn object(&self, object: u32) -> Result<i32> {
+        self.open.object(object)
+    }
+}
+
+fn load(checkpoint: &Checkpoint, space: u32, memory: &Memory, progress: &dyn Progress) -> Result<()> {
+    let reader: &Reader = &checkpoint.reader;
+    loader::load(reader, checkpoint.pages.of(Owner::Space(space)), memory, &|bytes| progress.advance(bytes))
+}
+
+/// Makes the other threads; each starts stopped, in the middle of the leader's program. Returns all, the leader first.
+fn make_threads<'a>(
+    memory: &'a Memory,
+    mut leader: Remote<'a>,
+    process: &Process,
+) -> Result<Vec<Remote<'a>>> {
+    let flags = libc::CLONE_VM | libc::CLONE_FS | libc::CLONE_FILES | libc::CLONE_SIGHAND;
+    let flags = flags | libc::CLONE_THREAD | libc::CLONE_SYSVSEM;
+    let mut program = Program::new();
+    for thread in process.threads.iter().skip(1) {
+        let id = program.data(&thread.tid.to_le_bytes());
+        let args = CloneArgs { flags: flags as u64, set_tid_size: 1, ..CloneArgs::default() };
+        let record = program.data(&args.to_bytes());
+        program.link(record, CloneArgs::SET_TID_OFFSET, id);
+        let what = format!("make thread {}", thread.tid);
+        program.call(what, libc::SYS_clone3, [record, Arg::Value(size_of::<CloneArgs>() as u64)]);
+    }
+    leader.run(&program).map_err(|e| match e.errno() {
+        Some(libc::EEXIST) => Error::PidTaken(process.pid),
+        _ => e.into(),
+    })?;
+    let area = leader.area();
+    let mut threads = vec![];
+    let born = leader.take_born();
+    threads.push(leader);
+    for tid in born {
+        let stopped = Seized::born(tid).wait()?.stopped(tid)?;
+        threads.push(Remote::new(memory, stopped, area)?);
+    }
+    if threads.len() != process.threads.len() {
+        return Err(Error::Failed(format!(
+            "{} of {} threads were made",
+            threads.len(),
+            process.threads.len()
+        )));
+    }
+    Ok(threads)
+}
+
+/// Current directory and root, while all paths still lead where they did for us.
+fn places(image: &Image, process: &Process) -> Program {
+    let mut p = Program::new();
+    let path = |p: &mut Program, row: u32| p.string(&image.paths[row as usize].path.0);
+    let at = Arg::Value(libc::AT_FDCWD as u64);
+    let (cwd, root) = (path(&mut p, process.cwd), path(&mut p, process.root));
+    let flags = Arg::Value((libc::O_PATH | libc::O_DIRECTORY) as u64);
+    let what = format!("open the current directory {}", image.paths[process.cwd as usize].path);
+    let here = p.call(what, libc::SYS_openat, [at, cwd, flags]);
+    if image.paths[process.root as usize].path.0 != b"/" {
+        p.call("chroot", libc::SYS_chroot, [root]);
+    }
+    p.call("fchdir", libc::SYS_fchdir, [here.into()]);
+    p.call("close", libc::SYS_close, [here.into()]);
+    p
+}
+
+/// Everything that threads and the process have of their own; what takes privileges away comes last, and the leader
+/// last of all.
+fn give_attributes<'a>(
+    mut threads: Vec<Remote<'a>>,
+    process: &Process,
+    space: &AddressSpace,
+    seccomp_suspended: bool,
+) -> Result<Vec<Remote<'a>>> {
+    for (remote, thread) in threads.iter_mut().zip(&process.threads) {
+        remote.run(&of_thread::thread(thread, space))?;
+        outside::thread(remote.tid(), thread)?;
+    }
+    let leader = &mut threads[0];
+    leader.run(&of_process::settled(process, space))?;
+    let timers = of_process::Timers::new(process)?;
+    timers.check(&leader.run(timers.program())?)?;
+    outside::process(leader.pid(), process, space)?;
+    for (index, remote) in threads.iter_mut().enumerate().rev() {
+        if index == 0 {
+            remote.run(&of_process::arm(process))?;
+        }
+        let conditions = last::Conditions { now: credentials::current(remote.tid())?, seccomp_suspended };
+        remote.run(&last::program(process, space, index, &conditions))?;
+        last::verify(remote.tid(), &process.threads[index].creds)?;
+    }
+    Ok(threads)
+}
+
+/// Removes the code of remote calls and gives every thread its own registers; they are ready to run.
+fn finish_threads(mut threads: Vec<Remote<'_>>, process: &Process, room: u64) -> Result<Vec<Stopped>> {
+    let mut registers = Vec::with_capacity(threads.len());
+    for (remote, thread) in threads.iter_mut().zip(&process.threads) {
+        registers.push(blocked_again(remote, thread)?);
+    }
+    space::unmap_area(&mut threads[0], room)?;
+    let mut ready = Vec::with_capacity(threads.len());
+    for ((mut remote, thread), regs) in threads.into_iter().zip(&process.threads).zip(registers) {
+        remote.settle()?;
+        let stopped = remote.release()?;
+        stopped.set_xstate(&thread.xstate.0)?;
+        stopped.set_regs(&regs)?;
+        stopped.set_sigmask(thread.sigmask)?;
+        ready.push(stopped);
+    }
+    Ok(ready)
+}
+
+/// The registers a thread goes on with. A call with a relative timeout is made again for the time that was left,
+/// and interrupted at once: the kernel then holds the state by which `restart_syscall` goes on with it, as it did
+/// for the original thread.
+fn blocked_again(remote: &mut Remote<'_>, thread: &Thread) -> Result<Regs> {
+    let regs = Regs::from_bytes(&thread.regs.0);
+    let regs =
+        regs.ok_or_else(|| Error::Failed(format!("thread {}: its registers are damaged", thread.tid)))?;
+    if regs.interrupted() != Interrupted::RestartBlock {
+        return Ok(regs);
+    }
+    let Some(call) = thread.blocked else {
+        // It is not known which call this was: the kernel itself answers so when it has lost the state.
+        return Ok(Regs { rax: (-i64::from(libc::EINTR)) as u64, orig_rax: arch::NO_SYSCALL, ..regs });
+    };
+    let original = Regs { orig_rax: call.nr, ..regs };
+    let mut again = original.reissue();
+    if let Some(left) = call.remaining_ns {
+        shorten(remote, &mut again, call.nr, left)?;
+    }
+    let after = remote.block_in(&again)?;
+    match after.interrupted() {
+        Interrupted::No => Ok(Regs { rax: after.rax, orig_rax: arch::NO_SYSCALL, ..regs }),
+        // As the original stood: with its own arguments, on its way to `restart_syscall`.
+        _ => Ok(Regs { rax: after.rax, orig_rax: call.nr, ..regs }),
+    }
+}
+
+/// Changes the timeout of a call that is about to be made.
+fn shorten(remote: &mut Remote<'_>, regs: &mut Regs, nr: u64, left_ns: u64) -> Result<()> {
+    let at = remote.scratch();
+    let words = [left_ns / 1_000_000_000, left_ns % 1_000_000_000];
+    let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
+    match nr as i64 {
+        libc::SYS_poll => {
+            // Rounded up: a wait may be longer than asked, never shorter.
+            regs.rdx = left_ns.div_ceil(1_000_000);
+            return Ok(());
+        }
+        libc::SYS_nanosleep => regs.rdi = at.0,
+        libc::SYS_clock_nanosleep => regs.rdx = at.0,
+        libc::SYS_futex => regs.r10 = at.0,
+        _ => return Ok(()),
+    }
+    remote.memory().write(RemoteAddr(at.0), &bytes)?;
+    Ok(())
+}
