@@ -5,7 +5,7 @@ use crate::failure::{Failure, Result};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::process::{Pid, getpgid, getpgrp, getsid};
-use std::io::{PipeReader, PipeWriter};
+use std::io::{PipeReader, PipeWriter, Write};
 use stillpoint_linux::supervise::{
     Change, Received, Signals, die_of, drop_inherited, forward, reap_orphans, stop_like, wait,
 };
@@ -226,7 +226,7 @@ impl GiveUp {
 
 impl Drop for GiveUp {
     fn drop(&mut self) {
-        let _ = std::io::Write::write_all(&mut self.stop, b"."); // its reader is ours, and waits
+        let _ = self.stop.write_all(b"."); // its reader is ours, and waits
         let _ = self.thread.take().map(std::thread::JoinHandle::join);
     }
 }
