@@ -32,7 +32,6 @@ pub fn pidfd_open(pid: u32, flags: u32) -> Result<OwnedFd> {
 }
 
 const KCMP_FILE: i32 = 0;
-const KCMP_FILES: i32 = 2;
 const KCMP_EPOLL_TFD: i32 = 7;
 
 /// `struct kcmp_epoll_slot`.
@@ -53,13 +52,6 @@ pub fn compare(pid: u32, a: u32, b: u32) -> Result<Ordering> {
         1 => Ok(Ordering::Less),
         _ => Ok(Ordering::Greater),
     }
-}
-
-/// Whether two threads use the same descriptor table (`kcmp(2)`, `KCMP_FILES`).
-pub fn same_table(a: u32, b: u32) -> Result<bool> {
-    // SAFETY: KCMP_FILES touches no memory.
-    let r = unsafe { libc::syscall(libc::SYS_kcmp, a, b, KCMP_FILES, 0, 0) };
-    Ok(check(|| format!("compare the descriptor tables of {a} and {b}"), r)? == 0)
 }
 
 /// Whether descriptor `fd` of a process is the file that its epoll `epoll` watches under number `watched`, in the

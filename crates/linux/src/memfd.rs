@@ -25,6 +25,29 @@ pub fn create(name: &[u8], huge_page: u64) -> Result<OwnedFd> {
     }
 }
 
+/// Shared anonymous memory as `mmap(MAP_SHARED | MAP_ANONYMOUS)` makes it, as a descriptor to map it from.
+///
+/// The kernel hands out the file behind a mapping through `/proc/self/map_files`, with `CAP_CHECKPOINT_RESTORE`.
+pub fn shared_anonymous(size: u64, huge_page: u64) -> Result<OwnedFd> {
+    let len = usize::try_from(size).map_err(|e| Error::Other(e.to_string()))?;
+    let mut flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    if huge_page > 0 {
+        flags |= libc::MAP_HUGETLB | ((huge_page.trailing_zeros() as i32) << libc::MAP_HUGE_SHIFT);
+    }
+    // SAFETY: a new mapping that nothing refers to and that is not accessed.
+    let at = unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_NONE, flags, -1, 0) };
+    if at == libc::MAP_FAILED {
+        return Err(Error::call("map shared memory", std::io::Error::last_os_error()));
+    }
+    let step = huge_page.max(4096);
+    let path = format!("/proc/self/map_files/{:x}-{:x}", at as u64, at as u64 + size.next_multiple_of(step));
+    let flags = rustix::fs::OFlags::RDWR | rustix::fs::OFlags::CLOEXEC;
+    let opened = rustix::fs::open(&path, flags, rustix::fs::Mode::empty()).map_err(|e| Error::file(&path, e));
+    // SAFETY: exactly the mapping made above.
+    unsafe { libc::munmap(at, len) };
+    opened
+}
+
 /// Seals of a memfd; `None` for a file that cannot have any.
 pub fn seals(fd: impl AsFd) -> Result<Option<u32>> {
     // SAFETY: F_GET_SEALS touches no memory.
@@ -92,6 +115,15 @@ fn write_mapped(fd: impl AsFd, offset: u64, bytes: &[u8], huge_page: u64) -> Res
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn shared_anonymous_memory_is_a_file_of_its_own_kind() {
+        let fd = shared_anonymous(3 * 4096, 0).unwrap();
+        write_at(&fd, 5000, b"x", 0).unwrap();
+        let link = crate::fdinfo::link(std::process::id(), fd.as_raw_fd() as u32).unwrap();
+        assert_eq!(link, b"/dev/zero (deleted)");
+        assert_eq!(rustix::fs::fstat(&fd).unwrap().st_size, 3 * 4096);
+    }
 
     #[test]
     fn seals_are_read_and_added() {

@@ -127,11 +127,9 @@ fn watched(scan: &Scan<'_>, epoll: &Description, number: u32, nth: u32) -> Resul
 
 fn pid_handle(scan: &mut Scan<'_>, d: &Description, pid: i64, inner: i64) -> Result<Option<FileKind>> {
     let of_thread = d.info.flags & libc::O_EXCL as u32 != 0;
-    let own = |t: &&(u32, u32)| i64::from(t.0) == pid;
-    let known = scan.target.tids.iter().find(own).map(|t| t.1);
-    match known {
-        Some(tid) if of_thread => Ok(Some(FileKind::Pid(tid))),
-        _ if pid == i64::from(scan.target.pid) => Ok(Some(FileKind::Pid(scan.target.inner_pid))),
+    let own = u32::try_from(pid).ok().filter(|pid| of_thread || *pid == scan.target.pid);
+    match own.and_then(|pid| scan.inner_id(pid)) {
+        Some(id) => Ok(Some(FileKind::Pid(id))),
         _ if pid <= 0 => scan.refuse(d, "it is a handle to a process that ended", "let the program close it"),
         _ => {
             let why = format!("it is a handle to process {inner}, which is not part of the program");
@@ -247,6 +245,7 @@ fn open_path(path: &Path) -> Option<OwnedFd> {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -40,8 +40,8 @@ pub(crate) fn signal_owner(scan: &mut Scan<'_>, d: &Description) -> Result<Optio
     let id = owner.id as u32;
     let inner = match owner.kind {
         _ if id == 0 => Some(0),
-        0 => scan.target.tids.iter().find(|t| t.0 == id).map(|t| t.1),
-        1 if id == scan.target.pid => Some(scan.target.inner_pid),
+        0 => scan.inner_id(id),
+        1 if id == scan.target.pid => scan.inner_id(id),
         2 if id == scan.stat.group => Some(id),
         _ => None,
     };

@@ -9,11 +9,15 @@
 //! | [`outsiders`] | which other processes hold the same pipes, sockets, terminals |
 //! | [`standard`] | which objects are standard streams from outside |
 //! | [`paths`] | files in the file system, deleted ones, procfs |
+//! | [`mapped`] | files behind mappings |
+//! | [`contents`] | storing contents, digests |
 //! | [`pipes`], [`sockets`], [`terminals`], [`events`], [`memory`], [`locks`] | one kind of object each |
 
+pub mod contents;
 pub mod descriptions;
 pub mod events;
 pub mod locks;
+pub mod mapped;
 pub mod memory;
 pub mod options;
 pub mod outsiders;
@@ -30,9 +34,11 @@ use standard::Standard;
 use std::collections::HashMap;
 use std::os::fd::BorrowedFd;
 use stillpoint_image::{Descriptor, FileKind, FileTable, OpenFile};
-use stillpoint_linux::descriptors::same_table;
 use stillpoint_linux::sockets::UnixSocket;
 
+pub use contents::{copy_content, take_digests, take_digests_of};
+pub use mapped::{Mapped, mapped_file};
+pub use memory::memory_object;
 pub use outsiders::Outsiders;
 pub use paths::{deleted_content, path_file};
 
@@ -41,10 +47,6 @@ pub use paths::{deleted_content, path_file};
 pub struct Target<'a> {
     /// Its id in our pid namespace.
     pub pid: u32,
-    /// Its id as it sees it itself.
-    pub inner_pid: u32,
-    /// Its threads: id in our pid namespace, and as it sees it itself.
-    pub tids: &'a [(u32, u32)],
     /// A handle to it.
     pub pidfd: BorrowedFd<'a>,
     /// Whether it stands still. If not (a check ahead of time), queued data is not looked at.
@@ -57,7 +59,6 @@ pub struct Target<'a> {
 ///
 /// What cannot be captured is among [`Builder::refusals`] afterwards; the rows that belong to it make no sense.
 pub fn capture_files(builder: &mut Builder, target: &Target<'_>) -> Result<u32> {
-    refuse_separate_tables(builder, target)?;
     let all = descriptions::read(target)?;
     let mut scan = Scan::new(builder, target, &all)?;
     let standard = Standard::find(&mut scan)?;
@@ -85,16 +86,6 @@ pub fn capture_files(builder: &mut Builder, target: &Target<'_>) -> Result<u32> 
     Ok(builder.image.tables.len() as u32 - 1)
 }
 
-fn refuse_separate_tables(builder: &mut Builder, target: &Target<'_>) -> Result<()> {
-    for &(tid, _) in target.tids.iter().filter(|t| t.0 != target.pid) {
-        if !same_table(target.pid, tid)? {
-            let why = "it has a descriptor table of its own (unshare(CLONE_FILES))";
-            builder.refuse(format!("thread {tid}"), why, "");
-        }
-    }
-    Ok(())
-}
-
 fn placeholder() -> OpenFile {
     let kind = FileKind::Event { count: 0, semaphore: false };
     OpenFile { flags: 0, position: 0, kind, owner: None, locks: Vec::new() }
@@ -102,20 +93,20 @@ fn placeholder() -> OpenFile {
 
 /// What is known while one table is captured.
 pub struct Scan<'a> {
-    pub builder: &'a mut Builder,
-    pub target: &'a Target<'a>,
-    pub all: &'a [Description],
+    pub(crate) builder: &'a mut Builder,
+    pub(crate) target: &'a Target<'a>,
+    pub(crate) all: &'a [Description],
     /// Row of the first description.
     base: u32,
     /// Extra rows: standard streams that share a description but may lead to different places after a restore.
     standard_rows: HashMap<(usize, u32), u32>,
-    pub pipes: HashMap<(u64, u64), u32>,
-    pub sockets: HashMap<u64, u32>,
-    pub ptys: HashMap<u32, u32>,
+    pub(crate) pipes: HashMap<(u64, u64), u32>,
+    pub(crate) sockets: HashMap<u64, u32>,
+    pub(crate) ptys: HashMap<u32, u32>,
     unix: Option<HashMap<u32, UnixSocket>>,
-    pub options: options::Defaults,
-    pub same_network: bool,
-    pub stat: paths::ProcessStat,
+    pub(crate) options: options::Defaults,
+    pub(crate) same_network: bool,
+    pub(crate) stat: paths::ProcessStat,
 }
 
 impl<'a> Scan<'a> {
@@ -146,6 +137,12 @@ impl<'a> Scan<'a> {
     /// Row of a description in the image.
     pub fn row(&self, index: usize) -> u32 {
         self.base + index as u32
+    }
+
+    /// Id of one of the target's threads (or of itself) as it sees it; `None` if it is no thread of the target.
+    pub fn inner_id(&self, tid: u32) -> Option<u32> {
+        let status = std::fs::read_to_string(format!("/proc/{}/task/{tid}/status", self.target.pid)).ok()?;
+        status.lines().find_map(|l| l.strip_prefix("NSpid:"))?.split_whitespace().last()?.parse().ok()
     }
 
     /// What `sock_diag` says about a unix socket.

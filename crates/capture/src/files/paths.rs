@@ -162,7 +162,7 @@ fn proc_file(scan: &mut Scan<'_>, d: &Description) -> Result<Option<FileKind>> {
             return scan.refuse(d, why, "close it before the checkpoint");
         }
         Err(_) => link.clone(),
-        Ok(pid) if pid == scan.target.pid => own_proc_path(scan.target.tids, below),
+        Ok(pid) if pid == scan.target.pid => own_proc_path(scan, below),
         Ok(pid) => {
             let why = format!("it is about process {pid}, which is not part of the program");
             return scan.refuse(d, why, "close it before the checkpoint");
@@ -173,11 +173,11 @@ fn proc_file(scan: &mut Scan<'_>, d: &Description) -> Result<Option<FileKind>> {
 }
 
 /// `/proc/PID/task/TID/…` with the thread's id as the program sees it.
-fn own_proc_path(tids: &[(u32, u32)], below: &str) -> String {
+fn own_proc_path(scan: &Scan<'_>, below: &str) -> String {
     let mut path = String::from("/proc/self");
     let mut after_task = false;
     for part in below.split('/').filter(|p| !p.is_empty()) {
-        let inner = part.parse().ok().and_then(|tid: u32| tids.iter().find(|t| t.0 == tid)).map(|t| t.1);
+        let inner = part.parse().ok().and_then(|tid| scan.inner_id(tid));
         match inner {
             Some(tid) if after_task => path.push_str(&format!("/{tid}")),
             _ => path.push_str(&format!("/{part}")),

@@ -1,0 +1,109 @@
+//! Files behind mappings.
+
+use super::{Target, paths};
+use crate::{Builder, Content, Result};
+use rustix::fs::{FileType, Mode, OFlags};
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
+use stillpoint_image::{Owner, PAGE, Range, Usage};
+use stillpoint_linux::Error;
+use stillpoint_linux::proc::Vma;
+
+/// The file behind a mapping.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mapped {
+    /// Row of the file.
+    pub path: u32,
+    /// It is a character device.
+    pub is_device: bool,
+}
+
+/// Row of the file behind a mapping; `None` if it was refused. `written` is the range of the file that the program
+/// can write through the mapping: its contents are saved too, as nothing tells what is written there after the cut.
+pub fn mapped_file(
+    builder: &mut Builder,
+    target: &Target<'_>,
+    vma: &Vma,
+    usage: Usage,
+    written: Option<Range>,
+) -> Result<Option<Mapped>> {
+    let name = std::path::Path::new(std::ffi::OsStr::from_bytes(&vma.name));
+    // Most files are where they were: no need to open each mapping of each library.
+    if let Ok(stat) = rustix::fs::lstat(name)
+        && (stat.st_dev, stat.st_ino) == (vma.dev, vma.ino)
+        && FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
+        && !vma.deleted
+        && written.is_none()
+    {
+        let path = builder.path(paths::describe(&vma.name, &stat, usage)).0;
+        return Ok(Some(Mapped { path, is_device: false }));
+    }
+    let link_path = format!("/proc/{}/{}", target.pid, vma.link_name());
+    let what = format!("mapping {:x}-{:x} ({})", vma.start, vma.end, name.display());
+    let link = std::fs::read_link(&link_path).map_err(|e| Error::file(&link_path, e))?;
+    let flags = OFlags::PATH | OFlags::CLOEXEC;
+    let file = rustix::fs::open(&link_path, flags, Mode::empty()).map_err(|e| Error::file(&link_path, e))?;
+    let stat = rustix::fs::fstat(&file).map_err(|e| Error::file(&link_path, e))?;
+    let kind = FileType::from_raw_mode(stat.st_mode);
+    let device = kind == FileType::CharacterDevice;
+    let memory_device = device && rustix::fs::major(stat.st_rdev) == 1;
+    if kind != FileType::RegularFile && !memory_device {
+        builder.refuse(what, "it maps a device, whose state cannot be captured", "");
+        return Ok(None);
+    }
+    let usage = if device { Usage::Path } else { usage };
+    let Some(path) = paths::path_file(builder, link.as_os_str().as_bytes(), &file, usage, &what)? else {
+        return Ok(None);
+    };
+    if let Some(range) = written
+        && !device
+        && !builder.image.paths[path as usize].deleted
+    {
+        let source = stillpoint_linux::descriptors::reopen(&file, libc::O_RDONLY)?;
+        save_range(builder, path, source, range, what);
+    }
+    Ok(Some(Mapped { path, is_device: device }))
+}
+
+/// Adds a range to what is saved of a file; each byte once.
+fn save_range(builder: &mut Builder, path: u32, source: OwnedFd, range: Range, what: String) {
+    let row = &mut builder.image.paths[path as usize];
+    let end = range.end().min(row.size.next_multiple_of(PAGE));
+    if range.start >= end {
+        return;
+    }
+    row.mapped_ranges.push(Range { start: range.start, len: end - range.start });
+    row.mapped_ranges = union(std::mem::take(&mut row.mapped_ranges));
+    let ranges = row.mapped_ranges.clone();
+    let owner = Owner::File(path);
+    match builder.contents.iter_mut().find(|c| c.owner == owner) {
+        Some(content) => content.ranges = ranges,
+        None => builder.contents.push(Content { owner, source, ranges, what }),
+    }
+}
+
+/// The same bytes in ascending ranges that do not touch.
+fn union(mut ranges: Vec<Range>) -> Vec<Range> {
+    ranges.sort_unstable_by_key(|r| r.start);
+    let mut out: Vec<Range> = Vec::with_capacity(ranges.len());
+    for r in ranges {
+        match out.last_mut() {
+            Some(last) if last.end() >= r.start => last.len = last.len.max(r.end() - last.start),
+            _ => out.push(r),
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_are_united() {
+        let r = |start, len| Range { start, len };
+        let all = vec![r(8, 4), r(0, 4), r(4, 2), r(9, 1), r(20, 1)];
+        assert_eq!(union(all), vec![r(0, 6), r(8, 4), r(20, 1)]);
+    }
+}

@@ -1,0 +1,162 @@
+//! Whether the files in the file system still are as the program left them.
+
+use crate::{FilesPolicy, Result};
+use rustix::fs::{FileType, Mode, OFlags, Stat};
+use std::collections::HashSet;
+use std::os::fd::{AsFd, OwnedFd};
+use stillpoint_image::{FileKind, Image, PathFile, Usage};
+use stillpoint_linux::digest;
+
+/// How a file compares to the checkpoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// As it was.
+    Unchanged,
+    /// Longer by so many bytes; what was there is unchanged.
+    Grew(u64),
+    /// Longer by so many bytes; whether what was there is unchanged cannot be told.
+    GrewUnknown(u64),
+    /// Shorter by so many bytes.
+    Shrank(u64),
+    /// Its contents are others.
+    Changed,
+    /// Another file has its name.
+    Replaced,
+    /// Another kind of file has its name.
+    OtherKind,
+    /// Nothing has its name.
+    Gone,
+}
+
+/// What the check found: files to be cut back at the end, and what cannot be restored.
+#[derive(Debug, Default)]
+pub(super) struct Findings {
+    /// Rows of files that only grew.
+    pub grown: Vec<u32>,
+    /// One line for each file that is not as it must be.
+    pub refusals: Vec<String>,
+}
+
+/// Compares all files with the checkpoint; changes nothing.
+pub(super) fn check(image: &Image, policy: FilesPolicy) -> Result<Findings> {
+    let mut findings = Findings::default();
+    let elsewhere = checked_elsewhere(image);
+    for (row, file) in image.paths.iter().enumerate() {
+        let row = row as u32;
+        if file.deleted || elsewhere.contains(&row) {
+            continue;
+        }
+        let state = state(file)?;
+        match verdict(file, state, policy) {
+            Verdict::Fine => {}
+            Verdict::CutBack => findings.grown.push(row),
+            Verdict::Refuse => findings.refusals.push(format!("{}: {}", file.path, sentence(state))),
+        }
+    }
+    Ok(findings)
+}
+
+/// Files of procfs, FIFOs and names of sockets have rules of their own.
+fn checked_elsewhere(image: &Image) -> HashSet<u32> {
+    let proc = image.files.iter().filter_map(|f| match f.kind {
+        FileKind::Proc(row) => Some(row),
+        _ => None,
+    });
+    let fifos = image.pipes.iter().filter_map(|p| p.fifo);
+    proc.chain(fifos).chain(image.sockets.iter().filter_map(|s| s.path)).collect()
+}
+
+enum Verdict {
+    Fine,
+    CutBack,
+    Refuse,
+}
+
+fn verdict(file: &PathFile, state: State, policy: FilesPolicy) -> Verdict {
+    match (state, file.usage, policy) {
+        (State::Unchanged, ..) => Verdict::Fine,
+        (State::Gone | State::OtherKind, ..) => Verdict::Refuse,
+        (_, Usage::Path, _) | (_, _, FilesPolicy::Keep) => Verdict::Fine,
+        (State::Grew(_) | State::GrewUnknown(_), Usage::Read, _) => Verdict::Fine,
+        (State::Grew(_), Usage::Write, FilesPolicy::Rollback) => Verdict::CutBack,
+        _ => Verdict::Refuse,
+    }
+}
+
+fn sentence(state: State) -> String {
+    match state {
+        State::Unchanged => "is unchanged".into(),
+        State::Grew(n) => format!("is {n} bytes longer than at the checkpoint"),
+        State::GrewUnknown(n) => {
+            format!("is {n} bytes longer than at the checkpoint, and may have changed otherwise")
+        }
+        State::Shrank(n) => format!("is {n} bytes shorter than at the checkpoint"),
+        State::Changed => "its contents changed since the checkpoint".into(),
+        State::Replaced => "was replaced by another file since the checkpoint".into(),
+        State::OtherKind => "is another kind of file than at the checkpoint".into(),
+        State::Gone => "is gone".into(),
+    }
+}
+
+fn state(file: &PathFile) -> Result<State> {
+    let Ok(stat) = rustix::fs::lstat(file.path.as_path()) else { return Ok(State::Gone) };
+    if FileType::from_raw_mode(stat.st_mode) != FileType::from_raw_mode(file.mode)
+        || stat.st_rdev != file.rdev
+    {
+        return Ok(State::OtherKind);
+    }
+    if file.usage == Usage::Path {
+        return Ok(State::Unchanged);
+    }
+    let size = stat.st_size as u64;
+    let same_file = stat.st_ino == file.ino && stat.st_dev == file.dev;
+    if same_file && size == file.size && times(&stat) == (file.mtime_ns, file.ctime_ns) {
+        return Ok(State::Unchanged);
+    }
+    if stat.st_ino != file.ino && file.usage == Usage::Write {
+        return Ok(State::Replaced);
+    }
+    if let Some(by) = file.size.checked_sub(size).filter(|by| *by > 0) {
+        return Ok(if same_file { State::Shrank(by) } else { State::Replaced });
+    }
+    compare_contents(file, &stat)
+}
+
+/// The file is at least as long as it was: its beginning decides. A file on a device with another number, or (if it
+/// is only read) another file with the same contents, is as good.
+fn compare_contents(file: &PathFile, stat: &Stat) -> Result<State> {
+    let longer = stat.st_size as u64 - file.size;
+    let same_file = stat.st_ino == file.ino && stat.st_dev == file.dev;
+    let known = file.digest.as_ref().and_then(|d| Some((&d.blake3.0, prefix_digest(file)?)));
+    Ok(match known {
+        Some((then, now)) if **then == now => match longer {
+            0 => State::Unchanged,
+            n => State::Grew(n),
+        },
+        Some(_) if same_file => State::Changed,
+        None if same_file && longer > 0 => State::GrewUnknown(longer),
+        None if same_file && times(stat).0 == file.mtime_ns => State::Unchanged,
+        None if same_file => State::Changed,
+        _ => State::Replaced,
+    })
+}
+
+fn prefix_digest(file: &PathFile) -> Option<[u8; 32]> {
+    let open = open_to_read(file)?;
+    digest_of(file, &open)
+}
+
+fn open_to_read(file: &PathFile) -> Option<OwnedFd> {
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
+    rustix::fs::open(file.path.as_path(), flags, Mode::empty()).ok()
+}
+
+fn digest_of(file: &PathFile, open: impl AsFd) -> Option<[u8; 32]> {
+    let skip: Vec<(u64, u64)> = file.mapped_ranges.iter().map(|r| (r.start, r.len)).collect();
+    digest::digest(open, file.size, &skip).ok().map(|d| d.0)
+}
+
+fn times(stat: &Stat) -> (i64, i64) {
+    let ns = |s: i64, ns: u64| s.saturating_mul(1_000_000_000).saturating_add(ns as i64);
+    (ns(stat.st_mtime, stat.st_mtime_nsec), ns(stat.st_ctime, stat.st_ctime_nsec))
+}

@@ -1,0 +1,128 @@
+//! Cutting files that grew back to their size at the checkpoint; the very last step of a restore.
+
+use super::{KeepTail, OpenFiles};
+use crate::{Error, Result};
+use std::fs::OpenOptions;
+use std::io::Read;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::time::{Duration, UNIX_EPOCH};
+use stillpoint_image::{Image, Owner, Range};
+use stillpoint_linux::{Error as Kernel, memfd};
+
+use super::Contents;
+
+/// A file to be cut back.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Cut {
+    /// Which.
+    pub path: PathBuf,
+    /// Its size at the checkpoint.
+    pub size: u64,
+    /// Its modification time at the checkpoint, nanoseconds since 1970.
+    pub mtime_ns: i64,
+}
+
+/// What is written back into a file that the program shares with others through a mapping.
+#[derive(Debug)]
+pub(super) struct WriteBack {
+    path: PathBuf,
+    row: u32,
+    size: u64,
+    ranges: Vec<Range>,
+}
+
+pub(super) fn cuts(image: &Image, grown: &[u32]) -> Vec<Cut> {
+    let files = grown.iter().filter_map(|row| image.paths.get(*row as usize));
+    files.map(|f| Cut { path: f.path.as_path().to_owned(), size: f.size, mtime_ns: f.mtime_ns }).collect()
+}
+
+pub(super) fn write_backs(image: &Image) -> Vec<WriteBack> {
+    let rows = image.paths.iter().enumerate().filter(|(_, f)| !f.deleted && !f.mapped_ranges.is_empty());
+    let one = |(row, f): (usize, &stillpoint_image::PathFile)| WriteBack {
+        path: f.path.as_path().to_owned(),
+        row: row as u32,
+        size: f.size,
+        ranges: f.mapped_ranges.clone(),
+    };
+    rows.map(one).collect()
+}
+
+impl OpenFiles {
+    /// Writes back what shared mappings of files held at the checkpoint. To be called at the end, before
+    /// [`OpenFiles::cut_back`] and while nothing runs.
+    pub fn write_back(&self, contents: &dyn Contents) -> Result<()> {
+        let mut buffer = vec![0u8; 1 << 20];
+        for back in &self.write_backs {
+            let file =
+                OpenOptions::new().write(true).open(&back.path).map_err(|e| Kernel::file(&back.path, e))?;
+            for range in &back.ranges {
+                let (mut at, end) = (range.start, range.end().min(back.size));
+                while at < end {
+                    let n = buffer.len().min((end - at) as usize);
+                    contents.read(Owner::File(back.row), at, &mut buffer[..n])?;
+                    memfd::write_at(&file, at, &buffer[..n], 0)?;
+                    at += n as u64;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Cuts files that only grew back to their size at the checkpoint. `keep` must have made the tail durable when
+    /// it returns. From here on the restore counts as done: nothing that was created is removed any more.
+    ///
+    /// 1. The tail, from the recorded size to the end, goes to `keep`.
+    /// 2. The size is looked at again: if the file grew meanwhile, somebody else writes to it, and we stop.
+    /// 3. The file is truncated. (A writer that appends between 2 and 3 loses what it wrote; nothing can be done
+    ///    about that from user space.)
+    ///
+    /// If we are killed in between, the next restore finds the file grown and starts over.
+    pub fn cut_back(&mut self, keep: &mut KeepTail<'_>) -> Result<()> {
+        for cut in std::mem::take(&mut self.cuts) {
+            cut_one(&cut, keep)?;
+        }
+        self.created.keep();
+        Ok(())
+    }
+}
+
+fn cut_one(cut: &Cut, keep: &mut KeepTail<'_>) -> Result<()> {
+    let named = |e| Kernel::file(&cut.path, e);
+    let file = OpenOptions::new().read(true).write(true).open(&cut.path).map_err(named)?;
+    let before = file.metadata().map_err(named)?.len();
+    if before < cut.size {
+        let line =
+            format!("{}: is {} bytes shorter than at the checkpoint", cut.path.display(), cut.size - before);
+        return Err(Error::Refused(vec![line]));
+    }
+    if before > cut.size {
+        let mut tail = Tail { file: &file, at: cut.size, end: before };
+        keep(&cut.path, cut.size, &mut tail)?;
+        if file.metadata().map_err(named)?.len() != before {
+            let line = format!("{}: another program writes to it", cut.path.display());
+            return Err(Error::Refused(vec![line]));
+        }
+        file.set_len(cut.size).map_err(named)?;
+    }
+    // As the program left it, and so that the next restore need not read the file to see that it is unchanged.
+    let mtime = UNIX_EPOCH + Duration::from_nanos(cut.mtime_ns.max(0) as u64);
+    file.set_modified(mtime).map_err(named)?;
+    file.sync_all().map_err(named)?;
+    Ok(())
+}
+
+struct Tail<'a> {
+    file: &'a std::fs::File,
+    at: u64,
+    end: u64,
+}
+
+impl Read for Tail<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        let most = buffer.len().min((self.end - self.at) as usize);
+        let n = self.file.read_at(&mut buffer[..most], self.at)?;
+        self.at += n as u64;
+        Ok(n)
+    }
+}

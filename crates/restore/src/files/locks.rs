@@ -1,0 +1,57 @@
+//! File locks: those of descriptions are taken here, those of the process when it stands.
+
+use super::Opening;
+use crate::{Error, Result};
+use std::os::fd::OwnedFd;
+use stillpoint_image::{Lock, LockKind};
+use stillpoint_linux::locks::{self, LockRange};
+
+/// The range of a lock.
+pub(super) fn range(lock: &Lock) -> LockRange {
+    LockRange { exclusive: lock.exclusive, start: lock.start, end: lock.end }
+}
+
+/// All locks with the descriptions they were taken through.
+fn all<'a>(opening: &'a Opening<'_>) -> impl Iterator<Item = (&'a OwnedFd, &'a Lock)> {
+    let rows = opening.image.files.iter().zip(&opening.files.sources);
+    rows.filter_map(|(file, source)| Some((source.as_ref()?, file)))
+        .flat_map(|(fd, file)| file.locks.iter().map(move |lock| (fd, lock)))
+}
+
+/// Refuses if somebody else holds a lock that the program had. Before anything is made.
+pub(super) fn check(opening: &Opening<'_>) -> Result<()> {
+    let mut refusals = Vec::new();
+    for (fd, lock) in all(opening).filter(|(_, lock)| lock.kind != LockKind::Flock) {
+        if let Some(pid) = locks::holder(fd, range(lock))? {
+            let who = if pid > 0 { format!("process {pid}") } else { "another program".into() };
+            refusals.push(format!("{}: {who} holds a lock that the program held", name(opening, fd)));
+        }
+    }
+    if refusals.is_empty() { Ok(()) } else { Err(Error::Refused(refusals)) }
+}
+
+/// Takes the locks that belong to descriptions.
+pub(super) fn take(opening: &Opening<'_>) -> Result<()> {
+    for (fd, lock) in all(opening) {
+        let taken = match lock.kind {
+            LockKind::Flock => locks::flock(fd, lock.exclusive),
+            LockKind::Ofd => locks::lock_description(fd, range(lock)),
+            LockKind::Posix => Ok(()),
+        };
+        match taken {
+            Err(e) if matches!(e.errno(), Some(libc::EAGAIN | libc::EACCES)) => {
+                let line =
+                    format!("{}: another program holds a lock that the program held", name(opening, fd));
+                return Err(Error::Refused(vec![line]));
+            }
+            other => other?,
+        }
+    }
+    Ok(())
+}
+
+fn name(_opening: &Opening<'_>, fd: &OwnedFd) -> String {
+    use std::os::fd::AsRawFd;
+    let link = stillpoint_linux::fdinfo::link(std::process::id(), fd.as_raw_fd() as u32);
+    String::from_utf8_lossy(&link.unwrap_or_default()).into_owned()
+}

@@ -1,0 +1,275 @@
+//! Opening and installing the descriptors of the restored program.
+//!
+//! | when | what |
+//! | --- | --- |
+//! | in the controller, before the new process exists | [`open`]: checks all files, then opens or makes every description that can be made outside of it |
+//! | in the new process, a copy of ours with a copy of our descriptors, once its memory stands | [`OpenFiles::install`]: brings them to their numbers and closes all others |
+//! | when its threads stand | [`OpenFiles::finish`]: what belongs to the process: epoll watches, POSIX locks, owners of signals, timers, files about itself |
+//! | at the very end | [`OpenFiles::write_back`], [`OpenFiles::cut_back`], [`OpenFiles::settle`]; then drop it |
+
+mod check;
+mod created;
+mod cutback;
+mod events;
+mod install;
+mod locks;
+pub mod moves;
+mod objects;
+mod options;
+mod paths;
+mod pipes;
+mod sockets;
+mod standard;
+mod terminals;
+
+use crate::{Error, FilesPolicy, Result, Stdio};
+use created::Created;
+use objects::Recreated;
+use std::collections::HashMap;
+use std::io::Read;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::path::Path;
+use stillpoint_image::{Backing, FileKind, Image, OpenFile, Owner, Range};
+use stillpoint_linux::{Error as Kernel, descriptors, memfd};
+
+pub use cutback::Cut;
+
+/// Where contents of objects and files come from.
+pub trait Contents {
+    /// Reads at an offset; zeros where nothing is stored.
+    fn read(&self, owner: Owner, offset: u64, buffer: &mut [u8]) -> Result<()>;
+
+    /// Ranges below `size` outside which there are only zeros. Whoever knows better spares reading holes.
+    fn stored(&self, _owner: Owner, size: u64) -> Vec<Range> {
+        vec![Range { start: 0, len: size }]
+    }
+}
+
+/// Takes the tail that is cut off a file: its path, where the tail begins, and its bytes. They must be durable when
+/// it returns.
+pub type KeepTail<'a> = dyn FnMut(&Path, u64, &mut dyn Read) -> Result<()> + 'a;
+
+/// The open files of the program to be, in our own process.
+///
+/// Dropping it closes them; until [`OpenFiles::cut_back`] it also removes the names of sockets and FIFOs that were
+/// made.
+#[derive(Debug)]
+pub struct OpenFiles {
+    /// For each row of [`Image::files`]; `None` for what is made in the new process.
+    sources: Vec<Option<OwnedFd>>,
+    /// For each row of [`Image::objects`].
+    objects: Vec<OwnedFd>,
+    /// What mappings are made from and the process stands in: row of [`Image::paths`], and whether for writing.
+    mapped: HashMap<(u32, bool), OwnedFd>,
+    /// Holds numbers of descriptions that are made later.
+    reserve: OwnedFd,
+    cuts: Vec<Cut>,
+    write_backs: Vec<cutback::WriteBack>,
+    created: Created,
+    notes: Vec<String>,
+    stdin_pump: Option<OwnedFd>,
+}
+
+/// Opens everything. Nothing that exists is changed, and all reasons against it are found before anything is made.
+pub fn open(image: &Image, contents: &dyn Contents, policy: FilesPolicy, stdio: Stdio) -> Result<OpenFiles> {
+    let findings = check::check(image, policy)?;
+    let mut refusals = findings.refusals;
+    sockets::check(image, &mut refusals);
+    if !refusals.is_empty() {
+        return Err(Error::Refused(refusals));
+    }
+    descriptors::raise_descriptor_limit()?;
+    let mut opening = Opening::new(image, contents, stdio)?;
+    opening.files.cuts = cutback::cuts(image, &findings.grown);
+    if policy != FilesPolicy::Keep {
+        opening.files.write_backs = cutback::write_backs(image);
+    }
+    paths::open(&mut opening)?;
+    locks::check(&opening)?;
+    sockets::open(&mut opening)?;
+    opening.make_objects()?;
+    pipes::open(&mut opening)?;
+    standard::open(&mut opening)?;
+    terminals::open(&mut opening)?;
+    events::open(&mut opening)?;
+    paths::open_for_mappings(&mut opening)?;
+    opening.finish_objects()?;
+    locks::take(&opening)?;
+    // Last: all that was done so far would be events for it.
+    events::open_inotify(&mut opening)?;
+    Ok(opening.files)
+}
+
+/// The work of [`open`] in progress.
+struct Opening<'a> {
+    image: &'a Image,
+    contents: &'a dyn Contents,
+    stdio: Stdio,
+    /// Deleted files, by row; they lose their names when this is dropped.
+    deleted: HashMap<u32, Recreated>,
+    files: OpenFiles,
+}
+
+impl<'a> Opening<'a> {
+    fn new(image: &'a Image, contents: &'a dyn Contents, stdio: Stdio) -> Result<Self> {
+        let null = std::fs::OpenOptions::new().read(true).write(true).open("/dev/null");
+        let files = OpenFiles {
+            sources: image.files.iter().map(|_| None).collect(),
+            objects: Vec::new(),
+            mapped: HashMap::new(),
+            reserve: null.map_err(|e| Kernel::file("/dev/null", e))?.into(),
+            cuts: Vec::new(),
+            write_backs: Vec::new(),
+            created: Created::default(),
+            notes: Vec::new(),
+            stdin_pump: None,
+        };
+        Ok(Opening { image, contents, stdio, deleted: HashMap::new(), files })
+    }
+
+    /// Rows of open files for which `pick` gives something.
+    fn rows<T>(&self, pick: impl Fn(&'a OpenFile) -> Option<T>) -> Vec<(usize, &'a OpenFile, T)> {
+        self.image.files.iter().enumerate().filter_map(|(row, f)| Some((row, f, pick(f)?))).collect()
+    }
+
+    /// Records the description of a row, with its status flags.
+    fn put(&mut self, row: usize, fd: OwnedFd) -> Result<()> {
+        set_status_flags(&fd, self.image.files[row].flags)?;
+        self.files.sources[row] = Some(fd);
+        Ok(())
+    }
+
+    fn make_objects(&mut self) -> Result<()> {
+        for (row, object) in self.image.objects.iter().enumerate() {
+            self.files.objects.push(objects::memory(row as u32, object, self.contents)?);
+        }
+        let of_object = |f: &OpenFile| match f.kind {
+            FileKind::Memory(object) => Some(object),
+            _ => None,
+        };
+        for (row, file, object) in self.rows(of_object) {
+            let source =
+                self.files.objects.get(object as usize).ok_or_else(|| missing("memory object", object))?;
+            let fd = descriptors::reopen(source, open_flags(file.flags))?;
+            seek(&fd, file.position)?;
+            self.put(row, fd)?;
+        }
+        Ok(())
+    }
+
+    /// Owners and times, once everything was opened.
+    fn finish_objects(&mut self) -> Result<()> {
+        for (object, fd) in self.image.objects.iter().zip(&self.files.objects) {
+            objects::finish_memory(object, fd)?;
+        }
+        for (row, made) in self.deleted.drain() {
+            made.finish(&self.image.paths[row as usize])?;
+        }
+        Ok(())
+    }
+}
+
+impl OpenFiles {
+    /// Descriptor of a file (row of [`Image::paths`]) that mappings are made from, or that the process executes or
+    /// stands in; able to write if asked. It has the same number in the new process until [`OpenFiles::install`].
+    pub fn mapping_source(&self, path: u32, write: bool) -> Result<i32> {
+        let found = self.mapped.get(&(path, write)).or_else(|| self.mapped.get(&(path, true)));
+        Ok(found.ok_or_else(|| missing("file", path))?.as_raw_fd())
+    }
+
+    /// Descriptor of a memory object (row of [`Image::objects`]), for reading and writing.
+    pub fn object(&self, object: u32) -> Result<i32> {
+        Ok(self.objects.get(object as usize).ok_or_else(|| missing("memory object", object))?.as_raw_fd())
+    }
+
+    /// Seals memfds as they were. Once all mappings of them stand: some seals forbid making more.
+    pub fn seal(&self, image: &Image) -> Result<()> {
+        for (object, fd) in image.objects.iter().zip(&self.objects) {
+            if object.memfd.is_some() && object.seals != 0 {
+                memfd::add_seals(fd, object.seals)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Forgets the inotify events that the restore itself caused. Right before the program runs.
+    pub fn settle(&self, image: &Image) -> Result<()> {
+        for (file, source) in image.files.iter().zip(&self.sources) {
+            if let (FileKind::Inotify(_), Some(fd)) = (&file.kind, source) {
+                events::forget_events(fd, file.flags)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Files that will be cut back.
+    pub fn cuts(&self) -> &[Cut] {
+        &self.cuts
+    }
+
+    /// Remarks for the user: what could not be made exactly as it was.
+    pub fn notes(&self) -> Vec<String> {
+        self.notes.clone()
+    }
+
+    /// Where what comes from the current standard input must be written for the program, if it was reading from a
+    /// pipe with unread data.
+    pub fn take_stdin_pump(&mut self) -> Option<OwnedFd> {
+        self.stdin_pump.take()
+    }
+}
+
+fn missing(what: &str, row: u32) -> Error {
+    Error::Failed(format!("the manifest names {what} {row}, which is not there"))
+}
+
+/// Flags for `open(2)` from those that fdinfo shows.
+fn open_flags(flags: u32) -> i32 {
+    const TMPFILE: i32 = 0o20_000_000;
+    let mut flags = flags as i32;
+    if flags & TMPFILE != 0 {
+        flags &= !(TMPFILE | libc::O_DIRECTORY);
+    }
+    flags &= !(libc::O_CREAT | libc::O_EXCL | libc::O_TRUNC | libc::O_ASYNC);
+    flags | libc::O_NOCTTY | libc::O_CLOEXEC
+}
+
+/// Status flags that `F_SETFL` sets, but `O_ASYNC`, which needs an owner first.
+const STATUS: u32 = (libc::O_APPEND | libc::O_NONBLOCK | libc::O_DIRECT | libc::O_NOATIME) as u32;
+
+fn set_status_flags(fd: impl AsFd, wanted: u32) -> Result<()> {
+    use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+    if wanted & libc::O_PATH as u32 != 0 {
+        return Ok(());
+    }
+    let now = fcntl_getfl(&fd).map_err(|e| Kernel::call("F_GETFL", e))?;
+    if now.bits() & STATUS != wanted & STATUS {
+        let flags = OFlags::from_bits_retain(now.bits() & !STATUS | wanted & STATUS);
+        fcntl_setfl(&fd, flags).map_err(|e| Kernel::call("F_SETFL", e))?;
+    }
+    Ok(())
+}
+
+fn seek(fd: impl AsFd, position: u64) -> Result<()> {
+    if position != 0 {
+        let to = rustix::fs::SeekFrom::Start(position);
+        rustix::fs::seek(fd, to).map_err(|e| Kernel::call(format!("seek to {position}"), e))?;
+    }
+    Ok(())
+}
+
+/// Rows of files that mappings of the program need, and whether for writing.
+fn mapped_rows(image: &Image) -> Vec<(u32, bool)> {
+    let mappings = image.spaces.iter().flat_map(|s| &s.mappings);
+    let mut rows: Vec<(u32, bool)> = mappings
+        .filter_map(|m| match m.backing {
+            Backing::File { path, may_write, .. } => Some((path, may_write && m.shared)),
+            Backing::Device { path, .. } => Some((path, m.shared)),
+            _ => None,
+        })
+        .collect();
+    rows.extend(image.processes.iter().flat_map(|p| [(p.exe, false), (p.cwd, false), (p.root, false)]));
+    rows.sort_unstable();
+    rows.dedup();
+    rows
+}

@@ -1,0 +1,172 @@
+//! Memory objects and deleted files, made anew with their contents.
+
+use super::Contents;
+use crate::{Error, Result};
+use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Timespec, Timestamps, Uid};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use stillpoint_image::{MemoryObject, Owner, PathFile};
+use stillpoint_linux::{Error as Kernel, memfd};
+
+/// Makes a memory object with its contents, not yet sealed.
+pub(super) fn memory(row: u32, object: &MemoryObject, contents: &dyn Contents) -> Result<OwnedFd> {
+    let fd = match &object.memfd {
+        Some(name) => memfd::create(&name.0, object.huge_page)?,
+        None => return shared_anonymous(row, object, contents),
+    };
+    rustix::fs::ftruncate(&fd, object.size).map_err(|e| Kernel::call("set the size of a memfd", e))?;
+    fill(&fd, Owner::Object(row), object.size, object.huge_page, contents)?;
+    Ok(fd)
+}
+
+/// Access mode and owner of a memfd; after everything was opened, as we may lock ourselves out.
+pub(super) fn finish_memory(object: &MemoryObject, fd: impl AsFd) -> Result<()> {
+    if object.memfd.is_none() {
+        return Ok(());
+    }
+    own(&fd, object.uid, object.gid, object.mode).map_err(|e| Kernel::call("set the owner of a memfd", e))?;
+    Ok(())
+}
+
+fn shared_anonymous(row: u32, object: &MemoryObject, contents: &dyn Contents) -> Result<OwnedFd> {
+    let fd = memfd::shared_anonymous(object.size, object.huge_page)?;
+    fill(&fd, Owner::Object(row), object.size, object.huge_page, contents)?;
+    Ok(fd)
+}
+
+/// Writes the contents, without what is zero.
+fn fill(fd: &OwnedFd, owner: Owner, size: u64, huge_page: u64, contents: &dyn Contents) -> Result<()> {
+    let piece = huge_page.max(64 << 10);
+    for range in contents.stored(owner, size) {
+        let (mut at, end) = (range.start, range.end().min(size));
+        while at < end {
+            let n = (piece - at % piece).min(end - at) as usize;
+            let mut buffer = vec![0u8; n];
+            contents.read(owner, at, &mut buffer)?;
+            if buffer.iter().any(|b| *b != 0) {
+                memfd::write_at(fd, at, &buffer, huge_page)?;
+            }
+            at += n as u64;
+        }
+    }
+    Ok(())
+}
+
+fn own(fd: impl AsFd, uid: u32, gid: u32, mode: u32) -> rustix::io::Result<()> {
+    let stat = rustix::fs::fstat(&fd)?;
+    if (stat.st_uid, stat.st_gid) != (uid, gid) {
+        rustix::fs::fchown(&fd, Some(Uid::from_raw(uid)), Some(Gid::from_raw(gid)))?;
+    }
+    if stat.st_mode & 0o7777 != mode & 0o7777 {
+        rustix::fs::fchmod(&fd, Mode::from_raw_mode(mode & 0o7777))?;
+    }
+    Ok(())
+}
+
+/// A deleted file that was made anew. It may still have its name, so that it can be opened by it.
+#[derive(Debug)]
+pub(super) struct Recreated {
+    /// For reading and writing; a directory for reading.
+    pub file: OwnedFd,
+    name: Option<PathBuf>,
+    directory: bool,
+}
+
+impl Drop for Recreated {
+    fn drop(&mut self) {
+        if let Some(name) = self.name.take() {
+            let flags = if self.directory { AtFlags::REMOVEDIR } else { AtFlags::empty() };
+            let _ = rustix::fs::unlinkat(rustix::fs::CWD, &name, flags);
+        }
+    }
+}
+
+impl Recreated {
+    /// Opens it once more.
+    pub fn open(&self, flags: i32) -> Result<OwnedFd> {
+        let Some(name) = &self.name else {
+            return Ok(stillpoint_linux::descriptors::reopen(&self.file, flags)?);
+        };
+        let flags = OFlags::from_bits_retain(flags as u32) | OFlags::CLOEXEC;
+        Ok(rustix::fs::open(name, flags, Mode::empty()).map_err(|e| Kernel::file(name, e))?)
+    }
+
+    /// Times and owner; after everything was opened.
+    pub fn finish(&self, row: &PathFile) -> Result<()> {
+        let named = |e| Kernel::file(row.path.as_path(), e);
+        own(&self.file, row.uid, row.gid, row.mode).map_err(named)?;
+        let time = |ns: i64| Timespec {
+            tv_sec: ns.div_euclid(1_000_000_000),
+            tv_nsec: ns.rem_euclid(1_000_000_000),
+        };
+        let times = Timestamps { last_access: time(row.atime_ns), last_modification: time(row.mtime_ns) };
+        rustix::fs::futimens(&self.file, &times).map_err(named)?;
+        Ok(())
+    }
+}
+
+/// Makes a deleted file anew, under its old name if that is free. The name is removed when the result is dropped.
+pub(super) fn recreate(row: u32, file: &PathFile, contents: &dyn Contents) -> Result<Recreated> {
+    let path = file.path.as_path();
+    match FileType::from_raw_mode(file.mode) {
+        FileType::Directory => recreate_directory(path),
+        FileType::RegularFile => {
+            let made = nameless(path).or_else(|_| named(path))?;
+            rustix::fs::ftruncate(&made.file, file.size).map_err(|e| Kernel::file(path, e))?;
+            fill(&made.file, Owner::File(row), file.size, 0, contents)?;
+            Ok(give_name(made, path))
+        }
+        _ => Err(Error::Failed(format!("{path:?}: a deleted file of a kind that cannot be made anew"))),
+    }
+}
+
+/// A file without a name: if we are killed while it is filled, nothing is left.
+fn nameless(path: &Path) -> Result<Recreated> {
+    let directory = path.parent().unwrap_or(Path::new("/"));
+    let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+    let file = rustix::fs::open(directory, flags, Mode::RUSR | Mode::WUSR)
+        .map_err(|e| Kernel::file(directory, e))?;
+    Ok(Recreated { file, name: None, directory: false })
+}
+
+/// For file systems without `O_TMPFILE`: under the old name, or one that is not in use.
+fn named(path: &Path) -> Result<Recreated> {
+    let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC;
+    let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let others =
+        (0..100).map(|i| path.with_file_name(format!(".{name}.stillpoint-{}-{i}", std::process::id())));
+    let mut last = rustix::io::Errno::EXIST;
+    for candidate in std::iter::once(path.to_owned()).chain(others) {
+        match rustix::fs::open(&candidate, flags, Mode::RUSR | Mode::WUSR) {
+            Ok(file) => return Ok(Recreated { file, name: Some(candidate), directory: false }),
+            Err(rustix::io::Errno::EXIST) => {}
+            Err(e) => {
+                last = e;
+                break;
+            }
+        }
+    }
+    Err(Kernel::file(path, last).into())
+}
+
+/// Gives a nameless file its old name for the moment, so that `/proc/PID/fd` will show it, if the name is free.
+fn give_name(mut made: Recreated, path: &Path) -> Recreated {
+    let link = format!("/proc/self/fd/{}", made.file.as_raw_fd());
+    let flags = AtFlags::SYMLINK_FOLLOW;
+    if made.name.is_none() && rustix::fs::linkat(rustix::fs::CWD, &link, rustix::fs::CWD, path, flags).is_ok()
+    {
+        made.name = Some(path.to_owned());
+        let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        if let Ok(file) = rustix::fs::open(path, flags, Mode::empty()) {
+            made.file = file;
+        }
+    }
+    made
+}
+
+fn recreate_directory(path: &Path) -> Result<Recreated> {
+    rustix::fs::mkdir(path, Mode::RWXU).map_err(|e| Kernel::file(path, e))?;
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let file = rustix::fs::open(path, flags, Mode::empty()).map_err(|e| Kernel::file(path, e))?;
+    Ok(Recreated { file, name: Some(path.to_owned()), directory: true })
+}

@@ -1,0 +1,47 @@
+//! Giving socket options back.
+
+use crate::{Error, Result};
+use std::os::fd::AsFd;
+use stillpoint_image::{Socket, SocketOption};
+use stillpoint_linux::sockets;
+
+const SOL_SOCKET: u32 = libc::SOL_SOCKET as u32;
+const SNDBUF: u32 = libc::SO_SNDBUF as u32;
+const RCVBUF: u32 = libc::SO_RCVBUF as u32;
+
+/// Sets all options of a socket.
+pub(super) fn apply(fd: impl AsFd, socket: &Socket, what: &str) -> Result<()> {
+    for option in &socket.options {
+        let set = match (option.level, option.name) {
+            (SOL_SOCKET, SNDBUF) => set_buffer(&fd, option, libc::SO_SNDBUFFORCE as u32),
+            (SOL_SOCKET, RCVBUF) => set_buffer(&fd, option, libc::SO_RCVBUFFORCE as u32),
+            _ => sockets::set_option(&fd, option.level, option.name, &option.value.0),
+        };
+        set.map_err(|e| Error::Failed(format!("{what}: {e}")))?;
+    }
+    Ok(())
+}
+
+/// The kernel doubles the size it is given, and caps it for those without `CAP_NET_ADMIN`.
+fn set_buffer(fd: impl AsFd, option: &SocketOption, force: u32) -> stillpoint_linux::Result<()> {
+    let bytes = option.value.0.get(..4).and_then(|b| b.try_into().ok()).map_or(0, i32::from_ne_bytes);
+    let half = (bytes / 2).to_ne_bytes();
+    sockets::set_option(&fd, option.level, option.name, &half)?;
+    if sockets::int_option(&fd, option.level, option.name)? == Some(bytes) {
+        return Ok(());
+    }
+    sockets::set_option(&fd, option.level, force, &half)
+}
+
+/// Makes room for `bytes` in `messages` unread messages; returns what undoes it.
+pub(super) fn make_room(fd: impl AsFd, bytes: usize, messages: usize) -> Result<()> {
+    let wanted = i32::try_from(bytes * 2 + messages * 4096).unwrap_or(i32::MAX / 2);
+    let now = sockets::int_option(&fd, SOL_SOCKET, SNDBUF)?.unwrap_or(0);
+    if now < wanted {
+        let value = wanted.to_ne_bytes();
+        if sockets::set_option(&fd, SOL_SOCKET, libc::SO_SNDBUFFORCE as u32, &value).is_err() {
+            sockets::set_option(&fd, SOL_SOCKET, SNDBUF, &value)?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,119 @@
+//! Pipes and FIFOs with the data in them.
+
+use super::{Opening, missing, open_flags};
+use crate::{Error, Result};
+use rustix::fs::{FileType, Mode, OFlags};
+use std::os::fd::{AsFd, OwnedFd};
+use stillpoint_image::{FileKind, OpenFile, PathFile, Pipe};
+use stillpoint_linux::{Error as Kernel, descriptors, pipes};
+
+/// Makes all pipes that are not standard streams.
+pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
+    for (index, pipe) in opening.image.pipes.iter().enumerate() {
+        if pipe.stdio.is_some() {
+            continue;
+        }
+        let of_pipe = |f: &OpenFile| match f.kind {
+            FileKind::Pipe(p) if p as usize == index => Some(()),
+            _ => None,
+        };
+        let rows: Vec<(usize, &OpenFile)> =
+            opening.rows(of_pipe).into_iter().map(|(row, f, ())| (row, f)).collect();
+        match pipe.fifo {
+            Some(path) => open_fifo(opening, pipe, path, &rows)?,
+            None => open_pipe(opening, pipe, &rows)?,
+        }
+    }
+    Ok(())
+}
+
+fn open_pipe(opening: &mut Opening<'_>, pipe: &Pipe, rows: &[(usize, &OpenFile)]) -> Result<()> {
+    let (read, write) = pipes::pipe(0)?;
+    resize(opening, &write, pipe)?;
+    fill(&write, pipe, in_packets(pipe, rows))?;
+    for (row, file) in rows {
+        // Both ends are open, so this does not wait.
+        let fd = descriptors::reopen(&read, open_flags(file.flags))?;
+        opening.put(*row, fd)?;
+    }
+    Ok(())
+}
+
+fn open_fifo(opening: &mut Opening<'_>, pipe: &Pipe, path: u32, rows: &[(usize, &OpenFile)]) -> Result<()> {
+    let file = opening.image.paths.get(path as usize).ok_or_else(|| missing("file", path))?;
+    make_fifo(opening, file)?;
+    let by_name = |flags: i32| -> Result<OwnedFd> {
+        let flags = OFlags::from_bits_retain(flags as u32) | OFlags::CLOEXEC;
+        let name = file.path.as_path();
+        Ok(rustix::fs::open(name, flags, Mode::empty()).map_err(|e| Kernel::file(name, e))?)
+    };
+    // A reader that never saw a writer polls differently from one whose writers have left.
+    let lonely = pipe.data.is_empty() && rows.iter().all(|(_, f)| f.flags & libc::O_ACCMODE as u32 == 0);
+    let both = if lonely { None } else { Some(by_name(libc::O_RDWR | libc::O_NONBLOCK)?) };
+    for (row, file) in rows {
+        let fd = by_name(open_flags(file.flags) | libc::O_NONBLOCK)?;
+        opening.put(*row, fd)?;
+    }
+    let end =
+        both.as_ref().or_else(|| rows.first().and_then(|(row, _)| opening.files.sources[*row].as_ref()));
+    if let Some(end) = end {
+        let end = end.try_clone().map_err(|e| Kernel::call("duplicate a FIFO", e))?;
+        resize(opening, &end, pipe)?;
+    }
+    if let Some(both) = &both {
+        fill(both, pipe, in_packets(pipe, rows))?;
+    }
+    Ok(())
+}
+
+/// A FIFO that is gone is made anew; another kind of file in its place is in the way.
+fn make_fifo(opening: &mut Opening<'_>, file: &PathFile) -> Result<()> {
+    let name = file.path.as_path();
+    match rustix::fs::lstat(name) {
+        Ok(stat) if FileType::from_raw_mode(stat.st_mode) == FileType::Fifo => Ok(()),
+        Ok(_) => Err(Error::Refused(vec![format!("{}: is not a FIFO any more", file.path)])),
+        Err(_) => {
+            let mode = Mode::from_raw_mode(file.mode & 0o7777);
+            rustix::fs::mknodat(rustix::fs::CWD, name, FileType::Fifo, mode, 0)
+                .map_err(|e| Kernel::file(name, e))?;
+            opening.files.created.note(name);
+            rustix::fs::chmod(name, mode).map_err(|e| Kernel::file(name, e))?;
+            Ok(())
+        }
+    }
+}
+
+fn resize(opening: &mut Opening<'_>, end: impl AsFd, pipe: &Pipe) -> Result<()> {
+    if pipe.capacity == 0 || pipes::capacity(&end)? == pipe.capacity {
+        return Ok(());
+    }
+    if let Err(e) = pipes::set_capacity(&end, pipe.capacity) {
+        let held: usize = pipe.data.iter().map(|d| d.0.len()).sum();
+        if held as u64 > pipes::capacity(&end)? {
+            return Err(e.into());
+        }
+        opening.files.notes.push(format!("a pipe keeps its default capacity: {e}"));
+    }
+    Ok(())
+}
+
+fn in_packets(pipe: &Pipe, rows: &[(usize, &OpenFile)]) -> bool {
+    pipe.data.len() > 1 || rows.iter().any(|(_, f)| f.flags & libc::O_DIRECT as u32 != 0)
+}
+
+/// Puts unread data back; `write` can write.
+pub(super) fn fill(write: impl AsFd, pipe: &Pipe, packets: bool) -> Result<()> {
+    if pipe.data.is_empty() {
+        return Ok(());
+    }
+    let packet_flag = if packets { libc::O_DIRECT } else { 0 };
+    let end = descriptors::reopen(&write, libc::O_WRONLY | libc::O_NONBLOCK | packet_flag)?;
+    for part in &pipe.data {
+        let mut rest = part.0.as_slice();
+        while !rest.is_empty() {
+            let n = rustix::io::write(&end, rest).map_err(|e| Kernel::call("fill a pipe", e))?;
+            rest = &rest[n..];
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,325 @@
+//! Sockets: listening and unconnected ones, unix pairs with the data in them.
+
+use super::{Opening, missing, options};
+use crate::{Error, Result};
+use rustix::fs::{FileType, Gid, Mode, Uid};
+use std::collections::HashMap;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use stillpoint_image::{FileKind, Image, PathFile, Socket};
+use stillpoint_linux::{Error as Kernel, sockets};
+
+const UNIX: u32 = libc::AF_UNIX as u32;
+const STREAM: u32 = libc::SOCK_STREAM as u32;
+const DATAGRAM: u32 = libc::SOCK_DGRAM as u32;
+/// Longest `sun_path`, with its end.
+const SUN_PATH: usize = 108;
+
+/// Refuses where names of unix sockets are in use. A name that is left over from a socket nobody listens on is not.
+pub(super) fn check(image: &Image, refusals: &mut Vec<String>) {
+    for socket in &image.sockets {
+        let Some(file) = socket.path.and_then(|row| image.paths.get(row as usize)) else { continue };
+        let path = file.path.as_path();
+        let Ok(stat) = rustix::fs::lstat(path) else {
+            if !path.parent().is_some_and(Path::is_dir) {
+                refusals.push(format!("{}: the directory of this socket is gone", file.path));
+            }
+            continue;
+        };
+        if file.deleted || FileType::from_raw_mode(stat.st_mode) != FileType::Socket {
+            refusals.push(format!("{}: is in the way of a socket of that name", file.path));
+        } else if !is_stale(path, socket.kind) {
+            refusals.push(format!("{}: another program uses this socket", file.path));
+        }
+    }
+}
+
+/// Nobody is behind a socket's name if a connection is refused.
+fn is_stale(path: &Path, kind: u32) -> bool {
+    let Ok(probe) = sockets::socket(libc::AF_UNIX, kind as i32 | libc::SOCK_NONBLOCK, 0) else {
+        return false;
+    };
+    let Ok((address, _directory)) = unix_address(path) else { return false };
+    sockets::connect(&probe, &address).is_err_and(|e| e.raw_os_error() == Some(libc::ECONNREFUSED))
+}
+
+/// Makes all sockets.
+pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
+    let mut made: HashMap<usize, OwnedFd> = HashMap::new();
+    // Connections that were accepted under a name need the name while it is still free.
+    accept_connections(opening, &mut made)?;
+    bind_all(opening, &mut made)?;
+    for (index, socket) in opening.image.sockets.iter().enumerate() {
+        if made.contains_key(&index) {
+            continue;
+        }
+        let (own, other) = sockets::pair(socket.kind as i32)?;
+        made.insert(index, own);
+        match socket.peer {
+            Some(peer) => {
+                made.insert(peer as usize, other);
+            }
+            None => fill(&other, socket)?, // its peer is gone, and goes
+        }
+    }
+    for (index, socket) in opening.image.sockets.iter().enumerate() {
+        if let (Some(peer), Some(own)) = (socket.peer, made.get(&index)) {
+            let other = made.get(&(peer as usize)).ok_or_else(|| missing("socket", peer))?;
+            fill(other, socket)?;
+            let _ = own;
+        }
+    }
+    finish(opening, &made)?;
+    let rows = opening.rows(|f| match f.kind {
+        FileKind::Socket(index) => Some(index),
+        _ => None,
+    });
+    for (row, _, index) in rows {
+        let fd = made.get(&(index as usize)).ok_or_else(|| missing("socket", index))?;
+        let fd = fd.try_clone().map_err(|e| Kernel::call("duplicate a socket", e))?;
+        opening.put(row, fd)?;
+    }
+    Ok(())
+}
+
+/// Sockets with neither a peer nor a lost one: made, bound, set to listen. All that cannot be are told together.
+fn bind_all(opening: &mut Opening<'_>, made: &mut HashMap<usize, OwnedFd>) -> Result<()> {
+    let mut refusals = Vec::new();
+    for (index, socket) in opening.image.sockets.iter().enumerate() {
+        if socket.peer.is_some() || socket.orphan {
+            continue;
+        }
+        let fd = sockets::socket(socket.family as i32, socket.kind as i32, socket.protocol as i32)?;
+        options::apply(&fd, socket, &name(opening.image, socket))?;
+        match bind(opening, socket, &fd) {
+            Ok(()) => {}
+            Err(Error::Refused(lines)) => refusals.extend(lines),
+            Err(e) => return Err(e),
+        }
+        made.insert(index, fd);
+    }
+    if refusals.is_empty() { Ok(()) } else { Err(Error::Refused(refusals)) }
+}
+
+fn bind(opening: &mut Opening<'_>, socket: &Socket, fd: &OwnedFd) -> Result<()> {
+    let internet_stream = socket.family != UNIX && socket.kind == STREAM;
+    if !socket.local.0.is_empty() {
+        // Connections of the old process may linger in TIME_WAIT: with SO_REUSEADDR they do not matter, while a
+        // socket that listens still does.
+        let reuse = (libc::SOL_SOCKET as u32, libc::SO_REUSEADDR as u32);
+        let before = sockets::option(fd, reuse.0, reuse.1)?;
+        if internet_stream {
+            sockets::set_option(fd, reuse.0, reuse.1, &1i32.to_ne_bytes())?;
+        }
+        bind_name(opening, socket, fd)?;
+        listen(socket, fd, &name(opening.image, socket))?;
+        if let Some(before) = before.filter(|_| internet_stream) {
+            sockets::set_option(fd, reuse.0, reuse.1, &before)?;
+        }
+    } else {
+        listen(socket, fd, &name(opening.image, socket))?;
+    }
+    if !socket.remote.0.is_empty() {
+        let what = name(opening.image, socket);
+        let refused = |e| Error::Refused(vec![format!("{what}: cannot be connected again: {e}")]);
+        sockets::connect(fd, &socket.remote.0).map_err(refused)?;
+    }
+    Ok(())
+}
+
+fn listen(socket: &Socket, fd: &OwnedFd, what: &str) -> Result<()> {
+    if let Some(backlog) = socket.listening {
+        let backlog = i32::try_from(backlog).unwrap_or(i32::MAX);
+        rustix::net::listen(fd, backlog).map_err(|e| refusal(what, &e.into()))?;
+    }
+    Ok(())
+}
+
+fn bind_name(opening: &mut Opening<'_>, socket: &Socket, fd: &OwnedFd) -> Result<()> {
+    let what = name(opening.image, socket);
+    let Some(row) = socket.path else {
+        return sockets::bind(fd, &socket.local.0).map_err(|e| refusal(&what, &e));
+    };
+    let file = opening.image.paths.get(row as usize).ok_or_else(|| missing("file", row))?;
+    bind_path(opening, file, fd, socket.kind)
+}
+
+/// Binds to a name in the file system, which it had before; a stale one is removed.
+fn bind_path(opening: &mut Opening<'_>, file: &PathFile, fd: &OwnedFd, kind: u32) -> Result<()> {
+    let path = file.path.as_path();
+    if rustix::fs::lstat(path).is_ok_and(|s| FileType::from_raw_mode(s.st_mode) == FileType::Socket)
+        && is_stale(path, kind)
+    {
+        std::fs::remove_file(path).map_err(|e| Kernel::file(path, e))?;
+    }
+    let (address, _directory) = unix_address(path)?;
+    sockets::bind(fd, &address).map_err(|e| refusal(&file.path.to_string(), &e))?;
+    opening.files.created.note(path);
+    if file.deleted {
+        return Ok(std::fs::remove_file(path).map_err(|e| Kernel::file(path, e))?);
+    }
+    let named = |e| Kernel::file(path, e);
+    rustix::fs::chmod(path, Mode::from_raw_mode(file.mode & 0o7777)).map_err(named)?;
+    let stat = rustix::fs::lstat(path).map_err(named)?;
+    if (stat.st_uid, stat.st_gid) != (file.uid, file.gid) {
+        let (uid, gid) = (Uid::from_raw(file.uid), Gid::from_raw(file.gid));
+        rustix::fs::chown(path, Some(uid), Some(gid)).map_err(named)?;
+    }
+    Ok(())
+}
+
+fn refusal(what: &str, e: &std::io::Error) -> Error {
+    let why = match e.raw_os_error() {
+        Some(libc::EADDRINUSE) => "another program uses this address".to_owned(),
+        Some(libc::EADDRNOTAVAIL) => "this machine does not have this address".to_owned(),
+        Some(libc::EACCES) => "we are not permitted to use this address".to_owned(),
+        _ => e.to_string(),
+    };
+    Error::Refused(vec![format!("{what}: {why}")])
+}
+
+/// A `sockaddr_un` for a path; a long one goes through a descriptor of its directory, to be kept meanwhile.
+fn unix_address(path: &Path) -> Result<(Vec<u8>, Option<OwnedFd>)> {
+    let mut address = (libc::AF_UNIX as u16).to_ne_bytes().to_vec();
+    let bytes = path.as_os_str().as_bytes();
+    if bytes.len() < SUN_PATH {
+        address.extend_from_slice(bytes);
+        address.push(0);
+        return Ok((address, None));
+    }
+    let (directory, file) = (path.parent().unwrap_or(Path::new("/")), path.file_name().unwrap_or_default());
+    let flags = rustix::fs::OFlags::PATH | rustix::fs::OFlags::CLOEXEC;
+    let fd = rustix::fs::open(directory, flags, Mode::empty()).map_err(|e| Kernel::file(directory, e))?;
+    address.extend_from_slice(format!("/proc/self/fd/{}/", fd.as_raw_fd()).as_bytes());
+    address.extend_from_slice(file.as_bytes());
+    address.push(0);
+    Ok((address, Some(fd)))
+}
+
+/// Connections between an unnamed socket and one that a listening socket accepted: made through a listening socket
+/// of that name, which is closed again before the program's own is bound.
+///
+/// Somebody else may connect to the name meanwhile; such a connection is told by its process id, and closed.
+fn accept_connections(opening: &mut Opening<'_>, made: &mut HashMap<usize, OwnedFd>) -> Result<()> {
+    let image = opening.image;
+    for (index, accepted) in image.sockets.iter().enumerate() {
+        let named = accepted.family == UNIX && accepted.kind != DATAGRAM && !accepted.local.0.is_empty();
+        if !named || (accepted.peer.is_none() && !accepted.orphan) {
+            continue;
+        }
+        let listener = image.sockets.iter().find(|s| s.listening.is_some() && s.local == accepted.local);
+        let listener =
+            listener.ok_or_else(|| Error::Failed("a connection without who accepted it".into()))?;
+        let door = sockets::socket(libc::AF_UNIX, accepted.kind as i32, 0)?;
+        let path = listener.path.and_then(|row| image.paths.get(row as usize));
+        let (address, _directory) = match path {
+            Some(file) => unix_address(file.path.as_path())?,
+            None => (listener.local.0.clone(), None),
+        };
+        match path {
+            Some(file) => {
+                bind_path(opening, &PathFile { deleted: false, ..file.clone() }, &door, accepted.kind)?
+            }
+            None => sockets::bind(&door, &address).map_err(|e| refusal(&name(image, listener), &e))?,
+        }
+        rustix::net::listen(&door, 16).map_err(|e| Kernel::call("listen", e))?;
+        let client = sockets::socket(libc::AF_UNIX, accepted.kind as i32, 0)?;
+        sockets::connect(&client, &address).map_err(|e| Kernel::call("connect to ourselves", e))?;
+        let server = accept_own(&door)?;
+        if let Some(file) = path {
+            std::fs::remove_file(file.path.as_path()).map_err(|e| Kernel::file(file.path.as_path(), e))?;
+        }
+        made.insert(index, server);
+        match accepted.peer {
+            Some(peer) => {
+                made.insert(peer as usize, client);
+            }
+            None => fill(&client, accepted)?,
+        }
+    }
+    Ok(())
+}
+
+fn accept_own(door: &OwnedFd) -> Result<OwnedFd> {
+    loop {
+        let flags = rustix::net::SocketFlags::CLOEXEC;
+        let fd = rustix::net::accept_with(door, flags).map_err(|e| Kernel::call("accept", e))?;
+        let peer =
+            sockets::option(&fd, libc::SOL_SOCKET as u32, libc::SO_PEERCRED as u32)?.unwrap_or_default();
+        if peer.get(..4) == Some(&std::process::id().to_ne_bytes()) {
+            return Ok(fd);
+        }
+    }
+}
+
+/// Puts unread messages back, through the other end.
+fn fill(other: &OwnedFd, socket: &Socket) -> Result<()> {
+    if socket.queue.is_empty() {
+        return Ok(());
+    }
+    let bytes = socket.queue.iter().map(|m| m.0.len()).sum();
+    options::make_room(other, bytes, socket.queue.len())?;
+    for message in &socket.queue {
+        let mut rest = message.0.as_slice();
+        loop {
+            let n = sockets::send(other, rest).map_err(|e| Kernel::call("fill the queue of a socket", e))?;
+            rest = &rest[n..];
+            if rest.is_empty() {
+                break;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Names, options and shutdown of connected sockets.
+fn finish(opening: &mut Opening<'_>, made: &HashMap<usize, OwnedFd>) -> Result<()> {
+    for (index, socket) in opening.image.sockets.iter().enumerate() {
+        let connected = socket.peer.is_some() || socket.orphan;
+        let Some(fd) = made.get(&index).filter(|_| connected) else { continue };
+        if socket.kind == DATAGRAM && !socket.local.0.is_empty() {
+            bind_name(opening, socket, fd)?;
+        }
+        options::apply(fd, socket, &name(opening.image, socket))?;
+        shut_down(fd, socket)?;
+    }
+    Ok(())
+}
+
+fn shut_down(fd: impl AsFd, socket: &Socket) -> Result<()> {
+    use rustix::net::Shutdown;
+    let how = match socket.shutdown & 3 {
+        1 => Shutdown::Read,
+        2 => Shutdown::Write,
+        3 if !socket.orphan => Shutdown::Both,
+        _ => return Ok(()), // a lost peer shut it down by leaving
+    };
+    Ok(rustix::net::shutdown(fd, how).map_err(|e| Kernel::call("shut a socket down", e))?)
+}
+
+/// A socket for people.
+fn name(image: &Image, socket: &Socket) -> String {
+    if let Some(file) = socket.path.and_then(|row| image.paths.get(row as usize)) {
+        return format!("socket {}", file.path);
+    }
+    let local = &socket.local.0;
+    let kind = if socket.kind == STREAM { "TCP" } else { "UDP" };
+    match socket.family as i32 {
+        libc::AF_UNIX if local.len() > 3 => format!("socket @{}", local[3..].escape_ascii()),
+        libc::AF_UNIX => "an unnamed socket".into(),
+        _ => format!("{kind} {}", address(local)),
+    }
+}
+
+fn address(raw: &[u8]) -> String {
+    use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+    let port = raw.get(2..4).map_or(0, |b| u16::from_be_bytes([b[0], b[1]]));
+    let v4 = raw.get(4..8).and_then(|b| <[u8; 4]>::try_from(b).ok());
+    let v6 = raw.get(8..24).and_then(|b| <[u8; 16]>::try_from(b).ok());
+    match (raw.len(), v4, v6) {
+        (28, _, Some(v6)) => SocketAddr::from((Ipv6Addr::from(v6), port)).to_string(),
+        (_, Some(v4), _) => SocketAddr::from((Ipv4Addr::from(v4), port)).to_string(),
+        _ => "unbound".into(),
+    }
+}

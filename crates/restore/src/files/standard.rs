@@ -1,0 +1,122 @@
+//! Standard streams from outside: they become those of whoever restores.
+
+use super::{Opening, pipes};
+use crate::{Result, Stdio};
+use rustix::fs::{FileType, OFlags};
+use std::os::fd::{BorrowedFd, OwnedFd};
+use stillpoint_image::{FileKind, Image, OpenFile};
+use stillpoint_linux::{Error as Kernel, descriptors, pipes as kernel_pipes};
+
+/// Opens the rows that are standard streams or the controlling terminal.
+pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
+    let input = unread_input(opening)?;
+    let rows = opening.rows(|f| match f.kind {
+        FileKind::Stdio(n) => Some(n),
+        _ => None,
+    });
+    for (row, file, number) in rows {
+        let reads = file.flags & libc::O_ACCMODE as u32 != libc::O_WRONLY as u32;
+        let fd = match (&input, number, opening.stdio) {
+            (Some(input), 0, _) if reads => descriptors::reopen(input, libc::O_RDONLY)?,
+            (_, _, Stdio::Null) => null(file.flags)?,
+            (_, n, Stdio::Current) => current(n, file.flags)?,
+        };
+        // Not `put`: the status flags were seen to, as far as they are not somebody else's.
+        opening.files.sources[row] = Some(fd);
+    }
+    open_controlling_terminal(opening)
+}
+
+/// Unread standard input goes first: a pipe of our own, into which the supervisor writes what comes next.
+fn unread_input(opening: &mut Opening<'_>) -> Result<Option<OwnedFd>> {
+    let Some(pipe) = opening.image.pipes.iter().find(|p| p.stdio == Some(0) && !p.data.is_empty()) else {
+        return Ok(None);
+    };
+    let (read, write) = kernel_pipes::pipe(0)?;
+    let held: usize = pipe.data.iter().map(|d| d.0.len()).sum();
+    let capacity = pipe.capacity.max((held as u64).next_multiple_of(4096) + 4096);
+    if kernel_pipes::capacity(&write)? < capacity {
+        kernel_pipes::set_capacity(&write, capacity)?;
+    }
+    pipes::fill(&write, pipe, false)?;
+    if opening.stdio == Stdio::Current {
+        opening.files.stdin_pump = Some(write);
+    }
+    Ok(Some(read))
+}
+
+fn null(flags: u32) -> Result<OwnedFd> {
+    let flags =
+        OFlags::from_bits_retain(flags & (libc::O_ACCMODE | libc::O_NONBLOCK | libc::O_APPEND) as u32);
+    let fd = rustix::fs::open("/dev/null", flags | OFlags::CLOEXEC, rustix::fs::Mode::empty());
+    Ok(fd.map_err(|e| Kernel::file("/dev/null", e))?)
+}
+
+/// Our own standard stream of this number, or `/dev/null` if we have none.
+///
+/// Whether it blocks is a property of the description, which we share with whoever started us: where it must change,
+/// a terminal or pipe is opened once more, so that only the program sees it.
+fn current(number: u32, flags: u32) -> Result<OwnedFd> {
+    let own = match number {
+        0 => rustix::stdio::stdin(),
+        1 => rustix::stdio::stdout(),
+        _ => rustix::stdio::stderr(),
+    };
+    let Ok(now) = rustix::fs::fcntl_getfl(own) else { return null(flags) };
+    if (now.bits() ^ flags) & libc::O_NONBLOCK as u32 == 0 {
+        return Ok(descriptors::duplicate_above(own, 3)?);
+    }
+    if let Some(fd) = opened_again(own, now, flags) {
+        return Ok(fd);
+    }
+    let fd = descriptors::duplicate_above(own, 3)?;
+    super::set_status_flags(&fd, now.bits() & !(libc::O_NONBLOCK as u32) | flags & libc::O_NONBLOCK as u32)?;
+    Ok(fd)
+}
+
+fn opened_again(own: BorrowedFd<'_>, now: OFlags, flags: u32) -> Option<OwnedFd> {
+    let stat = rustix::fs::fstat(own).ok()?;
+    if !matches!(FileType::from_raw_mode(stat.st_mode), FileType::CharacterDevice | FileType::Fifo) {
+        return None;
+    }
+    let access = now.bits() as i32 & libc::O_ACCMODE;
+    // Opening a pipe could wait for its other end; without waiting, it may fail, and then there is another way.
+    let fd = descriptors::reopen(own, access | libc::O_NOCTTY | libc::O_NONBLOCK).ok()?;
+    super::set_status_flags(&fd, flags & !(libc::O_APPEND as u32)).ok()?;
+    Some(fd)
+}
+
+/// `/dev/tty` is ours, unless the controlling terminal is a pseudo-terminal of the program's own.
+fn open_controlling_terminal(opening: &mut Opening<'_>) -> Result<()> {
+    if is_inside(opening.image) {
+        return Ok(());
+    }
+    for (row, file, ()) in opening.rows(is_controlling) {
+        let flags = super::open_flags(file.flags);
+        let tty = (opening.stdio == Stdio::Current).then(|| open_tty(flags)).flatten();
+        let fd = match tty {
+            Some(fd) => fd,
+            None => {
+                opening.files.notes.push("its terminal is /dev/null now".into());
+                null(file.flags)?
+            }
+        };
+        opening.put(row, fd)?;
+    }
+    Ok(())
+}
+
+/// Whether the controlling terminal is a pseudo-terminal of the program itself.
+pub(super) fn is_inside(image: &Image) -> bool {
+    image.ptys.iter().any(|p| p.controlling)
+}
+
+/// Whether an open file is the controlling terminal.
+fn is_controlling(file: &OpenFile) -> Option<()> {
+    (file.kind == FileKind::ControllingTerminal).then_some(())
+}
+
+fn open_tty(flags: i32) -> Option<OwnedFd> {
+    let flags = OFlags::from_bits_retain(flags as u32) | OFlags::CLOEXEC;
+    rustix::fs::open("/dev/tty", flags, rustix::fs::Mode::empty()).ok()
+}
