@@ -56,7 +56,7 @@ while [ "$i" -lt "$checkpoints" ]; do
         "$(mebibytes "$(field bytes <"$dir/report")")" "$(mebibytes "$(field written_bytes <"$dir/report")")" \
         "$(field pause_ms <"$dir/report")" "$(field wall_ms <"$dir/report")"
 done
-sleep 1
+sleep "$(awk -v p="$pause" 'BEGIN { printf "%.2f", p / 3 }')"
 
 echo
 echo "killed at $(progress) (process $pid)"

@@ -11,7 +11,7 @@ use serde_json::json;
 use std::path::Path;
 use std::process::ExitCode;
 use stillpoint_image::Bytes;
-use stillpoint_linux::supervise::{Child, Signals, SpawnError, spawn};
+use stillpoint_linux::supervise::{Child, Signals, SpawnError, die_of, spawn};
 use stillpoint_store::{Claim, Running, Store};
 
 /// Runs the command.
@@ -46,6 +46,12 @@ impl Started {
             None => jobs::claim_new(&store, &default_name(args))?,
         };
         let signals = Signals::take()?;
+        // A Ctrl-C from before the job exists is for us: the job would never hear of it.
+        while let Some(signal) = signals.next()? {
+            if signal.would_end_us() {
+                die_of(signal.signal);
+            }
+        }
         let child = spawn(&args.command, &signals).map_err(|e| match e {
             SpawnError::Exec(..) => Failure::usage(e),
             SpawnError::Kernel(e) => e.into(),
