@@ -207,7 +207,7 @@ static void *run(void *argument) {
   return 0;
 }
 
-static void all(void) {
+static void everything(void) {
   int fd = open(path_of("counters"), O_RDWR | O_CREAT, 0600);
   MUST(fd >= 0 && ftruncate(fd, PAGE) == 0);
   counters = mmap(0, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -238,4 +238,4 @@ static void all(void) {
     CHECK(counters->rounds[i] > 0);
 }
 
-SCENARIOS({"all", all})
+SCENARIOS({"everything", everything})

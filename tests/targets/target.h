@@ -50,7 +50,7 @@ static UNUSED void say(const char *format, ...) {
 #define MUST(condition)                                                                                                \
   do {                                                                                                                 \
     if (!(condition)) {                                                                                                \
-      say("setup: %s:%d: %s: %s", __FILE__, __LINE__, #condition, strerror(errno));                                   \
+      say("setup: %s:%d: %s: %s", __FILE__, __LINE__, #condition, strerror(errno));                                    \
       _exit(2);                                                                                                        \
     }                                                                                                                  \
   } while (0)
@@ -231,17 +231,17 @@ struct scenario {
 
 #define SCENARIOS(...)                                                                                                 \
   int main(int argc, char **argv) {                                                                                    \
-    static const struct scenario all[] = {__VA_ARGS__};                                                                \
+    static const struct scenario scenarios[] = {__VA_ARGS__};                                                          \
     if (argc < 3) {                                                                                                    \
-      for (size_t i = 0; i < COUNT(all); i++)                                                                          \
-        say("%s", all[i].name);                                                                                        \
+      for (size_t i = 0; i < COUNT(scenarios); i++)                                                                    \
+        say("%s", scenarios[i].name);                                                                                  \
       return argc == 1 ? 0 : 2;                                                                                        \
     }                                                                                                                  \
     snprintf(directory, sizeof directory, "%s", argv[2]);                                                              \
     snprintf(go_path, sizeof go_path, "%s/go", argv[2]);                                                               \
-    for (size_t i = 0; i < COUNT(all); i++)                                                                            \
-      if (!strcmp(all[i].name, argv[1])) {                                                                             \
-        all[i].run();                                                                                                  \
+    for (size_t i = 0; i < COUNT(scenarios); i++)                                                                      \
+      if (!strcmp(scenarios[i].name, argv[1])) {                                                                       \
+        scenarios[i].run();                                                                                            \
         if (!failures)                                                                                                 \
           say("ok");                                                                                                   \
         _exit(failures ? 1 : 0);                                                                                       \
