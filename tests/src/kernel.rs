@@ -42,9 +42,9 @@ fn state_in(path: &str) -> Option<char> {
     stat.rsplit_once(") ")?.1.chars().next()
 }
 
-/// Whether there is such a process and it is no zombie.
+/// Whether there is such a process and it is no zombie: a thread of it lives, be it not the first.
 pub fn alive(pid: u32) -> bool {
-    state(pid).is_some_and(|s| s != 'Z' && s != 'X')
+    threads(pid).into_iter().any(|tid| thread_state(pid, tid).is_some_and(|s| s != 'Z' && s != 'X'))
 }
 
 /// Sends a signal; a process that is gone is fine.

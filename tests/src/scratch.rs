@@ -61,7 +61,7 @@ impl Scratch {
             .into_iter()
             .filter(|&pid| {
                 let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-                environment.windows(mark.len()).any(|w| w == mark) && kernel::state(pid).is_some_and(|s| s != 'Z')
+                environment.windows(mark.len()).any(|w| w == mark) && kernel::alive(pid)
             })
             .collect()
     }

@@ -67,7 +67,10 @@ impl Output {
     pub fn fails(self, code: i32, words: &[&str]) -> Self {
         assert_eq!(self.code(), code, "{self}");
         let said = self.stderr.to_lowercase();
-        assert!(words.is_empty() || words.iter().any(|w| said.contains(&w.to_lowercase())), "none of {words:?}: {self}");
+        assert!(
+            words.is_empty() || words.iter().any(|w| said.contains(&w.to_lowercase())),
+            "none of {words:?}: {self}"
+        );
         assert!(!said.contains("panicked"), "{self}");
         assert!(!said.trim().is_empty(), "no message: {self}");
         assert!(said.lines().count() <= 12, "one clear sentence was promised: {self}");
@@ -125,7 +128,11 @@ impl Stillpoint {
     /// A command to be started.
     pub fn command<S: AsRef<OsStr>>(&self, arguments: &[S]) -> Command {
         let mut command = Command::new(binary());
-        command.args(arguments).env("STILLPOINT_STORE", &self.store).env(MARK, &self.mark).stdin(Stdio::null());
+        command
+            .args(arguments)
+            .env("STILLPOINT_STORE", &self.store)
+            .env(MARK, &self.mark)
+            .stdin(Stdio::null());
         command
     }
 

@@ -82,7 +82,8 @@ impl Target {
 
     /// The command that starts it in a session of its own, with its output in `DIRECTORY/out`.
     pub fn command(&self, directory: &Path, mark: &Path) -> Command {
-        let out = File::create(directory.join("out")).unwrap_or_else(|e| panic!("{}: {e}", directory.display()));
+        let out =
+            File::create(directory.join("out")).unwrap_or_else(|e| panic!("{}: {e}", directory.display()));
         let err = out.try_clone().unwrap_or_else(|e| panic!("{e}"));
         let mut command = Command::new("setsid");
         command.arg(&self.program).arg(&self.scenario).arg(directory).current_dir(directory);
@@ -180,9 +181,10 @@ impl Running {
             Some(child) => {
                 let said = self.directory.join("out");
                 let pid = self.pid;
-                let status = crate::wait_for(&format!("process {pid} to end ({})", said.display()), patience, || {
-                    child.try_wait().unwrap_or_else(|e| panic!("{e}"))
-                });
+                let status =
+                    crate::wait_for(&format!("process {pid} to end ({})", said.display()), patience, || {
+                        child.try_wait().unwrap_or_else(|e| panic!("{e}"))
+                    });
                 self.child = None;
                 Some(status)
             }
