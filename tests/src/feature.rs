@@ -1,0 +1,219 @@
+//! One scenario of a target, through everything that can happen to it.
+
+use crate::observe::Facts;
+use crate::target::{Build, Running, Target};
+use crate::{Output, Scratch, Stillpoint, kernel};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// A scenario and what is special about it.
+#[derive(Clone, Debug)]
+pub struct Feature {
+    program: &'static str,
+    scenario: &'static str,
+    build: Build,
+    delay: Duration,
+    jitter: bool,
+    ignored: Vec<&'static str>,
+    restarts: bool,
+}
+
+impl Feature {
+    /// A scenario of `targets/PROGRAM.c`.
+    pub fn new(program: &'static str, scenario: &'static str) -> Self {
+        Feature {
+            program,
+            scenario,
+            build: Build::Dynamic,
+            delay: Duration::ZERO,
+            jitter: true,
+            ignored: Vec::new(),
+            restarts: true,
+        }
+    }
+
+    /// Built in another way.
+    pub fn built(mut self, build: Build) -> Self {
+        self.build = build;
+        self
+    }
+
+    /// The cut comes this long after the target is ready.
+    pub fn cut_after(mut self, delay: Duration) -> Self {
+        self.delay = delay;
+        self.jitter = false;
+        self
+    }
+
+    /// What can be seen from outside under these names may differ: the target is busy changing it.
+    pub fn ignoring(mut self, prefixes: &[&'static str]) -> Self {
+        self.ignored.extend(prefixes);
+        self
+    }
+
+    /// Only one cut in each life: a second would come too late.
+    pub fn one_life(mut self) -> Self {
+        self.restarts = false;
+        self
+    }
+
+    /// Runs the scenario undisturbed; through checkpoints while it goes on; killed and restored in the foreground;
+    /// and restored, checkpointed again, killed and restored once more. Each time it must find everything unchanged,
+    /// and so must whoever looks from outside.
+    #[track_caller]
+    pub fn survives(&self) {
+        let scratch = Scratch::new();
+        let Some(target) = Target::new(self.program, self.scenario, self.build) else {
+            return crate::skipped(&format!("no compiler for {:?}", self.build));
+        };
+        if let Some(why) = self.undisturbed(&scratch, &target) {
+            return crate::skipped(&why);
+        }
+        if crate::undisturbed_only() {
+            return;
+        }
+        let stillpoint = scratch.stillpoint();
+        self.goes_on(&scratch, &target, &stillpoint);
+        self.comes_back(&scratch, &target, &stillpoint);
+        if self.restarts {
+            self.comes_back_twice(&scratch, &target, &stillpoint);
+        }
+        assert_eq!(scratch.processes(), [0u32; 0], "processes are left behind");
+    }
+
+    fn pause(&self, scratch: &Scratch) {
+        let jitter = if self.jitter { scratch.random().below(40) } else { 0 };
+        std::thread::sleep(self.delay + Duration::from_millis(jitter));
+    }
+
+    fn facts(&self, pid: u32) -> Facts {
+        Facts::settled(pid).without(&self.ignored)
+    }
+
+    #[track_caller]
+    fn same(&self, before: &Facts, pid: u32, what: &str) {
+        let patience = Instant::now() + Duration::from_secs(3); // a command in the foreground may not be through yet
+        loop {
+            let differences = before.differences(&self.facts(pid));
+            if differences.is_empty() {
+                return;
+            }
+            assert!(Instant::now() < patience, "{what}: seen from outside, these differ:\n{differences}");
+        }
+    }
+
+    /// Starts the target in a directory of its own; nothing if it has nothing to do here.
+    fn start(&self, scratch: &Scratch, target: &Target, way: &str) -> Result<Running, String> {
+        let running = target.start(&scratch.directory(way), scratch.path());
+        match running.skip() {
+            Some(why) => Err(why),
+            None => Ok(running),
+        }
+    }
+
+    fn undisturbed(&self, scratch: &Scratch, target: &Target) -> Option<String> {
+        let running = match self.start(scratch, target, "undisturbed") {
+            Ok(running) => running,
+            Err(why) => return Some(why),
+        };
+        if self.ignored.is_empty() && self.delay.is_zero() {
+            let before = self.facts(running.pid);
+            self.same(&before, running.pid, "undisturbed");
+        }
+        running.finish("undisturbed");
+        None
+    }
+
+    #[track_caller]
+    fn goes_on(&self, scratch: &Scratch, target: &Target, stillpoint: &Stillpoint) {
+        let Ok(running) = self.start(scratch, target, "goes-on") else { return };
+        let before = self.facts(running.pid);
+        for _ in 0..if self.restarts { 3 } else { 1 } {
+            self.pause(scratch);
+            stillpoint.checkpoint(running.pid, "goes-on", &[]);
+            self.same(&before, running.pid, "after a checkpoint");
+        }
+        running.finish("after checkpoints");
+    }
+
+    #[track_caller]
+    fn comes_back(&self, scratch: &Scratch, target: &Target, stillpoint: &Stillpoint) {
+        let Ok(mut running) = self.start(scratch, target, "comes-back") else { return };
+        let before = self.facts(running.pid);
+        self.pause(scratch);
+        let checkpoint = stillpoint.checkpoint(running.pid, "comes-back", &["--kill"]);
+        running.reap();
+        // In the foreground: the command ends as the program ends.
+        let restore = Foreground::restore(stillpoint, &checkpoint.name(), running.directory());
+        let pid = running.pid;
+        restore.await_process(pid);
+        if self.delay.is_zero() {
+            self.same(&before, pid, "after restore");
+        }
+        running.go();
+        let output = restore.wait();
+        let said = running.said();
+        assert!(
+            said.lines().any(|l| l == "ok"),
+            "after restore: the target found differences:\n{said}\n{output}"
+        );
+        assert_eq!(output.code(), 0, "the command ends as the program did: {output}");
+    }
+
+    #[track_caller]
+    fn comes_back_twice(&self, scratch: &Scratch, target: &Target, stillpoint: &Stillpoint) {
+        let Ok(mut running) = self.start(scratch, target, "twice") else { return };
+        let before = self.facts(running.pid);
+        self.pause(scratch);
+        for generation in 1..=2 {
+            let checkpoint = stillpoint.checkpoint(running.pid, "twice", &["--kill"]);
+            running.reap();
+            let pid = stillpoint.restore_detached(&checkpoint.name(), &[]);
+            assert_eq!(pid, running.pid, "generation {generation} has its old process id");
+            running = Running::restored(pid, &scratch.path().join("twice"));
+            if self.delay.is_zero() {
+                self.same(&before, pid, &format!("in generation {generation}"));
+            }
+            self.pause(scratch);
+        }
+        running.finish("in generation 2");
+    }
+}
+
+/// A `restore` in the foreground.
+#[derive(Debug)]
+pub struct Foreground {
+    thread: std::thread::JoinHandle<Output>,
+}
+
+impl Foreground {
+    /// Starts it.
+    pub fn restore(stillpoint: &Stillpoint, checkpoint: &str, near: &Path) -> Self {
+        let command = stillpoint.command(&["restore", checkpoint]);
+        let near = near.to_owned();
+        Foreground { thread: std::thread::spawn(move || Stillpoint::wait(command, &near)) }
+    }
+
+    /// Waits until the process lives and nobody traces it (or until the command has ended).
+    pub fn await_process(&self, pid: u32) {
+        crate::wait_for(&format!("process {pid} to be back"), Duration::from_secs(60), || {
+            let runs = kernel::alive(pid)
+                && kernel::threads(pid)
+                    .iter()
+                    .all(|&t| kernel::thread_state(pid, t).is_some_and(|s| s != 't'))
+                && kernel::status(pid, "TracerPid").is_some_and(|t| t == "0");
+            (runs || self.thread.is_finished()).then_some(())
+        });
+    }
+
+    /// Waits for its end.
+    pub fn wait(self) -> Output {
+        crate::wait_for("restore to end", Duration::from_secs(90), || {
+            self.thread.is_finished().then_some(())
+        });
+        match self.thread.join() {
+            Ok(output) => output,
+            Err(panic) => std::panic::resume_unwind(panic),
+        }
+    }
+}

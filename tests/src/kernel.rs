@@ -1,0 +1,82 @@
+//! Processes, from outside.
+
+use rustix::process::{Pid, Signal};
+use std::path::Path;
+use std::time::Duration;
+
+/// Ends a process.
+pub const SIGKILL: Signal = Signal::KILL;
+/// Lets a stopped process go on.
+pub const SIGCONT: Signal = Signal::CONT;
+
+/// All process ids.
+pub fn processes() -> Vec<u32> {
+    numbers(Path::new("/proc"))
+}
+
+/// Thread ids of a process, ascending.
+pub fn threads(pid: u32) -> Vec<u32> {
+    let mut tids = numbers(Path::new(&format!("/proc/{pid}/task")));
+    tids.sort_unstable();
+    tids
+}
+
+/// Names of a directory that are numbers.
+pub fn numbers(directory: &Path) -> Vec<u32> {
+    let Ok(entries) = std::fs::read_dir(directory) else { return Vec::new() };
+    entries.flatten().filter_map(|e| e.file_name().to_str()?.parse().ok()).collect()
+}
+
+/// State letter of a process, `None` if there is none.
+pub fn state(pid: u32) -> Option<char> {
+    state_in(&format!("/proc/{pid}/stat"))
+}
+
+/// State letter of a thread.
+pub fn thread_state(pid: u32, tid: u32) -> Option<char> {
+    state_in(&format!("/proc/{pid}/task/{tid}/stat"))
+}
+
+fn state_in(path: &str) -> Option<char> {
+    let stat = std::fs::read_to_string(path).ok()?;
+    stat.rsplit_once(") ")?.1.chars().next()
+}
+
+/// Whether there is such a process and it is no zombie: a thread of it lives, be it not the first.
+pub fn alive(pid: u32) -> bool {
+    threads(pid).into_iter().any(|tid| thread_state(pid, tid).is_some_and(|s| s != 'Z' && s != 'X'))
+}
+
+/// Sends a signal; a process that is gone is fine.
+pub fn kill(pid: u32, signal: Signal) {
+    if let Some(pid) = Pid::from_raw(pid as i32) {
+        let _ = rustix::process::kill_process(pid, signal);
+    }
+}
+
+/// Waits until a process is gone or a zombie; panics after `patience`.
+pub fn wait_gone(pid: u32, patience: Duration) {
+    crate::wait_for(&format!("process {pid} to end"), patience, || (!alive(pid)).then_some(()));
+}
+
+/// A field of `/proc/PID/status`.
+pub fn status(pid: u32, field: &str) -> Option<String> {
+    status_in(&format!("/proc/{pid}/status"), field)
+}
+
+/// A field of a `status` file of procfs.
+pub fn status_in(path: &str, field: &str) -> Option<String> {
+    let status = std::fs::read_to_string(path).ok()?;
+    status.lines().find_map(|l| Some(l.strip_prefix(field)?.strip_prefix(':')?.trim().to_owned()))
+}
+
+/// Whether this is the superuser.
+pub fn is_root() -> bool {
+    rustix::process::geteuid().is_root()
+}
+
+/// Where a command is found on `PATH`.
+pub fn which(name: &str) -> Option<std::path::PathBuf> {
+    let path = std::env::var_os("PATH")?;
+    std::env::split_paths(&path).map(|d| d.join(name)).find(|p| p.is_file())
+}

@@ -1,0 +1,51 @@
+//! What the end-to-end tests stand on.
+//!
+//! A test works in a [`Scratch`] directory with a store of its own, starts a [`Target`] (a purpose-made C program from
+//! `targets/`) or a real program, drives the `stillpoint` command through [`Stillpoint`], and looks at processes from
+//! outside through [`observe`]. [`Feature`] puts one scenario of a target through everything that can happen to it.
+//!
+//! Environment:
+//!
+//! * `STILLPOINT_BIN`: the command to test; by default the one of this workspace, built when needed.
+//! * `STILLPOINT_SEED`: the seed of random moments; a failing test prints the one it had.
+//! * `STILLPOINT_UNDISTURBED=1`: only run the programs and their checks, without any checkpoint.
+//! * `STILLPOINT_KILLS`: how many times the tests in `killing_us` kill the command (each).
+//! * `STILLPOINT_KEEP=1`: keep the directories of tests that pass, too.
+#![forbid(unsafe_code)]
+
+pub mod feature;
+pub mod kernel;
+pub mod observe;
+pub mod programs;
+pub mod scratch;
+pub mod stillpoint;
+pub mod target;
+
+pub use feature::Feature;
+pub use scratch::{Rng, Scratch};
+pub use stillpoint::{Checkpoint, Output, Stillpoint};
+pub use target::{Build, Running, Target};
+
+use std::time::{Duration, Instant};
+
+/// Whether only undisturbed runs are wanted.
+pub fn undisturbed_only() -> bool {
+    std::env::var_os("STILLPOINT_UNDISTURBED").is_some_and(|v| v != "0")
+}
+
+/// Says that a test did nothing, and why. Tests that cannot run here pass, but never in silence.
+pub fn skipped(why: &str) {
+    eprintln!("skipped: {}: {why}", scratch::test_name());
+}
+
+/// Polls until `done` gives something; panics with `what` after `patience`.
+pub fn wait_for<T>(what: &str, patience: Duration, mut done: impl FnMut() -> Option<T>) -> T {
+    let until = Instant::now() + patience;
+    loop {
+        if let Some(t) = done() {
+            return t;
+        }
+        assert!(Instant::now() < until, "waited {patience:?} in vain: {what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}

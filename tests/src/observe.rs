@@ -1,0 +1,208 @@
+//! What can be seen of a process from outside, as a table of facts to be compared before and after.
+
+use crate::kernel;
+use std::collections::{BTreeMap, HashMap};
+use std::fs;
+
+/// Facts by name. Facts that change by themselves (times, counters, inode numbers of objects without a name) are left
+/// out or told apart only by what is the same as what.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Facts(pub BTreeMap<String, String>);
+
+/// Fields of `/proc/PID/task/TID/status` that must stay.
+const STATUS: &[&str] = &[
+    "Name",
+    "Umask",
+    "Tgid",
+    "Pid",
+    "Uid",
+    "Gid",
+    "Groups",
+    "Kthread",
+    "Threads",
+    "SigPnd",
+    "ShdPnd",
+    "SigBlk",
+    "SigIgn",
+    "SigCgt",
+    "CapInh",
+    "CapPrm",
+    "CapEff",
+    "CapBnd",
+    "CapAmb",
+    "NoNewPrivs",
+    "Seccomp",
+    "Seccomp_filters",
+    "Cpus_allowed",
+    "Mems_allowed",
+    "TracerPid",
+    "THP_enabled",
+];
+
+impl Facts {
+    /// Looks at a process.
+    pub fn of(pid: u32) -> Self {
+        let mut facts = Facts::default();
+        let base = format!("/proc/{pid}");
+        for tid in kernel::threads(pid) {
+            facts.thread(&format!("{base}/task/{tid}"), tid);
+        }
+        facts.mappings(&base);
+        facts.descriptors(&base);
+        for name in [
+            "cmdline",
+            "auxv",
+            "environ",
+            "limits",
+            "oom_score_adj",
+            "personality",
+            "coredump_filter",
+            "timers",
+        ] {
+            let bytes = fs::read(format!("{base}/{name}")).unwrap_or_default();
+            facts.0.insert(name.into(), bytes.escape_ascii().to_string());
+        }
+        for link in ["exe", "cwd", "root"] {
+            let to = fs::read_link(format!("{base}/{link}")).unwrap_or_default();
+            facts.0.insert(link.into(), to.display().to_string());
+        }
+        // pgrp, session and terminal, as far as this process leads them
+        let stat = fs::read_to_string(format!("{base}/stat")).unwrap_or_default();
+        let fields: Vec<&str> = stat.rsplit_once(") ").map_or("", |s| s.1).split(' ').collect();
+        for (name, index) in [("group", 2), ("session", 3)] {
+            facts.0.insert(name.into(), fields.get(index).unwrap_or(&"").to_string());
+        }
+        facts
+    }
+
+    /// Looks at a process until two looks in a row agree: whatever was just being put back is back.
+    pub fn settled(pid: u32) -> Self {
+        let mut last = Facts::of(pid);
+        for _ in 0..100 {
+            std::thread::sleep(std::time::Duration::from_millis(5));
+            let next = Facts::of(pid);
+            if next == last {
+                break;
+            }
+            last = next;
+        }
+        last
+    }
+
+    fn thread(&mut self, base: &str, tid: u32) {
+        let status = fs::read_to_string(format!("{base}/status")).unwrap_or_default();
+        for line in status.lines() {
+            if let Some((name, value)) = line.split_once(':')
+                && STATUS.contains(&name)
+            {
+                self.0.insert(format!("thread {tid} {name}"), value.trim().to_owned());
+            }
+        }
+        let stat = fs::read_to_string(format!("{base}/stat")).unwrap_or_default();
+        let fields: Vec<&str> = stat.rsplit_once(") ").map_or("", |s| s.1).split(' ').collect();
+        let state = match fields.first() {
+            Some(&"T") => "stopped",
+            Some(&"t") => "traced",
+            Some(&"Z") => "ended",
+            _ => "alive",
+        };
+        self.0.insert(format!("thread {tid} is"), state.to_owned());
+        for (name, index) in [("nice", 16), ("real-time priority", 37), ("policy", 38)] {
+            self.0.insert(format!("thread {tid} {name}"), fields.get(index).unwrap_or(&"").to_string());
+        }
+    }
+
+    fn mappings(&mut self, base: &str) {
+        let mut same = Numbering::default();
+        let smaps = fs::read(format!("{base}/smaps")).unwrap_or_default();
+        let smaps = String::from_utf8_lossy(&smaps);
+        let mut at = String::new();
+        for line in smaps.lines() {
+            let first = line.split(' ').next().unwrap_or_default();
+            if first.contains('-') && !first.ends_with(':') {
+                let mut fields = line.splitn(6, ' ');
+                let mut next = || fields.next().unwrap_or_default();
+                let (range, access, offset, device, inode) = (next(), next(), next(), next(), next());
+                let name = next().trim();
+                let nameless = name.ends_with("(deleted)") || name.starts_with("/memfd:");
+                let identity = match (inode, nameless) {
+                    ("0", _) => String::new(),
+                    (_, false) => format!("{device} {inode}"),
+                    (_, true) => format!("object {}", same.of(&format!("{device} {inode}"))),
+                };
+                at = format!("map {range}");
+                self.0.insert(at.clone(), format!("{access} {offset} {name} {identity}"));
+            } else if let Some(flags) = line.strip_prefix("VmFlags:") {
+                self.0.insert(format!("{at} flags"), flags.trim().to_owned());
+            }
+        }
+    }
+
+    fn descriptors(&mut self, base: &str) {
+        let mut same = Numbering::default();
+        let mut fds = kernel::numbers(std::path::Path::new(&format!("{base}/fd")));
+        fds.sort_unstable();
+        for fd in fds {
+            let link = fs::read_link(format!("{base}/fd/{fd}")).unwrap_or_default().display().to_string();
+            // pipe:[1234] and the like: only whether two are the same can be compared
+            let link = match link.split_once(":[") {
+                Some((kind, id)) => format!("{kind} object {}", same.of(id)),
+                None => link,
+            };
+            self.0.insert(format!("fd {fd}"), link);
+            let info = fs::read_to_string(format!("{base}/fdinfo/{fd}")).unwrap_or_default();
+            for line in info.lines() {
+                let Some((name, value)) = line.split_once(':') else { continue };
+                let stays = matches!(
+                    name,
+                    "pos"
+                        | "flags"
+                        | "eventfd-count"
+                        | "eventfd-semaphore"
+                        | "sigmask"
+                        | "clockid"
+                        | "settime flags"
+                        | "Pid"
+                );
+                if stays {
+                    self.0.insert(format!("fd {fd} {name}"), value.trim().to_owned());
+                }
+            }
+        }
+    }
+
+    /// The facts that differ, one a line.
+    pub fn differences(&self, after: &Facts) -> String {
+        let mut lines = String::new();
+        for (name, value) in &self.0 {
+            match after.0.get(name) {
+                None => lines += &format!("  {name}: {value:?} is missing\n"),
+                Some(now) if now != value => lines += &format!("  {name}: {now:?}, before {value:?}\n"),
+                Some(_) => {}
+            }
+        }
+        for (name, value) in &after.0 {
+            if !self.0.contains_key(name) {
+                lines += &format!("  {name}: {value:?} is new\n");
+            }
+        }
+        lines
+    }
+
+    /// Without the facts whose name begins with one of these.
+    pub fn without(mut self, prefixes: &[&str]) -> Self {
+        self.0.retain(|name, _| !prefixes.iter().any(|p| name.starts_with(p)));
+        self
+    }
+}
+
+/// Gives ids numbers in the order of their first sight.
+#[derive(Default)]
+struct Numbering(HashMap<String, usize>);
+
+impl Numbering {
+    fn of(&mut self, id: &str) -> usize {
+        let next = self.0.len();
+        *self.0.entry(id.to_owned()).or_insert(next)
+    }
+}

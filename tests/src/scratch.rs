@@ -1,0 +1,149 @@
+//! A directory for each test, random moments that can be repeated, and no process left behind.
+
+use crate::{Stillpoint, kernel};
+use std::cell::RefCell;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// Environment variable that marks every process of a test.
+pub const MARK: &str = "STILLPOINT_TEST_DIRECTORY";
+
+/// Directory, seed and store of one test. When the test fails, the directory is kept and the command to run it again is
+/// printed; when it passes, it is removed. Either way every process that was started in it is ended.
+#[derive(Debug)]
+pub struct Scratch {
+    root: PathBuf,
+    seed: u64,
+    rng: RefCell<Rng>,
+}
+
+impl Scratch {
+    /// A new directory, named after the running test.
+    pub fn new() -> Self {
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let seed = std::env::var("STILLPOINT_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or_else(|| {
+            let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+            now.map_or(1, |d| d.as_nanos() as u64 % 1_000_000_007)
+        });
+        let name = test_name().replace("::", "-");
+        let n = COUNT.fetch_add(1, Ordering::Relaxed);
+        let root = std::env::temp_dir().join(format!("stillpoint-{name}.{}.{n}", std::process::id()));
+        std::fs::create_dir_all(&root).unwrap_or_else(|e| panic!("{}: {e}", root.display()));
+        Scratch { root, seed, rng: RefCell::new(Rng::new(seed)) }
+    }
+
+    /// The directory.
+    pub fn path(&self) -> &Path {
+        &self.root
+    }
+
+    /// A new directory inside it.
+    pub fn directory(&self, name: &str) -> PathBuf {
+        let path = self.root.join(name);
+        std::fs::create_dir_all(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+        path
+    }
+
+    /// The command, with the store `store` of this directory.
+    pub fn stillpoint(&self) -> Stillpoint {
+        Stillpoint::new(&self.root, &self.root.join("store"))
+    }
+
+    /// The random numbers of this test.
+    pub fn random(&self) -> std::cell::RefMut<'_, Rng> {
+        self.rng.borrow_mut()
+    }
+
+    /// Processes of this test that are alive (zombies are not).
+    pub fn processes(&self) -> Vec<u32> {
+        let mark = format!("{MARK}={}\0", self.root.display()).into_bytes();
+        kernel::processes()
+            .into_iter()
+            .filter(|&pid| {
+                let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+                environment.windows(mark.len()).any(|w| w == mark) && kernel::alive(pid)
+            })
+            .collect()
+    }
+
+    /// Ends every process of this test.
+    pub fn sweep(&self) {
+        for _ in 0..50 {
+            let left = self.processes();
+            if left.is_empty() {
+                return;
+            }
+            for pid in left {
+                kernel::kill(pid, kernel::SIGKILL);
+                kernel::kill(pid, kernel::SIGCONT);
+            }
+            std::thread::sleep(std::time::Duration::from_millis(10));
+        }
+    }
+}
+
+impl Default for Scratch {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        self.sweep();
+        if std::thread::panicking() {
+            eprintln!("kept: {}", self.root.display());
+            eprintln!(
+                "run again: STILLPOINT_SEED={} cargo test -p stillpoint-tests --test {} -- --exact {}",
+                self.seed,
+                binary_name(),
+                test_name()
+            );
+        } else if std::env::var_os("STILLPOINT_KEEP").is_none() {
+            let _ = std::fs::remove_dir_all(&self.root);
+        } else {
+            eprintln!("kept: {}", self.root.display());
+        }
+    }
+}
+
+/// Name of the running test.
+pub fn test_name() -> String {
+    std::thread::current().name().unwrap_or("test").to_owned()
+}
+
+fn binary_name() -> String {
+    let exe = std::env::current_exe().unwrap_or_default();
+    let stem = exe.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+    stem.rsplit_once('-').map_or(stem.clone(), |(name, _)| name.to_owned())
+}
+
+/// SplitMix64: small, and the same everywhere.
+#[derive(Clone, Debug)]
+pub struct Rng(u64);
+
+impl Rng {
+    /// Numbers that depend on the seed alone.
+    pub fn new(seed: u64) -> Self {
+        Rng(seed)
+    }
+
+    /// The next number.
+    pub fn next_u64(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut x = self.0;
+        x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        x ^ (x >> 31)
+    }
+
+    /// Below `n` (0 if `n` is).
+    pub fn below(&mut self, n: u64) -> u64 {
+        self.next_u64() % n.max(1)
+    }
+
+    /// In `[0, 1)`.
+    pub fn fraction(&mut self) -> f64 {
+        (self.next_u64() >> 11) as f64 / (1u64 << 53) as f64
+    }
+}

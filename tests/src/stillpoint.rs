@@ -1,0 +1,222 @@
+//! The command under test.
+
+use crate::scratch::MARK;
+use serde_json::Value;
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+/// The `stillpoint` command with a store.
+#[derive(Clone, Debug)]
+pub struct Stillpoint {
+    mark: PathBuf,
+    store: PathBuf,
+}
+
+/// What one call of the command said.
+#[derive(Clone, Debug)]
+pub struct Output {
+    /// The arguments.
+    pub arguments: String,
+    /// How it ended.
+    pub status: ExitStatus,
+    /// Standard output.
+    pub stdout: String,
+    /// Standard error.
+    pub stderr: String,
+    /// Time from start to end.
+    pub wall: Duration,
+}
+
+/// What `checkpoint --json` reports.
+#[derive(Clone, Debug)]
+pub struct Checkpoint {
+    /// Job.
+    pub job: String,
+    /// Number within the job.
+    pub id: u64,
+    /// Everything it said.
+    pub json: Value,
+}
+
+impl Checkpoint {
+    /// `JOB@ID`.
+    pub fn name(&self) -> String {
+        format!("{}@{}", self.job, self.id)
+    }
+}
+
+impl Output {
+    /// Exit code; a signal counts as 128 plus its number.
+    pub fn code(&self) -> i32 {
+        use std::os::unix::process::ExitStatusExt;
+        self.status.code().unwrap_or_else(|| 128 + self.status.signal().unwrap_or(0))
+    }
+
+    /// Panics unless it succeeded.
+    #[track_caller]
+    pub fn ok(self) -> Self {
+        assert!(self.status.success(), "{self}");
+        self
+    }
+
+    /// Panics unless it ended with this code, printed no stack of errors, and mentions one of the words on stderr.
+    #[track_caller]
+    pub fn fails(self, code: i32, words: &[&str]) -> Self {
+        assert_eq!(self.code(), code, "{self}");
+        let said = self.stderr.to_lowercase();
+        assert!(
+            words.is_empty() || words.iter().any(|w| said.contains(&w.to_lowercase())),
+            "none of {words:?}: {self}"
+        );
+        assert!(!said.contains("panicked"), "{self}");
+        assert!(!said.trim().is_empty(), "no message: {self}");
+        assert!(said.lines().count() <= 12, "one clear sentence was promised: {self}");
+        self
+    }
+
+    /// Standard output as JSON.
+    #[track_caller]
+    pub fn json(&self) -> Value {
+        serde_json::from_str(self.stdout.trim()).unwrap_or_else(|e| panic!("{e}: {self}"))
+    }
+}
+
+impl std::fmt::Display for Output {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        writeln!(f, "stillpoint {} ended with {} after {:?}", self.arguments, self.status, self.wall)?;
+        writeln!(f, "--- stdout\n{}\n--- stderr\n{}", self.stdout.trim_end(), self.stderr.trim_end())
+    }
+}
+
+impl Stillpoint {
+    /// The command, for processes marked with `mark`, with this store.
+    pub fn new(mark: &Path, store: &Path) -> Self {
+        Stillpoint { mark: mark.to_owned(), store: store.to_owned() }
+    }
+
+    /// The same with another store.
+    pub fn with_store(&self, store: &Path) -> Self {
+        Stillpoint { mark: self.mark.clone(), store: store.to_owned() }
+    }
+
+    /// The store.
+    pub fn store(&self) -> &Path {
+        &self.store
+    }
+
+    /// Where a checkpoint's manifest and its job's segments are: all regular files of the store, ascending.
+    pub fn files(&self) -> Vec<PathBuf> {
+        fn walk(directory: &Path, into: &mut Vec<PathBuf>) {
+            let Ok(entries) = std::fs::read_dir(directory) else { return };
+            for entry in entries.flatten() {
+                match entry.file_type() {
+                    Ok(t) if t.is_dir() => walk(&entry.path(), into),
+                    Ok(t) if t.is_file() => into.push(entry.path()),
+                    _ => {}
+                }
+            }
+        }
+        let mut files = Vec::new();
+        walk(&self.store, &mut files);
+        files.sort();
+        files
+    }
+
+    /// A command to be started.
+    pub fn command<S: AsRef<OsStr>>(&self, arguments: &[S]) -> Command {
+        let mut command = Command::new(binary());
+        command
+            .args(arguments)
+            .env("STILLPOINT_STORE", &self.store)
+            .env(MARK, &self.mark)
+            .stdin(Stdio::null());
+        command
+    }
+
+    /// Runs the command to its end. What it starts in the background does not hold the output back: it goes to files.
+    pub fn run<S: AsRef<OsStr>>(&self, arguments: &[S]) -> Output {
+        Self::wait(self.command(arguments), &self.mark)
+    }
+
+    /// Runs a prepared command to its end.
+    pub fn wait(mut command: Command, near: &Path) -> Output {
+        static COUNT: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
+        let n = COUNT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let [out, err] = ["out", "err"].map(|s| near.join(format!("said.{}.{n}.{s}", std::process::id())));
+        let open = |p: &Path| std::fs::File::create(p).unwrap_or_else(|e| panic!("{}: {e}", p.display()));
+        command.stdout(open(&out)).stderr(open(&err));
+        let began = Instant::now();
+        let status = command.status().unwrap_or_else(|e| panic!("{}: {e}", binary().display()));
+        let wall = began.elapsed();
+        let read = |p: &Path| String::from_utf8_lossy(&std::fs::read(p).unwrap_or_default()).into_owned();
+        let output = Output {
+            arguments: command.get_args().map(|a| a.to_string_lossy()).collect::<Vec<_>>().join(" "),
+            status,
+            stdout: read(&out),
+            stderr: read(&err),
+            wall,
+        };
+        let _ = std::fs::remove_file(out);
+        let _ = std::fs::remove_file(err);
+        output
+    }
+
+    /// `checkpoint TARGET --name NAME --json [EXTRA…]`, which must succeed.
+    #[track_caller]
+    pub fn checkpoint(&self, target: impl ToString, name: &str, extra: &[&str]) -> Checkpoint {
+        let target = target.to_string();
+        let mut arguments = vec!["checkpoint", &target, "--name", name, "--json"];
+        arguments.extend(extra);
+        let json = self.run(&arguments).ok().json();
+        let id = json["id"].as_u64().unwrap_or_else(|| panic!("no id in {json}"));
+        let job = json["job"].as_str().unwrap_or_else(|| panic!("no job in {json}")).to_owned();
+        for number in ["bytes", "pages", "pause_ms", "wall_ms"] {
+            assert!(json[number].is_number(), "no {number} in {json}");
+        }
+        assert!(json["engine"].is_string(), "no engine in {json}");
+        Checkpoint { job, id, json }
+    }
+
+    /// `restore NAME --detach --json`, which must succeed; gives the process id.
+    #[track_caller]
+    pub fn restore_detached(&self, name: &str, extra: &[&str]) -> u32 {
+        let mut arguments = vec!["restore", name, "--detach", "--json"];
+        arguments.extend(extra);
+        let json = self.run(&arguments).ok().json();
+        json["pid"].as_u64().unwrap_or_else(|| panic!("no pid in {json}")) as u32
+    }
+
+    /// The ids of a job's checkpoints, oldest first.
+    #[track_caller]
+    pub fn checkpoints(&self, job: &str) -> Vec<u64> {
+        let json = self.run(&["ls", job, "--json"]).ok().json();
+        let list = json.as_array().cloned().or_else(|| json["checkpoints"].as_array().cloned());
+        let list = list.unwrap_or_else(|| panic!("no list of checkpoints: {json}"));
+        let mut ids: Vec<_> = list.iter().filter_map(|c| c["id"].as_u64()).collect();
+        ids.sort_unstable();
+        ids
+    }
+}
+
+/// The command: `STILLPOINT_BIN`, or that of this workspace, built now.
+pub fn binary() -> &'static Path {
+    static BINARY: OnceLock<PathBuf> = OnceLock::new();
+    BINARY.get_or_init(|| {
+        if let Some(path) = std::env::var_os("STILLPOINT_BIN") {
+            return PathBuf::from(path);
+        }
+        let exe = std::env::current_exe().unwrap_or_default();
+        let profile_directory = exe.ancestors().nth(2).unwrap_or(Path::new(".")).to_owned();
+        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+        let mut build = Command::new(cargo);
+        build.args(["build", "--quiet", "-p", "stillpoint"]).current_dir(env!("CARGO_MANIFEST_DIR"));
+        if profile_directory.file_name().is_some_and(|n| n == "release") {
+            build.arg("--release");
+        }
+        assert!(build.status().is_ok_and(|s| s.success()), "stillpoint does not build");
+        profile_directory.join("stillpoint")
+    })
+}

@@ -1,0 +1,219 @@
+//! The purpose-made programs of `targets/`: built once for each test binary, started, told to go on, judged.
+
+use crate::kernel;
+use crate::scratch::MARK;
+use std::collections::HashMap;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::{Arc, LazyLock, Mutex, OnceLock};
+use std::time::Duration;
+
+/// How a C program is built.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Build {
+    /// Against shared glibc, as most programs are.
+    Dynamic,
+    /// Against static glibc, not relocatable.
+    Static,
+    /// Against static musl.
+    Musl,
+    /// 32-bit.
+    Bits32,
+}
+
+impl Build {
+    /// Compiles a source file; `None` (and a word about it) where the compiler for it is missing.
+    pub fn compile(self, source: &Path) -> Option<PathBuf> {
+        type Slot = Arc<OnceLock<Option<PathBuf>>>;
+        static DONE: LazyLock<Mutex<HashMap<(Build, PathBuf), Slot>>> = LazyLock::new(Default::default);
+        let key = (self, source.to_owned());
+        let slot = DONE.lock().unwrap_or_else(|e| e.into_inner()).entry(key).or_default().clone();
+        slot.get_or_init(|| self.compile_now(source)).clone()
+    }
+
+    fn compile_now(self, source: &Path) -> Option<PathBuf> {
+        let stem = source.file_stem().unwrap_or_default().to_string_lossy();
+        let exe = std::env::current_exe().unwrap_or_default();
+        let directory = exe.ancestors().nth(2).unwrap_or(Path::new("/tmp")).join("targets");
+        std::fs::create_dir_all(&directory).unwrap_or_else(|e| panic!("{}: {e}", directory.display()));
+        let (compiler, flags): (&str, &[&str]) = match self {
+            Build::Dynamic => ("cc", &[]),
+            Build::Static => ("cc", &["-static", "-no-pie"]),
+            Build::Musl => ("musl-gcc", &["-static"]),
+            Build::Bits32 => ("cc", &["-m32"]),
+        };
+        let out = directory.join(format!("{stem}-{self:?}").to_lowercase());
+        // Test binaries run at the same time: each builds under a name of its own, then renames.
+        let temporary = directory.join(format!(".{stem}-{self:?}.{}", std::process::id()));
+        let done = Command::new(compiler)
+            .args(["-O1", "-g", "-pthread", "-o"])
+            .arg(&temporary)
+            .args(flags)
+            .arg(source)
+            .arg("-lm")
+            .output()
+            .ok()?;
+        if !done.status.success() {
+            let said = String::from_utf8_lossy(&done.stderr);
+            assert!(self == Build::Bits32, "{}: {said}", source.display());
+            return None;
+        }
+        std::fs::rename(&temporary, &out).unwrap_or_else(|e| panic!("{}: {e}", out.display()));
+        Some(out)
+    }
+}
+
+/// One scenario of a target program.
+#[derive(Clone, Debug)]
+pub struct Target {
+    /// Compiled program.
+    pub program: PathBuf,
+    /// Scenario, its first argument.
+    pub scenario: String,
+}
+
+impl Target {
+    /// A scenario of `targets/NAME.c`; `None` where it cannot be built this way.
+    pub fn new(name: &str, scenario: &str, build: Build) -> Option<Self> {
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("targets").join(format!("{name}.c"));
+        Some(Target { program: build.compile(&source)?, scenario: scenario.to_owned() })
+    }
+
+    /// The command that starts it in a session of its own, with its output in `DIRECTORY/out`.
+    pub fn command(&self, directory: &Path, mark: &Path) -> Command {
+        let out =
+            File::create(directory.join("out")).unwrap_or_else(|e| panic!("{}: {e}", directory.display()));
+        let err = out.try_clone().unwrap_or_else(|e| panic!("{e}"));
+        let mut command = Command::new("setsid");
+        command.arg(&self.program).arg(&self.scenario).arg(directory).current_dir(directory);
+        command.env(MARK, mark).stdin(Stdio::null()).stdout(out).stderr(err);
+        command
+    }
+
+    /// Starts it and waits until it is ready.
+    #[track_caller]
+    pub fn start(&self, directory: &Path, mark: &Path) -> Running {
+        let child = self.command(directory, mark).spawn().unwrap_or_else(|e| panic!("setsid: {e}"));
+        let running = Running::new(child, directory);
+        running.await_ready();
+        running
+    }
+}
+
+/// A target that was started, or restored, in a directory.
+#[derive(Debug)]
+pub struct Running {
+    /// Process id.
+    pub pid: u32,
+    child: Option<Child>,
+    directory: PathBuf,
+}
+
+impl Running {
+    /// A target that is a child of ours.
+    pub fn new(child: Child, directory: &Path) -> Self {
+        Running { pid: child.id(), child: Some(child), directory: directory.to_owned() }
+    }
+
+    /// A target that is not.
+    pub fn restored(pid: u32, directory: &Path) -> Self {
+        Running { pid, child: None, directory: directory.to_owned() }
+    }
+
+    /// Its directory.
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// What it has said.
+    pub fn said(&self) -> String {
+        String::from_utf8_lossy(&std::fs::read(self.directory.join("out")).unwrap_or_default()).into_owned()
+    }
+
+    /// Waits for its "ready" (or its end).
+    #[track_caller]
+    pub fn await_ready(&self) {
+        crate::wait_for("the target to be ready", Duration::from_secs(60), || {
+            let said = self.said();
+            (said.contains("ready\n") || said.contains("skip: ") || !kernel::alive(self.pid)).then_some(())
+        });
+        assert!(self.said().contains("ready\n") || self.skip().is_some(), "not ready: {}", self.said());
+    }
+
+    /// Why it does nothing here, if it said so.
+    pub fn skip(&self) -> Option<String> {
+        let said = self.said();
+        said.lines().find_map(|l| l.strip_prefix("skip: ").map(str::to_owned))
+    }
+
+    /// Tells it to check everything and to end.
+    pub fn go(&self) {
+        // Two ways to say it: a file that appears, and a byte in a file that it holds open.
+        let byte = self.directory.join("go.file");
+        if byte.exists() {
+            std::fs::write(&byte, "g").unwrap_or_else(|e| panic!("{}: {e}", byte.display()));
+        }
+        let go = self.directory.join("go");
+        std::fs::write(&go, "").unwrap_or_else(|e| panic!("{}: {e}", go.display()));
+    }
+
+    /// SIGKILL, and waits until it is gone.
+    pub fn kill(mut self) {
+        kernel::kill(self.pid, kernel::SIGKILL);
+        self.reap();
+    }
+
+    /// Waits for an end that somebody else brought about, so that its process id is free.
+    pub fn reap(&mut self) {
+        match self.child.take() {
+            Some(mut child) => {
+                let _ = child.wait();
+            }
+            None => kernel::wait_gone(self.pid, Duration::from_secs(10)),
+        }
+    }
+
+    /// Waits for its end; its exit status if it was a child of ours.
+    #[track_caller]
+    pub fn wait(&mut self, patience: Duration) -> Option<ExitStatus> {
+        match self.child.as_mut() {
+            Some(child) => {
+                let said = self.directory.join("out");
+                let pid = self.pid;
+                let status =
+                    crate::wait_for(&format!("process {pid} to end ({})", said.display()), patience, || {
+                        child.try_wait().unwrap_or_else(|e| panic!("{e}"))
+                    });
+                self.child = None;
+                Some(status)
+            }
+            None => {
+                kernel::wait_gone(self.pid, patience);
+                None
+            }
+        }
+    }
+
+    /// Lets it go, waits for its end, and requires its "ok".
+    #[track_caller]
+    pub fn finish(mut self, what: &str) -> String {
+        self.go();
+        let status = self.wait(Duration::from_secs(90));
+        let said = self.said();
+        assert!(said.lines().any(|l| l == "ok"), "{what}: the target found differences:\n{said}");
+        if let Some(status) = status {
+            assert!(status.success(), "{what}: the target ended with {status}:\n{said}");
+        }
+        said
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if self.child.is_some() {
+            kernel::kill(self.pid, kernel::SIGKILL);
+            self.reap();
+        }
+    }
+}

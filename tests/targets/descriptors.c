@@ -1,0 +1,702 @@
+// Descriptors: each kind of open file, what it refers to, what is queued in it, what it is shared with.
+#include "target.h"
+#include <arpa/inet.h>
+#include <dirent.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/file.h>
+#include <sys/inotify.h>
+#include <sys/ioctl.h>
+#include <sys/signalfd.h>
+#include <sys/socket.h>
+#include <sys/timerfd.h>
+#include <sys/un.h>
+#include <termios.h>
+
+#define OFFSET(fd) lseek(fd, 0, SEEK_CUR)
+
+static int create(const char *name, int flags, const char *text) {
+  int fd = open(path_of(name), O_CREAT | O_TRUNC | flags, 0640);
+  MUST(fd >= 0);
+  MUST(write(fd, text, strlen(text)) == (ssize_t)strlen(text) || (flags & O_ACCMODE) == O_RDONLY);
+  return fd;
+}
+
+static int same_description(int a, int b) { // KCMP_FILE
+  long r = syscall(SYS_kcmp, getpid(), getpid(), 0, a, b);
+  if (r < 0) { // not in this kernel: try with the offset
+    off_t at = OFFSET(a);
+    lseek(a, at + 1, SEEK_SET);
+    r = OFFSET(b) != at + 1;
+    lseek(a, at, SEEK_SET);
+  }
+  return r == 0;
+}
+
+static char *read_all(const char *name) {
+  return contents(path_of(name), 0);
+}
+
+static void regular(void) {
+  int w = create("w", O_WRONLY, "0123456789"), rw = create("rw", O_RDWR, "abcdefghij");
+  int app = create("app", O_WRONLY | O_APPEND, "head"), r = open(path_of("rw"), O_RDONLY | O_CLOEXEC);
+  int sync = open(path_of("w"), O_RDWR | O_DSYNC | O_NONBLOCK | O_NOATIME);
+  MUST(r >= 0 && sync >= 0);
+  lseek(w, 4, SEEK_SET);
+  lseek(rw, 7, SEEK_SET);
+  lseek(r, 2, SEEK_SET);
+  int high = fcntl(r, F_DUPFD, 800);
+  MUST(high == 800);
+  int flags[5], fds[5] = {w, rw, app, r, sync};
+  for (int i = 0; i < 5; i++)
+    flags[i] = fcntl(fds[i], F_GETFL);
+  cut();
+  for (int i = 0; i < 5; i++)
+    EQUAL(fcntl(fds[i], F_GETFL), flags[i]);
+  EQUAL(fcntl(r, F_GETFD), FD_CLOEXEC);
+  EQUAL(fcntl(high, F_GETFD), 0);
+  EQUAL(fcntl(w, F_GETFD), 0);
+  EQUAL(OFFSET(w), 4);
+  EQUAL(OFFSET(rw), 7);
+  EQUAL(OFFSET(r), 2);
+  CHECK(same_description(r, high));
+  CHECK(!same_description(r, rw));
+  char c[4] = {0};
+  EQUAL(read(rw, c, 3), 3);
+  CHECK(!memcmp(c, "hij", 3));
+  EQUAL(write(w, "W", 1), 1);
+  EQUAL(write(app, "tail", 4), 4);
+  CHECK(!strcmp(read_all("w"), "0123W56789"));
+  CHECK(!strcmp(read_all("app"), "headtail"));
+  EQUAL(fcntl(high + 1, F_GETFD), -1);
+}
+
+static void duplicates(void) {
+  int a = create("d", O_RDWR, "0123456789"), b = dup(a), c = open(path_of("d"), O_RDWR);
+  int d = fcntl(a, F_DUPFD_CLOEXEC, 100);
+  lseek(a, 3, SEEK_SET);
+  cut();
+  EQUAL(OFFSET(b), 3);
+  EQUAL(OFFSET(c), 0);
+  lseek(b, 5, SEEK_SET);
+  EQUAL(OFFSET(a), 5);
+  EQUAL(OFFSET(d), 5);
+  EQUAL(OFFSET(c), 0);
+  CHECK(same_description(a, d));
+  CHECK(!same_description(a, c));
+  EQUAL(fcntl(d, F_GETFD), FD_CLOEXEC);
+}
+
+static void deleted(void) { // an open file without a name
+  int fd = create("gone", O_RDWR, "");
+  char *big = malloc(300000);
+  fill(big, 300000, 9);
+  MUST(write(fd, big, 300000) == 300000);
+  int second = open(path_of("gone"), O_RDONLY);
+  MUST(unlink(path_of("gone")) == 0);
+  lseek(fd, 1000, SEEK_SET);
+  int hidden = open(directory, O_TMPFILE | O_RDWR, 0600);
+  MUST(hidden >= 0 && write(hidden, "hidden", 6) == 6);
+  cut();
+  char *back = malloc(300000);
+  EQUAL(pread(fd, back, 300000, 0), 300000);
+  CHECK(!memcmp(back, big, 300000));
+  EQUAL(OFFSET(fd), 1000);
+  struct stat s, t;
+  fstat(fd, &s);
+  fstat(second, &t);
+  EQUAL(s.st_nlink, 0);
+  EQUAL(s.st_size, 300000);
+  EQUAL(s.st_ino, t.st_ino); // both see one file
+  EQUAL(s.st_mode & 07777, 0640);
+  CHECK(access(path_of("gone"), F_OK) != 0);
+  EQUAL(pwrite(fd, "!", 1, 7), 1);
+  EQUAL(pread(second, back, 1, 7), 1);
+  EQUAL(back[0], '!');
+  EQUAL(pread(hidden, back, 6, 0), 6);
+  CHECK(!memcmp(back, "hidden", 6));
+  EQUAL(write(hidden, "+", 1), 1);
+  EQUAL(OFFSET(hidden), 7);
+}
+
+static void directories(void) {
+  mkdir(path_of("many"), 0700);
+  for (int i = 0; i < 50; i++) {
+    char name[32];
+    snprintf(name, sizeof name, "many/%d", i);
+    close(create(name, O_WRONLY, ""));
+  }
+  DIR *d = opendir(path_of("many"));
+  MUST(d);
+  int plain = open(path_of("many"), O_RDONLY | O_DIRECTORY), seen = 0;
+  int handle = open(path_of("many"), O_PATH), file = open(path_of("many/7"), O_PATH);
+  // Read some raw entries with a small buffer so that the kernel's position is in the middle.
+  char buffer[400];
+  long n = syscall(SYS_getdents64, plain, buffer, sizeof buffer);
+  MUST(n > 0);
+  for (long at = 0; at < n; at += *(uint16_t *)(buffer + at + 16))
+    seen++;
+  cut();
+  while ((n = syscall(SYS_getdents64, plain, buffer, sizeof buffer)) > 0)
+    for (long at = 0; at < n; at += *(uint16_t *)(buffer + at + 16))
+      seen++;
+  EQUAL(seen, 52);
+  seen = 0;
+  while (readdir(d))
+    seen++;
+  EQUAL(seen, 52);
+  EQUAL(faccessat(handle, "49", F_OK, 0), 0);
+  CHECK(fcntl(handle, F_GETFL) & O_PATH);
+  EQUAL(read(file, buffer, 1), -1);
+  EQUAL(errno, EBADF);
+  struct stat s;
+  EQUAL(fstat(file, &s), 0);
+  int real = openat(plain, "7", O_RDONLY);
+  CHECK(real >= 0);
+}
+
+// --- pipes and FIFOs
+
+static void pipes(void) {
+  int a[2], b[2], packets[2], empty[2], half[2];
+  MUST(pipe(a) == 0 && pipe2(b, O_NONBLOCK | O_CLOEXEC) == 0 && pipe2(packets, O_DIRECT) == 0 && pipe(empty) == 0);
+  MUST(pipe(half) == 0);
+  char *data = malloc(200000), *back = malloc(200000);
+  fill(data, 200000, 5);
+  MUST(fcntl(a[1], F_SETPIPE_SZ, 262144) == 262144);
+  MUST(write(a[1], data, 200000) == 200000);
+  while (write(b[1], data, PAGE) > 0) // full
+    ;
+  MUST(write(packets[1], "one", 3) == 3 && write(packets[1], "three", 5) == 5);
+  MUST(write(half[1], "rest", 4) == 4);
+  close(half[1]); // no writer: after the data comes the end
+  int second = dup(a[0]);
+  cut();
+  EQUAL(fcntl(a[1], F_GETPIPE_SZ), 262144);
+  int waiting = 0;
+  EQUAL(ioctl(a[0], FIONREAD, &waiting), 0);
+  EQUAL(waiting, 200000);
+  EQUAL(read(second, back, 100000), 100000);
+  size_t got = 100000;
+  while (got < 200000) {
+    ssize_t n = read(a[0], back + got, 200000 - got);
+    CHECK(n > 0);
+    if (n <= 0)
+      break;
+    got += n;
+  }
+  CHECK(!memcmp(data, back, 200000));
+  EQUAL(write(b[1], "x", 1), -1);
+  EQUAL(errno, EAGAIN);
+  EQUAL(fcntl(b[0], F_GETFD), FD_CLOEXEC);
+  CHECK(fcntl(b[0], F_GETFL) & O_NONBLOCK);
+  size_t total = 0;
+  ssize_t n;
+  while ((n = read(b[0], back, 512)) > 0) {
+    CHECK(!memcmp(back, data + total % PAGE, n));
+    total += n;
+  }
+  EQUAL(total, 65536);
+  EQUAL(errno, EAGAIN);
+  EQUAL(read(packets[0], back, 100), 3);
+  EQUAL(read(packets[0], back, 100), 5);
+  EQUAL(read(half[0], back, 100), 4);
+  EQUAL(read(half[0], back, 100), 0);
+  EQUAL(write(empty[1], "e", 1), 1);
+  EQUAL(read(empty[0], back, 10), 1);
+}
+
+static void fifo(void) {
+  MUST(mkfifo(path_of("fifo"), 0600) == 0);
+  int rw = open(path_of("fifo"), O_RDWR), r = open(path_of("fifo"), O_RDONLY | O_NONBLOCK);
+  int w = open(path_of("fifo"), O_WRONLY | O_APPEND);
+  MUST(rw >= 0 && r >= 0 && w >= 0);
+  MUST(write(w, "queued", 6) == 6);
+  cut();
+  char c[16] = {0};
+  EQUAL(read(r, c, 3), 3);
+  EQUAL(read(rw, c + 3, 10), 3);
+  CHECK(!strcmp(c, "queued"));
+  EQUAL(read(r, c, 1), -1);
+  EQUAL(errno, EAGAIN);
+  int again = open(path_of("fifo"), O_WRONLY | O_NONBLOCK); // still the FIFO of that name
+  CHECK(again >= 0);
+  EQUAL(write(again, "new", 3), 3);
+  EQUAL(read(r, c, 10), 3);
+}
+
+// --- sockets
+
+static void stream_pair(void) {
+  int s[2];
+  MUST(socketpair(AF_UNIX, SOCK_STREAM, 0, s) == 0);
+  char *data = malloc(50000), *back = malloc(50000);
+  fill(data, 50000, 6);
+  MUST(write(s[0], data, 50000) == 50000);
+  MUST(write(s[1], "other way", 9) == 9);
+  int one = 1, size = 0, size_after = 0;
+  socklen_t length = sizeof size;
+  MUST(setsockopt(s[0], SOL_SOCKET, SO_PASSCRED, &one, sizeof one) == 0);
+  int big = 300000;
+  setsockopt(s[1], SOL_SOCKET, SO_SNDBUF, &big, sizeof big);
+  getsockopt(s[1], SOL_SOCKET, SO_SNDBUF, &size, &length);
+  MUST(fcntl(s[1], F_SETFL, O_NONBLOCK) == 0);
+  cut();
+  size_t got = 0;
+  ssize_t n;
+  while (got < 50000 && (n = read(s[1], back + got, 50000 - got)) > 0)
+    got += n;
+  EQUAL(got, 50000);
+  CHECK(!memcmp(data, back, 50000));
+  EQUAL(read(s[1], back, 1), -1);
+  EQUAL(errno, EAGAIN);
+  EQUAL(read(s[0], back, 100), 9);
+  CHECK(!memcmp(back, "other way", 9));
+  EQUAL(getsockopt(s[0], SOL_SOCKET, SO_PASSCRED, &one, &length), 0);
+  EQUAL(one, 1);
+  EQUAL(getsockopt(s[1], SOL_SOCKET, SO_SNDBUF, &size_after, &length), 0);
+  EQUAL(size_after, size);
+  EQUAL(write(s[0], "again", 5), 5);
+  EQUAL(read(s[1], back, 100), 5);
+}
+
+static void message_pairs(void) {
+  static const int kinds[] = {SOCK_DGRAM, SOCK_SEQPACKET};
+  int s[2][2];
+  for (int k = 0; k < 2; k++) {
+    MUST(socketpair(AF_UNIX, kinds[k], 0, s[k]) == 0);
+    MUST(send(s[k][0], "first", 5, 0) == 5 && send(s[k][0], "", 0, 0) == 0 && send(s[k][0], "third one", 9, 0) == 9);
+    MUST(send(s[k][1], "back", 4, 0) == 4);
+  }
+  cut();
+  char c[64];
+  for (int k = 0; k < 2; k++) {
+    EQUAL(recv(s[k][1], c, sizeof c, 0), 5);
+    EQUAL(recv(s[k][1], c, sizeof c, 0), 0);
+    EQUAL(recv(s[k][1], c, sizeof c, MSG_DONTWAIT), 9);
+    CHECK(!memcmp(c, "third one", 9));
+    EQUAL(recv(s[k][1], c, sizeof c, MSG_DONTWAIT), -1);
+    EQUAL(recv(s[k][0], c, sizeof c, 0), 4);
+    int type = 0;
+    socklen_t length = sizeof type;
+    getsockopt(s[k][0], SOL_SOCKET, SO_TYPE, &type, &length);
+    EQUAL(type, kinds[k]);
+  }
+}
+
+static void half_closed_pair(void) {
+  int s[2], t[2];
+  MUST(socketpair(AF_UNIX, SOCK_STREAM, 0, s) == 0 && socketpair(AF_UNIX, SOCK_STREAM, 0, t) == 0);
+  MUST(write(s[0], "last words", 10) == 10);
+  MUST(shutdown(s[0], SHUT_WR) == 0);
+  MUST(write(t[0], "orphan", 6) == 6);
+  close(t[0]); // the other end is gone altogether
+  cut();
+  char c[64];
+  EQUAL(read(s[1], c, sizeof c), 10);
+  EQUAL(read(s[1], c, sizeof c), 0);
+  EQUAL(write(s[1], "still", 5), 5);
+  EQUAL(read(s[0], c, sizeof c), 5);
+  EQUAL(send(s[0], "x", 1, MSG_NOSIGNAL), -1);
+  EQUAL(errno, EPIPE);
+  EQUAL(read(t[1], c, sizeof c), 6);
+  EQUAL(read(t[1], c, sizeof c), 0);
+  EQUAL(send(t[1], "x", 1, MSG_NOSIGNAL), -1);
+}
+
+static int tcp_options[][3] = {{SOL_SOCKET, SO_REUSEADDR, 1},       {SOL_SOCKET, SO_KEEPALIVE, 1},
+                               {SOL_SOCKET, SO_RCVBUF, 50000},      {IPPROTO_TCP, TCP_NODELAY, 1},
+                               {IPPROTO_TCP, TCP_DEFER_ACCEPT, 3},  {IPPROTO_TCP, TCP_KEEPIDLE, 77},
+                               {IPPROTO_TCP, TCP_FASTOPEN, 5},      {SOL_SOCKET, SO_LINGER, 0},
+                               {SOL_SOCKET, SO_PRIORITY, 3}};
+
+static void listening_tcp(int family) {
+  int s = socket(family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (s < 0)
+    SKIP("no IPv%d here", family == AF_INET ? 4 : 6);
+  struct sockaddr_in6 address, seen;
+  socklen_t length = sizeof address;
+  memset(&address, 0, sizeof address);
+  address.sin6_family = family;
+  if (family == AF_INET)
+    ((struct sockaddr_in *)&address)->sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  else
+    address.sin6_addr = in6addr_loopback;
+  int before[COUNT(tcp_options)];
+  for (size_t i = 0; i < COUNT(tcp_options); i++) {
+    socklen_t four = 4;
+    if (tcp_options[i][2])
+      setsockopt(s, tcp_options[i][0], tcp_options[i][1], &tcp_options[i][2], 4);
+    getsockopt(s, tcp_options[i][0], tcp_options[i][1], &before[i], &four);
+  }
+  int one = 1;
+  if (family == AF_INET6)
+    MUST(setsockopt(s, IPPROTO_IPV6, IPV6_V6ONLY, &one, sizeof one) == 0);
+  if (bind(s, (void *)&address, family == AF_INET ? sizeof(struct sockaddr_in) : sizeof address))
+    SKIP("no loopback of this family");
+  MUST(listen(s, 17) == 0);
+  MUST(getsockname(s, (void *)&address, &length) == 0);
+  cut();
+  EQUAL(getsockname(s, (void *)&seen, &length), 0);
+  CHECK(!memcmp(&seen, &address, length));
+  EQUAL(fcntl(s, F_GETFD), FD_CLOEXEC);
+  for (size_t i = 0; i < COUNT(tcp_options); i++) {
+    int after = -1;
+    socklen_t four = 4;
+    getsockopt(s, tcp_options[i][0], tcp_options[i][1], &after, &four);
+    if (after != before[i]) {
+      say("option %d/%d is %d, expected %d", tcp_options[i][0], tcp_options[i][1], after, before[i]);
+      CHECK(!"socket options kept");
+    }
+  }
+  int zero = 0;
+  setsockopt(s, IPPROTO_TCP, TCP_DEFER_ACCEPT, &zero, sizeof zero);
+  int c = socket(family, SOCK_STREAM, 0);
+  EQUAL(connect(c, (void *)&address, length), 0);
+  int a = accept(s, 0, 0);
+  CHECK(a >= 0);
+  char byte = 0;
+  EQUAL(write(c, "q", 1), 1);
+  EQUAL(read(a, &byte, 1), 1);
+  EQUAL(byte, 'q');
+}
+
+static void listening_tcp4(void) {
+  listening_tcp(AF_INET);
+}
+
+static void listening_tcp6(void) {
+  listening_tcp(AF_INET6);
+}
+
+static void listening_unix(void) {
+  int named = socket(AF_UNIX, SOCK_STREAM, 0), hidden = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK, 0);
+  struct sockaddr_un address = {.sun_family = AF_UNIX}, hidden_address = {.sun_family = AF_UNIX};
+  MUST(chdir(directory) == 0); // paths of sockets are short
+  strcpy(address.sun_path, "socket");
+  int length = 2 + 1 + snprintf(hidden_address.sun_path + 1, 100, "stillpoint-test-%d", getpid());
+  MUST(bind(named, (void *)&address, sizeof address) == 0 && listen(named, 5) == 0);
+  MUST(chmod("socket", 0712) == 0);
+  MUST(bind(hidden, (void *)&hidden_address, length) == 0 && listen(hidden, 9) == 0);
+  cut();
+  struct stat s;
+  EQUAL(stat("socket", &s), 0);
+  EQUAL(s.st_mode & 0777, 0712);
+  int c = socket(AF_UNIX, SOCK_STREAM, 0), d = socket(AF_UNIX, SOCK_SEQPACKET, 0);
+  EQUAL(connect(c, (void *)&address, sizeof address), 0);
+  CHECK(accept(named, 0, 0) >= 0);
+  EQUAL(accept(hidden, 0, 0), -1);
+  EQUAL(errno, EAGAIN);
+  EQUAL(connect(d, (void *)&hidden_address, length), 0);
+  CHECK(accept(hidden, 0, 0) >= 0);
+}
+
+// --- descriptors that are objects of the kernel
+
+static void eventfds(void) {
+  int a = eventfd(5, EFD_NONBLOCK), b = eventfd(3, EFD_SEMAPHORE | EFD_CLOEXEC);
+  uint64_t n = 1ull << 40;
+  MUST(write(a, &n, 8) == 8);
+  cut();
+  EQUAL(read(a, &n, 8), 8);
+  EQUAL(n, (1ull << 40) + 5);
+  EQUAL(read(a, &n, 8), -1);
+  EQUAL(errno, EAGAIN);
+  for (int i = 0; i < 3; i++) {
+    EQUAL(read(b, &n, 8), 8);
+    EQUAL(n, 1);
+  }
+  EQUAL(fcntl(b, F_GETFD), FD_CLOEXEC);
+}
+
+static void signalfds(void) {
+  sigset_t set, other;
+  sigemptyset(&set);
+  sigaddset(&set, SIGUSR1);
+  sigemptyset(&other);
+  sigaddset(&other, SIGUSR2);
+  sigprocmask(SIG_BLOCK, &set, 0);
+  sigprocmask(SIG_BLOCK, &other, 0);
+  int a = signalfd(-1, &set, SFD_NONBLOCK), b = signalfd(-1, &other, SFD_NONBLOCK);
+  MUST(a >= 0 && b >= 0);
+  union sigval v = {.sival_int = 31};
+  sigqueue(getpid(), SIGUSR1, v);
+  cut();
+  struct signalfd_siginfo info;
+  EQUAL(read(b, &info, sizeof info), -1);
+  EQUAL(errno, EAGAIN);
+  EQUAL(read(a, &info, sizeof info), (ssize_t)sizeof info);
+  EQUAL(info.ssi_signo, SIGUSR1);
+  EQUAL(info.ssi_int, 31);
+  kill(getpid(), SIGUSR2);
+  EQUAL(read(b, &info, sizeof info), (ssize_t)sizeof info);
+}
+
+static int ready_of(int epoll, uint64_t *data) {
+  struct epoll_event e = {0};
+  int n = epoll_wait(epoll, &e, 1, 0);
+  *data = e.data.u64;
+  return n == 1 ? (int)e.events : n;
+}
+
+static void epolls(void) {
+  int outer = epoll_create1(EPOLL_CLOEXEC), inner = epoll_create1(0), a[2], b[2], c[2], d[2];
+  MUST(pipe(a) == 0 && pipe(b) == 0 && pipe(c) == 0 && pipe(d) == 0);
+  struct epoll_event e;
+  e = (struct epoll_event){.events = EPOLLIN, .data.u64 = 0xaaaaaaaabbbbbbbb};
+  MUST(epoll_ctl(inner, EPOLL_CTL_ADD, a[0], &e) == 0);
+  e = (struct epoll_event){.events = EPOLLIN, .data.u64 = 2};
+  MUST(epoll_ctl(outer, EPOLL_CTL_ADD, inner, &e) == 0);
+  e = (struct epoll_event){.events = EPOLLIN | EPOLLONESHOT, .data.u64 = 3};
+  MUST(epoll_ctl(outer, EPOLL_CTL_ADD, b[0], &e) == 0);
+  uint64_t data = 0;
+  MUST(write(b[1], "x", 1) == 1);
+  MUST(ready_of(outer, &data) == EPOLLIN && data == 3); // the one shot is spent
+  e = (struct epoll_event){.events = EPOLLIN | EPOLLET, .data.u64 = 4};
+  MUST(epoll_ctl(outer, EPOLL_CTL_ADD, c[0], &e) == 0);
+  // Watched under a number that has since been given to another file.
+  int old = dup(d[0]);
+  e = (struct epoll_event){.events = EPOLLIN, .data.u64 = 5};
+  MUST(epoll_ctl(inner, EPOLL_CTL_ADD, old, &e) == 0);
+  close(old);
+  MUST(open("/dev/null", O_RDONLY) == old);
+  cut();
+  EQUAL(ready_of(outer, &data), 0);
+  EQUAL(write(a[1], "x", 1), 1);
+  EQUAL(ready_of(outer, &data), EPOLLIN);
+  EQUAL(data, 2);
+  EQUAL(ready_of(inner, &data), EPOLLIN);
+  EQUAL(data, 0xaaaaaaaabbbbbbbb);
+  char byte;
+  EQUAL(read(a[0], &byte, 1), 1);
+  EQUAL(write(d[1], "x", 1), 1);
+  EQUAL(ready_of(inner, &data), EPOLLIN);
+  EQUAL(data, 5);
+  EQUAL(read(d[0], &byte, 1), 1);
+  EQUAL(write(c[1], "x", 1), 1);
+  EQUAL(ready_of(outer, &data), EPOLLIN);
+  EQUAL(data, 4);
+  EQUAL(ready_of(outer, &data), 0); // edge-triggered: told once
+  e = (struct epoll_event){.events = EPOLLIN | EPOLLONESHOT, .data.u64 = 33};
+  EQUAL(epoll_ctl(outer, EPOLL_CTL_MOD, b[0], &e), 0);
+  EQUAL(ready_of(outer, &data), EPOLLIN);
+  EQUAL(data, 33);
+  EQUAL(epoll_ctl(outer, EPOLL_CTL_ADD, inner, &e), -1);
+  EQUAL(errno, EEXIST);
+}
+
+static void inotifys(void) {
+  mkdir(path_of("watched"), 0700);
+  close(create("watched/file", O_WRONLY, "x"));
+  int fd = inotify_init1(IN_NONBLOCK | IN_CLOEXEC);
+  int first = inotify_add_watch(fd, path_of("watched"), IN_CREATE | IN_DELETE);
+  int second = inotify_add_watch(fd, directory, IN_MODIFY);
+  MUST(inotify_rm_watch(fd, second) == 0);
+  int third = inotify_add_watch(fd, path_of("watched/file"), IN_MODIFY | IN_ONESHOT);
+  MUST(fd >= 0 && first > 0 && third > second);
+  struct {
+    struct inotify_event e;
+    char name[300];
+  } event;
+  while (read(fd, &event, sizeof event) > 0) // nothing unread at the cut
+    ;
+  cut();
+  close(create("watched/new", O_WRONLY, ""));
+  CHECK(read(fd, &event, sizeof event) > 0);
+  EQUAL(event.e.wd, first);
+  EQUAL(event.e.mask, IN_CREATE);
+  CHECK(!strcmp(event.e.name, "new"));
+  int w = open(path_of("watched/file"), O_WRONLY);
+  EQUAL(write(w, "y", 1), 1);
+  CHECK(read(fd, &event, sizeof event) > 0);
+  EQUAL(event.e.wd, third);
+  EQUAL(event.e.mask, IN_MODIFY);
+  EQUAL(inotify_rm_watch(fd, first), 0);
+}
+
+static void pidfds(void) {
+  int fd = syscall(SYS_pidfd_open, getpid(), 0);
+  MUST(fd >= 0);
+  cut();
+  EQUAL(syscall(SYS_pidfd_send_signal, fd, 0, 0, 0), 0);
+  signal(SIGUSR1, SIG_IGN);
+  EQUAL(syscall(SYS_pidfd_send_signal, fd, SIGUSR1, 0, 0), 0);
+  struct pollfd p = {.fd = fd, .events = POLLIN};
+  EQUAL(poll(&p, 1, 0), 0);
+}
+
+// --- terminals and devices
+
+static void ptys(void) {
+  int master = open("/dev/ptmx", O_RDWR | O_NOCTTY), unlock = 0, number = -1;
+  MUST(master >= 0 && ioctl(master, TIOCSPTLCK, &unlock) == 0 && ioctl(master, TIOCGPTN, &number) == 0);
+  char name[64];
+  snprintf(name, sizeof name, "/dev/pts/%d", number);
+  int slave = open(name, O_RDWR | O_NOCTTY);
+  MUST(slave >= 0);
+  struct termios before, after;
+  tcgetattr(slave, &before);
+  cfmakeraw(&before);
+  before.c_cc[VMIN] = 3;
+  before.c_cc[VINTR] = 5;
+  cfsetspeed(&before, B9600);
+  tcsetattr(slave, TCSANOW, &before);
+  struct winsize size = {33, 77, 5, 6}, seen = {0};
+  MUST(ioctl(master, TIOCSWINSZ, &size) == 0);
+  cut();
+  EQUAL(tcgetattr(slave, &after), 0);
+  EQUAL(after.c_lflag, before.c_lflag);
+  EQUAL(after.c_iflag, before.c_iflag);
+  EQUAL(after.c_oflag, before.c_oflag);
+  EQUAL(after.c_cc[VMIN], 3);
+  EQUAL(after.c_cc[VINTR], 5);
+  EQUAL(cfgetospeed(&after), B9600);
+  EQUAL(ioctl(slave, TIOCGWINSZ, &seen), 0);
+  CHECK(!memcmp(&size, &seen, sizeof size));
+  char c[16];
+  EQUAL(write(master, "typed", 5), 5);
+  EQUAL(read(slave, c, sizeof c), 5);
+  CHECK(!memcmp(c, "typed", 5));
+  EQUAL(write(slave, "shown", 5), 5);
+  EQUAL(read(master, c, sizeof c), 5);
+  int now_number = -1;
+  EQUAL(ioctl(master, TIOCGPTN, &now_number), 0);
+  if (now_number != number)
+    say("note: the terminal is now number %d, it was %d", now_number, number);
+}
+
+static void devices(void) {
+  static const char *names[] = {"/dev/null", "/dev/zero", "/dev/full", "/dev/urandom", "/dev/random"};
+  int fd[5];
+  for (int i = 0; i < 5; i++)
+    MUST((fd[i] = open(names[i], i == 2 ? O_RDWR : O_RDONLY)) >= 0);
+  char *p = mmap(0, 4 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE, fd[1], 0);
+  MUST(p != MAP_FAILED);
+  fill(p, PAGE, 3);
+  cut();
+  char c[16] = "x";
+  EQUAL(read(fd[0], c, 1), 0);
+  EQUAL(read(fd[1], c, 1), 1);
+  EQUAL(c[0], 0);
+  EQUAL(write(fd[2], c, 1), -1);
+  EQUAL(errno, ENOSPC);
+  EQUAL(read(fd[3], c, 16), 16);
+  for (int i = 0; i < 5; i++) {
+    struct stat a, b;
+    fstat(fd[i], &a);
+    stat(names[i], &b);
+    EQUAL(a.st_rdev, b.st_rdev);
+  }
+  CHECK(filled(p, PAGE, 3));
+  CHECK(all_zero(p + PAGE, 3 * PAGE));
+}
+
+// --- locks; another process is who notices
+
+static int may_lock(const char *name, int how, off_t start, off_t length, int write) {
+  pid_t child = fork();
+  if (child == 0) {
+    int fd = open(path_of(name), O_RDWR);
+    struct flock l = {.l_type = write ? F_WRLCK : F_RDLCK, .l_whence = SEEK_SET, .l_start = start, .l_len = length};
+    int r = how == 0   ? flock(fd, (write ? LOCK_EX : LOCK_SH) | LOCK_NB)
+            : how == 1 ? fcntl(fd, F_SETLK, &l)
+                       : fcntl(fd, 37 /* F_OFD_SETLK */, &l);
+    _exit(r == 0);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  return WEXITSTATUS(status);
+}
+
+static void locks(void) {
+  int a = create("flock", O_RDWR, "x"), b = create("posix", O_RDWR, "0123456789"), c = create("ofd", O_RDWR, "0123456789");
+  int shared = create("shared", O_RDWR, "x");
+  struct flock l = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = 2, .l_len = 3};
+  MUST(flock(a, LOCK_EX) == 0 && flock(shared, LOCK_SH) == 0);
+  MUST(fcntl(b, F_SETLK, &l) == 0);
+  l.l_type = F_RDLCK;
+  l.l_start = 100;
+  l.l_len = 0; // to the end
+  MUST(fcntl(b, F_SETLK, &l) == 0);
+  l = (struct flock){.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = 5, .l_len = 2};
+  MUST(fcntl(c, 37, &l) == 0);
+  int duplicate = dup(a);
+  cut();
+  EQUAL(may_lock("flock", 0, 0, 0, 0), 0);
+  EQUAL(may_lock("shared", 0, 0, 0, 0), 1);
+  EQUAL(may_lock("shared", 0, 0, 0, 1), 0);
+  EQUAL(may_lock("posix", 1, 2, 3, 0), 0);
+  EQUAL(may_lock("posix", 1, 0, 2, 1), 1);
+  EQUAL(may_lock("posix", 1, 5, 50, 1), 1);
+  EQUAL(may_lock("posix", 1, 100000, 1, 1), 0);
+  EQUAL(may_lock("posix", 1, 100000, 1, 0), 1);
+  EQUAL(may_lock("ofd", 2, 5, 1, 0), 0);
+  EQUAL(may_lock("ofd", 2, 7, 1, 1), 1);
+  // Locks belong to whom they belonged to: this process can change its own.
+  l = (struct flock){.l_type = F_UNLCK, .l_whence = SEEK_SET, .l_start = 2, .l_len = 3};
+  EQUAL(fcntl(b, F_SETLK, &l), 0);
+  EQUAL(may_lock("posix", 1, 2, 3, 1), 1);
+  close(a);
+  EQUAL(may_lock("flock", 0, 0, 0, 1), 0); // the duplicate still holds it
+  close(duplicate);
+  EQUAL(may_lock("flock", 0, 0, 0, 1), 1);
+}
+
+static volatile int notified;
+
+static void on_io(int s, siginfo_t *info, void *context) {
+  (void)s, (void)context;
+  notified = info->si_fd;
+}
+
+static void signal_driven(void) { // O_ASYNC with owner and signal
+  int s[2];
+  MUST(socketpair(AF_UNIX, SOCK_STREAM, 0, s) == 0);
+  struct sigaction a = {.sa_sigaction = on_io, .sa_flags = SA_SIGINFO};
+  sigaction(SIGRTMIN + 2, &a, 0);
+  MUST(fcntl(s[0], F_SETOWN, getpid()) == 0 && fcntl(s[0], 10 /* F_SETSIG */, SIGRTMIN + 2) == 0);
+  MUST(fcntl(s[0], F_SETFL, O_ASYNC | O_NONBLOCK) == 0);
+  cut();
+  EQUAL(fcntl(s[0], F_GETOWN), getpid());
+  EQUAL(fcntl(s[0], 11), SIGRTMIN + 2);
+  EQUAL(write(s[1], "x", 1), 1);
+  nap(0.02);
+  EQUAL(notified, s[0]);
+}
+
+static void proc_files(void) {
+  int fd = open("/proc/self/stat", O_RDONLY), dir = open("/proc/self/task", O_RDONLY | O_DIRECTORY);
+  char before[4096] = {0}, after[4096] = {0};
+  MUST(fd >= 0 && dir >= 0 && pread(fd, before, sizeof before - 1, 0) > 0);
+  cut();
+  CHECK(pread(fd, after, sizeof after - 1, 0) > 0);
+  EQUAL(atoi(after), getpid());
+  char name[32];
+  snprintf(name, sizeof name, "%d", getpid());
+  EQUAL(faccessat(dir, name, F_OK, 0), 0);
+}
+
+static void many_descriptors(void) {
+  int fd[900];
+  close(create("shared-by-many", O_RDWR, "some text"));
+  for (int i = 0; i < 900; i++) {
+    MUST((fd[i] = open(path_of("shared-by-many"), i % 2 ? O_RDONLY : O_RDWR)) >= 0);
+    lseek(fd[i], i % 9, SEEK_SET);
+  }
+  for (int i = 0; i < 900; i += 10)
+    close(fd[i]);
+  cut();
+  for (int i = 0; i < 900; i++)
+    EQUAL(OFFSET(fd[i]), i % 10 ? i % 9 : -1);
+}
+
+SCENARIOS({"regular", regular}, {"duplicates", duplicates}, {"deleted", deleted}, {"directories", directories},
+          {"pipes", pipes}, {"fifo", fifo}, {"stream_pair", stream_pair}, {"message_pairs", message_pairs},
+          {"half_closed_pair", half_closed_pair}, {"listening_tcp4", listening_tcp4},
+          {"listening_tcp6", listening_tcp6}, {"listening_unix", listening_unix}, {"eventfds", eventfds},
+          {"signalfds", signalfds}, {"epolls", epolls}, {"inotifys", inotifys}, {"pidfds", pidfds}, {"ptys", ptys},
+          {"devices", devices}, {"locks", locks}, {"signal_driven", signal_driven}, {"proc_files", proc_files},
+          {"many_descriptors", many_descriptors})

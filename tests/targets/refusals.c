@@ -1,0 +1,410 @@
+// Things that cannot be captured yet: each must be refused by name, and the program must go on unharmed.
+// The second part holds things that may be refused or captured, but never got wrong.
+#include "target.h"
+#include <linux/aio_abi.h>
+#include <linux/netlink.h>
+#include <linux/perf_event.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/fanotify.h>
+#include <sys/inotify.h>
+#include <sys/ioctl.h>
+#include <sys/shm.h>
+#include <sys/socket.h>
+
+static void connected(int s[2]) {
+  int l = socket(AF_INET, SOCK_STREAM, 0);
+  struct sockaddr_in a = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+  socklen_t length = sizeof a;
+  MUST(bind(l, (void *)&a, sizeof a) == 0 && listen(l, 1) == 0 && getsockname(l, (void *)&a, &length) == 0);
+  MUST((s[0] = socket(AF_INET, SOCK_STREAM, 0)) >= 0 && connect(s[0], (void *)&a, length) == 0);
+  MUST((s[1] = accept(l, 0, 0)) >= 0);
+  close(l);
+}
+
+static void established_tcp(void) {
+  int s[2];
+  connected(s);
+  cut();
+  char c = 0;
+  EQUAL(write(s[0], "z", 1), 1);
+  EQUAL(read(s[1], &c, 1), 1);
+  EQUAL(c, 'z');
+}
+
+static void pending_connection(void) {
+  int l = socket(AF_INET, SOCK_STREAM, 0), c = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  struct sockaddr_in a = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+  socklen_t length = sizeof a;
+  MUST(bind(l, (void *)&a, sizeof a) == 0 && listen(l, 3) == 0 && getsockname(l, (void *)&a, &length) == 0);
+  MUST(connect(c, (void *)&a, length) == 0);
+  cut();
+  CHECK(accept(l, 0, 0) >= 0);
+}
+
+static void child_process(void) {
+  pid_t child = fork();
+  if (child == 0)
+    for (;;)
+      pause();
+  cut();
+  EQUAL(kill(child, SIGKILL), 0);
+  EQUAL(waitpid(child, 0, 0), child);
+}
+
+static void dead_child(void) { // ended, and not yet waited for
+  pid_t child = fork();
+  if (child == 0)
+    _exit(5);
+  siginfo_t info;
+  MUST(waitid(P_PID, child, &info, WEXITED | WNOWAIT) == 0);
+  cut();
+  int status = 0;
+  EQUAL(waitpid(child, &status, 0), child);
+  EQUAL(WEXITSTATUS(status), 5);
+}
+
+static void io_uring(void) {
+  char parameters[120] = {0};
+  int fd = syscall(425, 4, parameters);
+  if (fd < 0)
+    SKIP("no io_uring here");
+  cut();
+  EQUAL(syscall(426, fd, 0, 0, 0, 0, 0), 0);
+}
+
+static void sysv_shm(void) {
+  int id = shmget(IPC_PRIVATE, 4 * PAGE, IPC_CREAT | 0600);
+  if (id < 0)
+    SKIP("no System V shared memory here");
+  char *p = shmat(id, 0, 0);
+  shmctl(id, IPC_RMID, 0);
+  p[0] = 7;
+  cut();
+  EQUAL(p[0], 7);
+}
+
+// A process that is no child of ours and holds whatever we have open now.
+static pid_t orphan(void) {
+  int ends[2];
+  MUST(pipe(ends) == 0);
+  pid_t middle = fork();
+  if (middle == 0) {
+    pid_t last = fork();
+    if (last == 0) {
+      close(ends[0]);
+      close(ends[1]);
+      while (access(directory, F_OK) == 0 && !gone())
+        nap(0.01);
+      _exit(0);
+    }
+    if (write(ends[1], &last, sizeof last) != sizeof last)
+      _exit(1);
+    _exit(0);
+  }
+  pid_t last = 0;
+  MUST(waitpid(middle, 0, 0) == middle && read(ends[0], &last, sizeof last) == sizeof last);
+  close(ends[0]);
+  close(ends[1]);
+  return last;
+}
+
+static void foreign_pipe(void) {
+  int ends[2];
+  char c;
+  MUST(pipe(ends) == 0);
+  orphan();
+  cut();
+  EQUAL(write(ends[1], "x", 1), 1);
+  EQUAL(read(ends[0], &c, 1), 1);
+}
+
+static void foreign_socket(void) {
+  int ends[2];
+  char c;
+  MUST(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
+  orphan();
+  close(ends[0]); // the other side has it alone
+  cut();
+  EQUAL(recv(ends[1], &c, 1, MSG_DONTWAIT), -1);
+}
+
+static void foreign_memory(void) {
+  char *p = mmap(0, 4 * PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  p[0] = 3;
+  orphan();
+  cut();
+  EQUAL(p[0], 3);
+}
+
+static void foreign_memfd(void) {
+  int fd = syscall(SYS_memfd_create, "both", 1);
+  MUST(fd >= 0 && ftruncate(fd, PAGE) == 0);
+  orphan();
+  cut();
+  EQUAL(ftruncate(fd, 2 * PAGE), 0);
+}
+
+static void foreign_pidfd(void) {
+  pid_t other = orphan();
+  int fd = syscall(SYS_pidfd_open, other, 0);
+  MUST(fd >= 0);
+  cut();
+  CHECK(fcntl(fd, F_GETFD) >= 0);
+}
+
+static void userfaultfd(void) {
+  int fd = syscall(SYS_userfaultfd, O_CLOEXEC);
+  uint64_t api[3] = {0xaa, 0, 0};
+  if (fd < 0)
+    SKIP("no userfaultfd here");
+  MUST(ioctl(fd, 0xc018aa3f, api) == 0);
+  char *p = map_anon(4 * PAGE);
+  uint64_t range[4] = {(uint64_t)(uintptr_t)p, 4 * PAGE, 1, 0};
+  MUST(ioctl(fd, 0xc020aa00, range) == 0);
+  cut();
+  CHECK(fcntl(fd, F_GETFD) >= 0);
+}
+
+static void connected_udp(void) {
+  int a = socket(AF_INET, SOCK_DGRAM, 0);
+  struct sockaddr_in to = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK), .sin_port = htons(9)};
+  MUST(connect(a, (void *)&to, sizeof to) == 0);
+  cut();
+  CHECK(fcntl(a, F_GETFD) >= 0);
+}
+
+static void netlink(void) {
+  int s = socket(AF_NETLINK, SOCK_RAW, NETLINK_ROUTE);
+  MUST(s >= 0);
+  cut();
+  CHECK(fcntl(s, F_GETFD) >= 0);
+}
+
+static void perf_event(void) {
+  struct perf_event_attr a = {.type = PERF_TYPE_SOFTWARE, .size = sizeof a, .config = PERF_COUNT_SW_CPU_CLOCK};
+  int fd = syscall(SYS_perf_event_open, &a, 0, -1, -1, 0);
+  if (fd < 0)
+    SKIP("no perf events here");
+  cut();
+  uint64_t n = 0;
+  EQUAL(read(fd, &n, 8), 8);
+}
+
+static void fanotify(void) {
+  int fd = fanotify_init(FAN_CLASS_NOTIF, O_RDONLY);
+  if (fd < 0)
+    SKIP("no fanotify here");
+  cut();
+  CHECK(fcntl(fd, F_GETFD) >= 0);
+}
+
+static void bpf(void) {
+  struct {
+    uint32_t type, key, value, entries;
+    char rest[104];
+  } a = {2, 4, 8, 4, {0}};
+  int fd = syscall(SYS_bpf, 0, &a, sizeof a);
+  if (fd < 0)
+    SKIP("no BPF here");
+  cut();
+  CHECK(fcntl(fd, F_GETFD) >= 0);
+}
+
+// --- refused or right
+
+static void aio(void) {
+  aio_context_t context = 0;
+  if (syscall(SYS_io_setup, 8, &context))
+    SKIP("no asynchronous I/O here");
+  int fd = open(path_of("aio"), O_RDWR | O_CREAT, 0600);
+  MUST(write(fd, "0123456789", 10) == 10);
+  cut();
+  char c[4] = {0};
+  struct iocb io = {.aio_lio_opcode = IOCB_CMD_PREAD, .aio_fildes = fd, .aio_buf = (uintptr_t)c, .aio_nbytes = 3,
+                    .aio_offset = 4};
+  struct iocb *list[1] = {&io};
+  struct io_event event;
+  struct timespec patience = {2, 0};
+  EQUAL(syscall(SYS_io_submit, context, 1, list), 1);
+  EQUAL(syscall(SYS_io_getevents, context, 1, 1, &event, &patience), 1);
+  CHECK(!strcmp(c, "456"));
+}
+
+static void message_queue(void) {
+  struct {
+    long flags, maximum, size, count, rest[4];
+  } a = {0, 4, 64, 0, {0}};
+  char name[64];
+  snprintf(name, sizeof name, "stillpoint-%d", getpid());
+  int q = syscall(SYS_mq_open, name, O_RDWR | O_CREAT, 0600, &a);
+  if (q < 0)
+    SKIP("no message queues here");
+  MUST(syscall(SYS_mq_timedsend, q, "message", 7, 3, 0) == 0);
+  cut();
+  char c[64];
+  unsigned priority = 0;
+  EQUAL(syscall(SYS_mq_timedreceive, q, c, 64, &priority, 0), 7);
+  EQUAL(priority, 3);
+  syscall(SYS_mq_unlink, name);
+}
+
+static volatile int there, stop;
+
+static void *own_table(void *unused) {
+  MUST(unshare(CLONE_FILES) == 0);
+  int fd = open("/dev/null", O_RDONLY);
+  MUST(dup2(fd, 77) == 77);
+  there = 1;
+  while (!stop)
+    nap(0.002);
+  CHECK(fcntl(77, F_GETFD) >= 0);
+  return unused;
+}
+
+static void own_descriptor_table(void) {
+  pthread_t t = spawn(own_table, 0);
+  while (!there)
+    nap(0.001);
+  cut();
+  EQUAL(fcntl(77, F_GETFD), -1);
+  stop = 1;
+  pthread_join(t, 0);
+}
+
+static void *own_place(void *unused) {
+  MUST(unshare(CLONE_FS) == 0);
+  MUST(chdir("/usr") == 0);
+  there = 1;
+  while (!stop)
+    nap(0.002);
+  char here[100];
+  CHECK(getcwd(here, sizeof here) && !strcmp(here, "/usr"));
+  return unused;
+}
+
+static void own_directory(void) {
+  MUST(chdir("/tmp") == 0);
+  pthread_t t = spawn(own_place, 0);
+  while (!there)
+    nap(0.001);
+  cut();
+  char here[100];
+  CHECK(getcwd(here, sizeof here) && !strcmp(here, "/tmp"));
+  stop = 1;
+  pthread_join(t, 0);
+}
+
+static void in_flight(void) { // a descriptor that exists only in a message
+  int s[2], fd = open(path_of("flying"), O_RDWR | O_CREAT, 0600);
+  MUST(socketpair(AF_UNIX, SOCK_STREAM, 0, s) == 0 && write(fd, "flying", 6) == 6);
+  char control[CMSG_SPACE(sizeof(int))] = {0}, byte = 'f';
+  struct iovec v = {&byte, 1};
+  struct msghdr m = {.msg_iov = &v, .msg_iovlen = 1, .msg_control = control, .msg_controllen = sizeof control};
+  struct cmsghdr *c = CMSG_FIRSTHDR(&m);
+  c->cmsg_level = SOL_SOCKET;
+  c->cmsg_type = SCM_RIGHTS;
+  c->cmsg_len = CMSG_LEN(sizeof(int));
+  memcpy(CMSG_DATA(c), &fd, sizeof fd);
+  MUST(sendmsg(s[0], &m, 0) == 1);
+  close(fd);
+  cut();
+  memset(control, 0, sizeof control);
+  EQUAL(recvmsg(s[1], &m, 0), 1);
+  c = CMSG_FIRSTHDR(&m);
+  CHECK(c && c->cmsg_type == SCM_RIGHTS);
+  if (c) {
+    memcpy(&fd, CMSG_DATA(c), sizeof fd);
+    char text[8] = {0};
+    EQUAL(pread(fd, text, 6, 0), 6);
+    CHECK(!strcmp(text, "flying"));
+  }
+}
+
+static void lease(void) {
+  int fd = open(path_of("leased"), O_RDONLY | O_CREAT, 0600);
+  MUST(fd >= 0);
+  if (fcntl(fd, F_SETLEASE, F_RDLCK))
+    SKIP("no leases here");
+  cut();
+  EQUAL(fcntl(fd, F_GETLEASE), F_RDLCK);
+}
+
+static void unread_inotify(void) {
+  int fd = inotify_init1(IN_NONBLOCK);
+  MUST(inotify_add_watch(fd, directory, IN_CREATE) > 0);
+  close(open(path_of("noticed"), O_CREAT | O_WRONLY, 0600));
+  cut();
+  char buffer[4096];
+  CHECK(read(fd, buffer, sizeof buffer) > 0);
+  CHECK(!strcmp(((struct inotify_event *)buffer)->name, "noticed"));
+}
+
+static void bound_udp(void) {
+  int s = socket(AF_INET, SOCK_DGRAM, 0);
+  struct sockaddr_in a = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)}, b;
+  socklen_t length = sizeof a;
+  MUST(bind(s, (void *)&a, sizeof a) == 0 && getsockname(s, (void *)&a, &length) == 0);
+  cut();
+  EQUAL(getsockname(s, (void *)&b, &length), 0);
+  CHECK(!memcmp(&a, &b, sizeof a));
+  char c = 0;
+  EQUAL(sendto(s, "u", 1, 0, (void *)&a, sizeof a), 1);
+  EQUAL(recv(s, &c, 1, 0), 1);
+}
+
+static void unbound_tcp(void) {
+  int s = socket(AF_INET, SOCK_STREAM, 0);
+  MUST(s >= 0);
+  cut();
+  struct sockaddr_in a = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+  EQUAL(bind(s, (void *)&a, sizeof a), 0);
+  EQUAL(listen(s, 1), 0);
+}
+
+static void sealed_memory(void) { // mseal(2): may not be unmapped, also not by whoever restores
+  char *p = map_anon(4 * PAGE);
+  fill(p, 4 * PAGE, 4);
+  if (syscall(462, p, 4 * PAGE, 0))
+    SKIP("this kernel has no mseal");
+  cut();
+  CHECK(filled(p, 4 * PAGE, 4));
+  EQUAL(munmap(p, 4 * PAGE), -1);
+}
+
+static void droppable_memory(void) { // the kernel may drop it: contents are the same, or zeros
+  char *p = mmap(0, 4 * PAGE, PROT_READ | PROT_WRITE, 0x08 /* MAP_DROPPABLE */ | MAP_ANONYMOUS, -1, 0);
+  if (p == MAP_FAILED)
+    SKIP("this kernel has no droppable memory");
+  p[0] = 9;
+  cut();
+  CHECK(p[0] == 9 || p[0] == 0);
+}
+
+static void own_mounts(void) {
+  if (unshare(CLONE_NEWNS))
+    SKIP("not permitted to unshare mounts");
+  cut();
+  CHECK(access("/", F_OK) == 0);
+}
+
+static void own_host_name(void) {
+  if (unshare(0x04000000 /* CLONE_NEWUTS */) || sethostname("stillpoint-test", 15))
+    SKIP("not permitted to unshare the host name");
+  cut();
+  char name[64] = {0};
+  gethostname(name, 63);
+  CHECK(!strcmp(name, "stillpoint-test"));
+}
+
+SCENARIOS({"established_tcp", established_tcp}, {"pending_connection", pending_connection},
+          {"child_process", child_process}, {"dead_child", dead_child}, {"io_uring", io_uring},
+          {"sysv_shm", sysv_shm}, {"foreign_pipe", foreign_pipe}, {"foreign_socket", foreign_socket},
+          {"foreign_memory", foreign_memory}, {"foreign_memfd", foreign_memfd}, {"foreign_pidfd", foreign_pidfd},
+          {"userfaultfd", userfaultfd}, {"connected_udp", connected_udp}, {"netlink", netlink},
+          {"perf_event", perf_event}, {"fanotify", fanotify}, {"bpf", bpf}, {"aio", aio},
+          {"message_queue", message_queue}, {"own_descriptor_table", own_descriptor_table},
+          {"own_directory", own_directory}, {"in_flight", in_flight}, {"lease", lease},
+          {"unread_inotify", unread_inotify}, {"bound_udp", bound_udp}, {"unbound_tcp", unbound_tcp},
+          {"sealed_memory", sealed_memory}, {"droppable_memory", droppable_memory}, {"own_mounts", own_mounts},
+          {"own_host_name", own_host_name})

@@ -1,0 +1,263 @@
+//! Everything a program can hold, one by one: each test runs one scenario of a target program undisturbed, through
+//! checkpoints, and killed and restored. What a scenario checks stands in `targets/`.
+#![allow(missing_docs)]
+
+use std::time::Duration;
+use stillpoint_tests::{Build, Feature};
+
+/// One test for each scenario, by its name.
+macro_rules! scenarios {
+    ($program:literal: $($name:ident $(.$method:ident($($argument:expr),*))*,)*) => {
+        $(
+            #[test]
+            fn $name() {
+                crate::Feature::new($program, stringify!($name))$(.$method($($argument),*))*.survives();
+            }
+        )*
+    };
+}
+
+mod attributes {
+    scenarios!("attributes":
+        identity,
+        renamed,
+        clocks,
+        directories,
+        changed_root,
+        nobody,
+        mixed_ids,
+        capabilities,
+        credentials_per_thread,
+        no_new_privileges,
+        seccomp_filters,
+        seccomp_tight.ignoring(&["thread"]),
+        seccomp_strict.ignoring(&["thread"]),
+        seccomp_per_thread,
+        limits,
+        odds,
+        read_only_program,
+    );
+}
+
+mod descriptors {
+    scenarios!("descriptors":
+        regular,
+        duplicates,
+        deleted,
+        directories,
+        pipes,
+        fifo,
+        stream_pair,
+        message_pairs,
+        half_closed_pair,
+        listening_tcp4,
+        listening_tcp6,
+        listening_unix,
+        eventfds,
+        signalfds,
+        epolls,
+        inotifys,
+        pidfds,
+        ptys,
+        devices,
+        locks,
+        signal_driven,
+        proc_files,
+        many_descriptors,
+    );
+}
+
+mod memory {
+    scenarios!("memory":
+        anonymous,
+        private_file,
+        shared_file,
+        shared_anonymous,
+        memfd_twice,
+        memfd_closed,
+        deleted_file,
+        beyond_the_end,
+        stack_growth,
+        grows_down,
+        heap_growth,
+        guards,
+        guards_in_file,
+        no_access,
+        executable_only,
+        protection_keys,
+        advice,
+        locked,
+        lock_future,
+        named,
+        sparse,
+        zeros,
+        many_mappings,
+        fixed_places,
+        huge_pages,
+        transparent_huge_pages,
+        dropped_after,
+        dropped_before,
+        remapped_after,
+        written_meanwhile,
+    );
+}
+
+mod registers {
+    scenarios!("registers":
+        general,
+        sse,
+        avx,
+        avx512,
+        x87,
+        fresh,
+        segment_bases,
+        red_zone,
+        small_stack,
+        no_stack,
+    );
+}
+
+mod signals {
+    scenarios!("signals":
+        masks,
+        actions,
+        queued_realtime_order,
+        pending_standard,
+        pending_per_thread,
+        delivered_once,
+        alternate_stacks,
+        handler_running,
+        faults,
+        storm.ignoring(&["thread"]),
+    );
+}
+
+mod threads {
+    scenarios!("threads":
+        many,
+        scheduling,
+        life_after,
+        cancelled,
+        locks,
+        robust_mutex,
+        rseq,
+        leader_ended,
+        fork_exec,
+        computing.ignoring(&["thread", "map"]),
+    );
+}
+
+mod timers {
+    scenarios!("timers":
+        interval_timers,
+        interval_fires,
+        posix_timers,
+        pending_timer,
+        timer_threads.ignoring(&["thread", "map"]),
+        timer_descriptors,
+    );
+
+    #[test]
+    fn alarm_once() {
+        crate::half_way("timers", "alarm_once");
+    }
+}
+
+/// Waits with an end: the cut comes half-way, so that one that starts over, or is cut short, is told from one that goes on
+/// for the time that is left.
+fn half_way(program: &'static str, scenario: &'static str) {
+    Feature::new(program, scenario).cut_after(Duration::from_millis(1000)).one_life().survives();
+}
+
+mod waits {
+    macro_rules! half_way {
+        ($($name:ident,)*) => {
+            $(
+                #[test]
+                fn $name() {
+                    crate::half_way("sleeps", stringify!($name));
+                }
+            )*
+        };
+    }
+
+    half_way! {
+        relative_nanosleep,
+        relative_clock_nanosleep,
+        absolute_clock_nanosleep,
+        poll_timeout,
+        ppoll_timeout,
+        select_timeout,
+        pselect_timeout,
+        epoll_timeout,
+        futex_relative,
+        cond_timedwait,
+        mutex_timedlock,
+        sem_timed,
+        sigtimedwait_timeout,
+        receive_timeout,
+        staggered,
+        timerfd_read,
+    }
+
+    scenarios!("sleeps":
+        pipe_read,
+        socket_receive,
+        pipe_write,
+        poll_endless,
+        select_endless,
+        epoll_endless,
+        eventfd_read,
+        sigwait_endless,
+        sigwaitinfo_endless,
+        pause_endless,
+        sigsuspend_endless,
+        sem_endless,
+        cond_endless,
+        flock_endless,
+        signalfd_read,
+        restart_after,
+        interrupted_after,
+    );
+}
+
+/// Programs whose C library is linked in, and another C library: nothing may depend on what glibc brings along.
+mod other_builds {
+    use crate::Build;
+
+    macro_rules! built {
+        ($build:ident: $($name:ident: $program:literal $scenario:literal,)*) => {
+            $(
+                #[test]
+                fn $name() {
+                    crate::Feature::new($program, $scenario).built(Build::$build).survives();
+                }
+            )*
+        };
+    }
+
+    built! { Static:
+        static_threads: "threads" "many",
+        static_life_after: "threads" "life_after",
+        static_rseq: "threads" "rseq",
+        static_registers: "registers" "avx512",
+        static_sleep: "sleeps" "interrupted_after",
+        static_signals: "signals" "handler_running",
+        static_memory: "memory" "anonymous",
+        static_heap: "memory" "heap_growth",
+        static_descriptors: "descriptors" "epolls",
+        static_identity: "attributes" "identity",
+        static_timers: "timers" "timer_threads",
+    }
+
+    built! { Musl:
+        musl_threads: "threads" "many",
+        musl_life_after: "threads" "life_after",
+        musl_robust_mutex: "threads" "robust_mutex",
+        musl_registers: "registers" "general",
+        musl_pipe_read: "sleeps" "pipe_read",
+        musl_signals: "signals" "alternate_stacks",
+        musl_memory: "memory" "private_file",
+        musl_timers: "timers" "posix_timers",
+    }
+}
