@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use stillpoint_linux::Error;
 use stillpoint_linux::descriptors::{compare, duplicate_from};
-use stillpoint_linux::fdinfo::{self, FdInfo};
+use stillpoint_linux::fdinfo::{self, Detail, FdInfo};
 
 /// An open file description of the target.
 #[derive(Debug)]
@@ -58,7 +58,7 @@ impl Description {
 
     /// Whether it is an object of the kernel without a place in the file system.
     pub fn is_anonymous(&self) -> bool {
-        self.link.starts_with(b"anon_inode:") || !self.link.starts_with(b"/")
+        self.link.starts_with(b"anon_inode:") || self.info.detail != Detail::None
     }
 }
 

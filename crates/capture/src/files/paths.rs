@@ -54,7 +54,7 @@ pub(crate) fn capture(scan: &mut Scan<'_>, d: &Description) -> Result<Option<Fil
 
 /// Captures an `O_PATH` descriptor.
 pub(crate) fn path_handle(scan: &mut Scan<'_>, d: &Description) -> Result<Option<FileKind>> {
-    if d.is_anonymous() {
+    if !d.link.starts_with(b"/") {
         return scan.refuse(d, "it is a handle (O_PATH) to an object without a path", "");
     }
     let fs = rustix::fs::fstatfs(&d.file).map_err(|e| Error::call(format!("fstatfs {}", d.name()), e))?;

@@ -5,7 +5,7 @@ use crate::{Error, Result};
 use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Timespec, Timestamps, Uid};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use stillpoint_image::{MemoryObject, Owner, PathFile};
+use stillpoint_image::{MemoryObject, Owner, PAGE, PathFile};
 use stillpoint_linux::{Error as Kernel, memfd};
 
 /// Makes a memory object with its contents, not yet sealed.
@@ -43,11 +43,25 @@ fn fill(fd: &OwnedFd, owner: Owner, size: u64, huge_page: u64, contents: &dyn Co
             let n = (piece - at % piece).min(end - at) as usize;
             let mut buffer = vec![0u8; n];
             contents.read(owner, at, &mut buffer)?;
-            if buffer.iter().any(|b| *b != 0) {
-                memfd::write_at(fd, at, &buffer, huge_page)?;
-            }
+            write_sparsely(fd, at, &buffer, huge_page)?;
             at += n as u64;
         }
+    }
+    Ok(())
+}
+
+/// Writes runs of pages that are not zero; the others stay holes.
+fn write_sparsely(fd: &OwnedFd, at: u64, buffer: &[u8], huge_page: u64) -> Result<()> {
+    let page = if huge_page > 0 { buffer.len().max(1) } else { PAGE as usize };
+    let is_zero = |page: &[u8]| page.iter().all(|b| *b == 0);
+    let pages: Vec<&[u8]> = buffer.chunks(page).collect();
+    let mut offset = 0;
+    for run in pages.chunk_by(|a, b| is_zero(a) == is_zero(b)) {
+        let len: usize = run.iter().map(|p| p.len()).sum();
+        if !is_zero(run[0]) {
+            memfd::write_at(fd, at + offset as u64, &buffer[offset..offset + len], huge_page)?;
+        }
+        offset += len;
     }
     Ok(())
 }

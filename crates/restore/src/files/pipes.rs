@@ -31,12 +31,27 @@ fn open_pipe(opening: &mut Opening<'_>, pipe: &Pipe, rows: &[(usize, &OpenFile)]
     let (read, write) = pipes::pipe(0)?;
     resize(opening, &write, pipe)?;
     fill(&write, pipe, in_packets(pipe, rows))?;
+    let another = read.try_clone().map_err(|e| Kernel::call("duplicate a pipe", e))?;
+    let (mut read, mut write) = (Some(read), Some(write));
     for (row, file) in rows {
-        // Both ends are open, so this does not wait.
-        let fd = descriptors::reopen(&read, open_flags(file.flags))?;
+        let own = match file.flags as i32 & libc::O_ACCMODE {
+            libc::O_RDONLY => read.take(),
+            libc::O_WRONLY => write.take(),
+            _ => None,
+        };
+        // A second description of the same end was made by opening the first one again. Opening does not wait.
+        let fd = match own {
+            Some(fd) => fd,
+            None => descriptors::reopen(&another, pipe_flags(file.flags))?,
+        };
         opening.put(*row, fd)?;
     }
     Ok(())
+}
+
+/// Flags to open a pipe with: whether it is in packets or waits is set afterwards.
+fn pipe_flags(flags: u32) -> i32 {
+    (open_flags(flags) & !libc::O_DIRECT) | libc::O_NONBLOCK
 }
 
 fn open_fifo(opening: &mut Opening<'_>, pipe: &Pipe, path: u32, rows: &[(usize, &OpenFile)]) -> Result<()> {
@@ -51,7 +66,7 @@ fn open_fifo(opening: &mut Opening<'_>, pipe: &Pipe, path: u32, rows: &[(usize, 
     let lonely = pipe.data.is_empty() && rows.iter().all(|(_, f)| f.flags & libc::O_ACCMODE as u32 == 0);
     let both = if lonely { None } else { Some(by_name(libc::O_RDWR | libc::O_NONBLOCK)?) };
     for (row, file) in rows {
-        let fd = by_name(open_flags(file.flags) | libc::O_NONBLOCK)?;
+        let fd = by_name(pipe_flags(file.flags))?;
         opening.put(*row, fd)?;
     }
     let end =
@@ -106,8 +121,9 @@ pub(super) fn fill(write: impl AsFd, pipe: &Pipe, packets: bool) -> Result<()> {
     if pipe.data.is_empty() {
         return Ok(());
     }
+    let end = descriptors::reopen(&write, libc::O_WRONLY | libc::O_NONBLOCK)?;
     let packet_flag = if packets { libc::O_DIRECT } else { 0 };
-    let end = descriptors::reopen(&write, libc::O_WRONLY | libc::O_NONBLOCK | packet_flag)?;
+    super::set_status_flags(&end, (libc::O_NONBLOCK | packet_flag) as u32)?;
     for part in &pipe.data {
         let mut rest = part.0.as_slice();
         while !rest.is_empty() {
