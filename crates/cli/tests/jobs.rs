@@ -211,3 +211,25 @@ fn a_supervisors_pid_means_its_job() {
     assert!(!outcome.stderr.contains("no process"), "{outcome:?}");
     kill(answer["pid"].as_u64().unwrap() as u32, Signal::KILL);
 }
+
+#[test]
+fn a_record_is_written_whoever_else_opens_the_store() {
+    let bench = Bench::new();
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for _ in 0..3 {
+            // Each opening of a store clears up behind the dead, but not behind the living.
+            scope.spawn(|| {
+                while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                    stillpoint_store::Store::open(&bench.store()).unwrap();
+                }
+            });
+        }
+        let failed: Vec<Outcome> = (0..60)
+            .map(|_| bench.run(&["run", "--name", "short", "--", "true"]))
+            .filter(|outcome| outcome.code != Some(0) || !outcome.stderr.is_empty())
+            .collect();
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        assert!(failed.is_empty(), "{failed:?}");
+    });
+}
