@@ -56,8 +56,10 @@ impl OpenFiles {
             work.home.entry(d.file).or_insert(d.fd);
         }
         let rows: Vec<(u32, u32, &OpenFile)> = work.rows()?;
+        for &(_, fd, file) in &rows {
+            work.control_terminal(fd, file); // before anybody opens /dev/tty
+        }
         for &(row, fd, file) in &rows {
-            work.control_terminal(fd, file);
             work.open_late(row, fd, file)?;
         }
         for &(_, fd, file) in &rows {
