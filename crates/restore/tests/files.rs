@@ -48,10 +48,14 @@ fn start(dir: &Path, script: &str) -> Program {
 }
 
 fn capture(pid: u32) -> Builder {
+    capture_as(pid, true)
+}
+
+fn capture_as(pid: u32, frozen: bool) -> Builder {
     let mut builder = Builder::new();
     let pidfd = pidfd_open(pid, 0).unwrap();
     let outsiders = Outsiders::scan(&[pid]);
-    let target = Target { pid, pidfd: std::os::fd::AsFd::as_fd(&pidfd), frozen: true, outsiders: &outsiders };
+    let target = Target { pid, pidfd: std::os::fd::AsFd::as_fd(&pidfd), frozen, outsiders: &outsiders };
     capture_files(&mut builder, &target).unwrap();
     stillpoint_capture::files::take_digests(&mut builder).unwrap();
     builder
@@ -720,4 +724,60 @@ fn a_thousand_descriptors_take_milliseconds() {
     let builder = capture(program.0.id());
     eprintln!("captured {} descriptors in {:?}", builder.image.tables[0].descriptors.len(), before.elapsed());
     assert_eq!(builder.image.files.len(), 3 + 700);
+}
+
+#[test]
+fn the_target_sees_nothing_of_being_captured() {
+    let dir = tempfile::tempdir().unwrap();
+    let script = r#"
+r, w = os.pipe(); os.write(w, b"p" * 5000)
+r2, w2 = os.pipe2(os.O_DIRECT); os.write(w2, b"one"); os.write(w2, b"two")
+a, b = socket.socketpair(); a.send(b"s" * 3000)
+c, d = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM); c.send(b"x"); c.send(b"yy")
+e = libc.eventfd(5, 0o4000)
+class ts(ctypes.Structure): _fields_ = [(n, ctypes.c_long) for n in "abcd"]
+t = libc.timerfd_create(1, 0); libc.timerfd_settime(t, 0, ctypes.byref(ts(0, 50_000_000, 0, 50_000_000)), None); began = time.monotonic()
+f = open("f", "w+b", buffering=0); f.write(b"0123456789"); f.seek(4); u = open("u", "w+b", buffering=0); u.write(b"gone"); os.unlink("u")
+m = os.memfd_create("m"); os.write(m, b"mem"); os.lseek(m, 1, 0)
+fcntl.lockf(f, fcntl.LOCK_EX); n, s = os.openpty()
+before = {fd: open(f"/proc/self/fdinfo/{fd}").read() for fd in (r, w, f.fileno(), u.fileno(), m, e, s)}
+def check(*_):
+    after = {fd: open(f"/proc/self/fdinfo/{fd}").read() for fd in before}
+    assert before == after
+    assert d.getsockopt(socket.SOL_SOCKET, 42) == -1 and fcntl.fcntl(r, fcntl.F_GETFL) == 0
+    assert os.read(r, 9999) == b"p" * 5000 and os.read(r2, 9999) == b"one" and os.read(r2, 9999) == b"two"
+    assert b.recv(9999) == b"s" * 3000 and d.recv(99) == b"x" and d.recv(99) == b"yy"
+    assert struct.unpack("Q", os.read(e, 8)) == (5,) and f.read() == b"456789" and os.read(m, 9) == b"em"
+    ticks, = struct.unpack("Q", os.read(t, 8)); due = int((time.monotonic() - began) / 0.05)
+    assert abs(ticks - due) <= 1, (ticks, due)
+    print("undisturbed", flush=True)
+signal.signal(signal.SIGUSR1, check)
+"#;
+    let mut program = start(dir.path(), script);
+    let pid = program.0.id();
+    for frozen in [false, true, true] {
+        assert_eq!(capture_as(pid, frozen).refusals, []);
+    }
+    let target = rustix::process::Pid::from_raw(pid as i32).unwrap();
+    rustix::process::kill_process(target, rustix::process::Signal::USR1).unwrap();
+    let mut line = String::new();
+    BufReader::new(program.0.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+    assert_eq!(line, "undisturbed\n");
+}
+
+#[test]
+fn a_running_program_can_be_looked_at_ahead() {
+    let dir = tempfile::tempdir().unwrap();
+    let script = r#"
+import threading
+def work():
+    while True:
+        f = open("x", "wb"); e = select.epoll(); r, w = os.pipe(); e.register(r); os.write(w, b"x"); a, b = socket.socketpair()
+        a.send(b"x"); os.close(r); os.close(w); e.close(); f.close(); a.close(); b.close()
+threading.Thread(target=work, daemon=True).start()
+"#;
+    let program = start(dir.path(), script);
+    for _ in 0..50 {
+        capture_as(program.0.id(), false);
+    }
 }

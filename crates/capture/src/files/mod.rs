@@ -50,7 +50,8 @@ pub struct Target<'a> {
     pub pid: u32,
     /// A handle to it.
     pub pidfd: BorrowedFd<'a>,
-    /// Whether it stands still. If not (a check ahead of time), queued data is not looked at.
+    /// Whether it stands still. If not (a check ahead of time), queued data is not looked at, and what is refused may
+    /// be about a moment in which the program was just opening or closing something.
     pub frozen: bool,
     /// Who else holds what, looked up before it was frozen: this takes longer than all the rest.
     pub outsiders: &'a Outsiders,
