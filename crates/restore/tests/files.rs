@@ -48,10 +48,14 @@ fn start(dir: &Path, script: &str) -> Program {
 }
 
 fn capture(pid: u32) -> Builder {
+    capture_as(pid, true)
+}
+
+fn capture_as(pid: u32, frozen: bool) -> Builder {
     let mut builder = Builder::new();
     let pidfd = pidfd_open(pid, 0).unwrap();
     let outsiders = Outsiders::scan(&[pid]);
-    let target = Target { pid, pidfd: std::os::fd::AsFd::as_fd(&pidfd), frozen: true, outsiders: &outsiders };
+    let target = Target { pid, pidfd: std::os::fd::AsFd::as_fd(&pidfd), frozen, outsiders: &outsiders };
     capture_files(&mut builder, &target).unwrap();
     stillpoint_capture::files::take_digests(&mut builder).unwrap();
     builder
@@ -113,6 +117,7 @@ fn helper() {
             owner.id = std::process::id();
         }
     }
+    let _ = rustix::process::setsid(); // as a program that had a terminal of its own did
     let open = files::open(&image, &Folder(dir.clone()), FilesPolicy::Refuse, Stdio::Current).unwrap();
     let mut open = std::mem::ManuallyDrop::new(open); // install closes its descriptors: we are both sides
     open.cut_back(&mut |_, _, _| Ok(())).unwrap();
@@ -608,4 +613,171 @@ fn unread_standard_input_goes_first() {
         files::open(&builder.image, &Folder(dir.path().into()), FilesPolicy::Rollback, Stdio::Current)
             .unwrap();
     assert!(open.take_stdin_pump().is_some());
+}
+
+#[test]
+fn a_terminal_outside_is_followed_by_all_its_descriptors() {
+    let dir = tempfile::tempdir().unwrap();
+    let script = r#"
+m, s = os.openpty()
+pid = os.fork()
+if pid == 0:
+    os.setsid(); fcntl.ioctl(s, termios.TIOCSCTTY, 0)
+    for n in range(3): os.dup2(s, n)
+    os.closerange(3, 100); os.dup2(0, 255); own = os.open(os.ttyname(0), os.O_WRONLY); t = os.open("/dev/tty", os.O_RDWR)
+    os.write(1, b"up"); signal.pause()
+os.read(m, 2); open("pid", "w").write(str(pid))
+"#;
+    let _outer = start(dir.path(), script);
+    let pid: u32 = fs::read_to_string(dir.path().join("pid")).unwrap().parse().unwrap();
+    let builder = capture(pid);
+    assert_eq!(builder.refusals, []);
+    let image = &builder.image;
+    let kind = |fd: u32| {
+        let d = image.tables[0].descriptors.iter().find(|d| d.fd == fd).unwrap();
+        image.files[d.file as usize].kind.clone()
+    };
+    let expected = [0, 1, 2].map(FileKind::Stdio);
+    assert_eq!([kind(0), kind(1), kind(2)], expected);
+    assert_eq!((kind(255), kind(3)), (FileKind::Stdio(0), FileKind::Stdio(1)));
+    assert_eq!(kind(4), FileKind::ControllingTerminal);
+    assert_eq!(image.terminal.as_ref().unwrap().termios.0.len(), 44);
+    rustix::process::kill_process(
+        rustix::process::Pid::from_raw(pid as i32).unwrap(),
+        rustix::process::Signal::KILL,
+    )
+    .unwrap();
+}
+
+#[test]
+fn a_terminal_of_its_own_comes_back_as_the_controlling_one() {
+    let image = round_trip(
+        r#"
+os.setsid(); m, s = os.openpty(); fcntl.ioctl(s, termios.TIOCSCTTY, 0); t = os.open("/dev/tty", os.O_RDWR)
+"#,
+    );
+    assert!(image.ptys[0].controlling);
+}
+
+#[test]
+fn memfds_of_huge_pages() {
+    if fs::read_to_string("/proc/sys/vm/nr_hugepages").unwrap_or_default().trim() == "0" {
+        eprintln!("skipped: no huge pages are reserved (vm.nr_hugepages)");
+        return;
+    }
+    let image = round_trip(
+        r#"
+import mmap
+h = os.memfd_create("huge", os.MFD_HUGETLB | (21 << 26)); os.ftruncate(h, 4 << 20)
+p = mmap.mmap(h, 4 << 20); p[0:4] = b"head"; p[(2 << 20) + 5] = 7; p.close()
+"#,
+    );
+    assert_eq!(image.objects[0].huge_page, 2 << 20);
+}
+
+#[test]
+fn files_behind_mappings() {
+    use stillpoint_capture::files::mapped_file;
+    use stillpoint_image::{Range, Usage};
+    let dir = tempfile::tempdir().unwrap();
+    let script = r#"
+import mmap
+f = open("shared", "w+b"); f.write(b"s" * 10000); f.flush(); a = mmap.mmap(f.fileno(), 10000); a[1] = 88
+g = open("gone", "w+b"); g.write(b"g" * 5000); g.flush(); b = mmap.mmap(g.fileno(), 5000); os.unlink("gone"); g.close()
+"#;
+    let program = start(dir.path(), script);
+    let mut builder = capture(program.0.id());
+    let pid = program.0.id();
+    let pidfd = pidfd_open(pid, 0).unwrap();
+    let outsiders = Outsiders::default();
+    let target = Target { pid, pidfd: std::os::fd::AsFd::as_fd(&pidfd), frozen: true, outsiders: &outsiders };
+    let vmas = stillpoint_linux::proc::Proc::process(pid).unwrap().maps().unwrap();
+    for vma in vmas.iter().filter(|v| v.ino != 0) {
+        let written = vma.shared.then_some(Range { start: vma.offset, len: vma.len() });
+        let usage = if vma.shared { Usage::Write } else { Usage::Read };
+        assert!(mapped_file(&mut builder, &target, vma, usage, written).unwrap().is_some());
+    }
+    assert_eq!(builder.refusals, []);
+    stillpoint_capture::files::take_digests(&mut builder).unwrap();
+    Folder(dir.path().to_owned()).fill(&builder);
+    drop(program);
+    let shared = dir.path().join("shared");
+    // What the program wrote through its mapping after the cut is taken back, and is no reason to refuse.
+    File::options().write(true).open(&shared).unwrap().write_all_at(b"later", 4000).unwrap();
+    let contents = Folder(dir.path().into());
+    let mut open = files::open(&builder.image, &contents, FilesPolicy::Rollback, Stdio::Null).unwrap();
+    open.write_back(&contents).unwrap();
+    open.cut_back(&mut |_, _, _| Ok(())).unwrap();
+    let mut expected = vec![b's'; 10000];
+    expected[1] = 88;
+    assert!(fs::read(&shared).unwrap() == expected);
+}
+
+#[test]
+fn a_thousand_descriptors_take_milliseconds() {
+    let dir = tempfile::tempdir().unwrap();
+    let program = start(
+        dir.path(),
+        "e = [libc.eventfd(n, 0) for n in range(400)]; d = [os.dup(n) for n in e[:300]]; f = [open('x', 'wb') for n in range(300)]",
+    );
+    let before = std::time::Instant::now();
+    let builder = capture(program.0.id());
+    eprintln!("captured {} descriptors in {:?}", builder.image.tables[0].descriptors.len(), before.elapsed());
+    assert_eq!(builder.image.files.len(), 3 + 700);
+}
+
+#[test]
+fn the_target_sees_nothing_of_being_captured() {
+    let dir = tempfile::tempdir().unwrap();
+    let script = r#"
+r, w = os.pipe(); os.write(w, b"p" * 5000)
+r2, w2 = os.pipe2(os.O_DIRECT); os.write(w2, b"one"); os.write(w2, b"two")
+a, b = socket.socketpair(); a.send(b"s" * 3000)
+c, d = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM); c.send(b"x"); c.send(b"yy")
+e = libc.eventfd(5, 0o4000)
+class ts(ctypes.Structure): _fields_ = [(n, ctypes.c_long) for n in "abcd"]
+t = libc.timerfd_create(1, 0); libc.timerfd_settime(t, 0, ctypes.byref(ts(0, 50_000_000, 0, 50_000_000)), None); began = time.monotonic()
+f = open("f", "w+b", buffering=0); f.write(b"0123456789"); f.seek(4); u = open("u", "w+b", buffering=0); u.write(b"gone"); os.unlink("u")
+m = os.memfd_create("m"); os.write(m, b"mem"); os.lseek(m, 1, 0)
+fcntl.lockf(f, fcntl.LOCK_EX); n, s = os.openpty()
+before = {fd: open(f"/proc/self/fdinfo/{fd}").read() for fd in (r, w, f.fileno(), u.fileno(), m, e, s)}
+def check(*_):
+    after = {fd: open(f"/proc/self/fdinfo/{fd}").read() for fd in before}
+    assert before == after
+    assert d.getsockopt(socket.SOL_SOCKET, 42) == -1 and fcntl.fcntl(r, fcntl.F_GETFL) == 0
+    assert os.read(r, 9999) == b"p" * 5000 and os.read(r2, 9999) == b"one" and os.read(r2, 9999) == b"two"
+    assert b.recv(9999) == b"s" * 3000 and d.recv(99) == b"x" and d.recv(99) == b"yy"
+    assert struct.unpack("Q", os.read(e, 8)) == (5,) and f.read() == b"456789" and os.read(m, 9) == b"em"
+    ticks, = struct.unpack("Q", os.read(t, 8)); due = int((time.monotonic() - began) / 0.05)
+    assert abs(ticks - due) <= 1, (ticks, due)
+    print("undisturbed", flush=True)
+signal.signal(signal.SIGUSR1, check)
+"#;
+    let mut program = start(dir.path(), script);
+    let pid = program.0.id();
+    for frozen in [false, true, true] {
+        assert_eq!(capture_as(pid, frozen).refusals, []);
+    }
+    let target = rustix::process::Pid::from_raw(pid as i32).unwrap();
+    rustix::process::kill_process(target, rustix::process::Signal::USR1).unwrap();
+    let mut line = String::new();
+    BufReader::new(program.0.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+    assert_eq!(line, "undisturbed\n");
+}
+
+#[test]
+fn a_running_program_can_be_looked_at_ahead() {
+    let dir = tempfile::tempdir().unwrap();
+    let script = r#"
+import threading
+def work():
+    while True:
+        f = open("x", "wb"); e = select.epoll(); r, w = os.pipe(); e.register(r); os.write(w, b"x"); a, b = socket.socketpair()
+        a.send(b"x"); os.close(r); os.close(w); e.close(); f.close(); a.close(); b.close()
+threading.Thread(target=work, daemon=True).start()
+"#;
+    let program = start(dir.path(), script);
+    for _ in 0..50 {
+        capture_as(program.0.id(), false);
+    }
 }

@@ -71,7 +71,12 @@ pub fn read(target: &Target<'_>) -> Result<Vec<Description>> {
         let Some(found) = describe(target, fd)? else { continue };
         let key = (found.stat.st_dev, found.stat.st_ino, found.link.clone());
         let group = groups.entry(key).or_default();
-        match place(target.pid, group, &all, fd)? {
+        let placed = match place(target.pid, group, &all, fd) {
+            // The target runs and closed one of them since: take it for one of its own.
+            Err(e) if !target.frozen && e.errno() == Some(libc::EBADF) => Err(group.len()),
+            placed => placed?,
+        };
+        match placed {
             Ok(known) => all[known].fds.extend(found.fds),
             Err(at) => {
                 group.insert(at, all.len());
@@ -82,13 +87,11 @@ pub fn read(target: &Target<'_>) -> Result<Vec<Description>> {
     Ok(all)
 }
 
+/// An index into all descriptions, or where in its group a new one belongs.
+type Place = std::result::Result<usize, usize>;
+
 /// Binary search of a descriptor among descriptions in kcmp's order: the one it shares, or where a new one belongs.
-fn place(
-    pid: u32,
-    group: &[usize],
-    all: &[Description],
-    fd: u32,
-) -> Result<std::result::Result<usize, usize>> {
+fn place(pid: u32, group: &[usize], all: &[Description], fd: u32) -> Result<Place, Error> {
     let (mut low, mut high) = (0, group.len());
     while low < high {
         let middle = (low + high) / 2;

@@ -95,6 +95,9 @@ fn epoll(
         let found = watched(scan, d, line.fd, *nth)?;
         *nth += 1;
         let Some(index) = found else {
+            if !scan.target.frozen {
+                continue;
+            }
             let why = format!("it watches a file that was descriptor {} and is open elsewhere now", line.fd);
             return scan.refuse(d, why, "");
         };
@@ -117,8 +120,10 @@ fn watched(scan: &Scan<'_>, epoll: &Description, number: u32, nth: u32) -> Resul
         match is_watched(scan.target.pid, scan.all[index].fd(), epoll.fd(), number, nth) {
             Ok(true) => return Ok(Some(index)),
             Ok(false) => {}
-            // The target runs and has removed the watch.
-            Err(e) if !scan.target.frozen && e.errno() == Some(libc::ENOENT) => return Ok(first),
+            // The target runs, and has removed the watch or closed a descriptor since.
+            Err(e)
+                if !scan.target.frozen
+                    && matches!(e.errno(), Some(libc::ENOENT | libc::EBADF | libc::EINVAL)) => {}
             Err(e) => return Err(e.into()),
         }
     }

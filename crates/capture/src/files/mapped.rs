@@ -74,6 +74,7 @@ fn save_range(builder: &mut Builder, path: u32, source: OwnedFd, range: Range, w
     }
     row.mapped_ranges.push(Range { start: range.start, len: end - range.start });
     row.mapped_ranges = union(std::mem::take(&mut row.mapped_ranges));
+    row.digest = None; // it leaves these ranges out
     let ranges = row.mapped_ranges.clone();
     let owner = Owner::File(path);
     match builder.contents.iter_mut().find(|c| c.owner == owner) {

@@ -34,6 +34,7 @@ use standard::Standard;
 use std::collections::HashMap;
 use std::os::fd::BorrowedFd;
 use stillpoint_image::{Descriptor, FileKind, FileTable, OpenFile};
+use stillpoint_linux::descriptors::raise_descriptor_limit;
 use stillpoint_linux::sockets::UnixSocket;
 
 pub use contents::{copy_content, take_digests, take_digests_of};
@@ -49,7 +50,8 @@ pub struct Target<'a> {
     pub pid: u32,
     /// A handle to it.
     pub pidfd: BorrowedFd<'a>,
-    /// Whether it stands still. If not (a check ahead of time), queued data is not looked at.
+    /// Whether it stands still. If not (a check ahead of time), queued data is not looked at, and what is refused may
+    /// be about a moment in which the program was just opening or closing something.
     pub frozen: bool,
     /// Who else holds what, looked up before it was frozen: this takes longer than all the rest.
     pub outsiders: &'a Outsiders,
@@ -59,6 +61,8 @@ pub struct Target<'a> {
 ///
 /// What cannot be captured is among [`Builder::refusals`] afterwards; the rows that belong to it make no sense.
 pub fn capture_files(builder: &mut Builder, target: &Target<'_>) -> Result<u32> {
+    // Each description of the target is one more descriptor of ours.
+    raise_descriptor_limit()?;
     let all = descriptions::read(target)?;
     let mut scan = Scan::new(builder, target, &all)?;
     let standard = Standard::find(&mut scan)?;

@@ -98,7 +98,7 @@ fn name_of_sort((family, kind, protocol): (i32, i32, i32)) -> String {
 
 /// A row with what all sockets have; `None` if refused.
 fn common(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)) -> Result<Option<Socket>> {
-    if poll_now(&d.file, libc::POLLIN)? & libc::POLLERR != 0 {
+    if scan.target.frozen && poll_now(&d.file, libc::POLLIN)? & libc::POLLERR != 0 {
         return scan.refuse(d, "it has an error that the program has not yet been told", WAIT);
     }
     if sockets::has_filter(&d.file)? {
@@ -141,7 +141,7 @@ fn tcp(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)) -> Result<Op
     }
     // Of a listening socket the kernel tells the queue in fields of the same structure: tcpi_unacked, tcpi_sacked.
     let (pending, backlog) = (word(24), word(28));
-    if state == TCP_LISTEN && pending > 0 {
+    if scan.target.frozen && state == TCP_LISTEN && pending > 0 {
         let why = format!("{pending} connections wait to be accepted");
         scan.builder.refuse(format!("{named})"), why, "try again when the program has accepted them");
         return Ok(None);
@@ -191,7 +191,7 @@ fn unix(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)) -> Result<O
     let Some(diag) = scan.unix_socket(d.stat.st_ino as u32)? else {
         return scan.refuse(d, "sock_diag does not know it", "");
     };
-    if diag.state == TCP_LISTEN && diag.receive_queue > 0 {
+    if scan.target.frozen && diag.state == TCP_LISTEN && diag.receive_queue > 0 {
         let why = format!("{} connections wait to be accepted", diag.receive_queue);
         return scan.refuse(d, why, "try again when the program has accepted them");
     }

@@ -56,8 +56,10 @@ impl OpenFiles {
             work.home.entry(d.file).or_insert(d.fd);
         }
         let rows: Vec<(u32, u32, &OpenFile)> = work.rows()?;
+        for &(_, fd, file) in &rows {
+            work.control_terminal(fd, file); // before anybody opens /dev/tty
+        }
         for &(row, fd, file) in &rows {
-            work.control_terminal(fd, file);
             work.open_late(row, fd, file)?;
         }
         for &(_, fd, file) in &rows {
@@ -114,9 +116,10 @@ fn duplicate(program: &mut Program, from: Arg, to: u32, close_on_exec: bool) {
 
 /// Closes every number that the program does not have.
 fn close_others(program: &mut Program, table: &FileTable) {
+    let mut numbers: Vec<u64> = table.descriptors.iter().map(|d| u64::from(d.fd)).collect();
+    numbers.sort_unstable();
     let mut from = 0u64;
-    let numbers = table.descriptors.iter().map(|d| u64::from(d.fd));
-    for number in numbers.chain([u64::from(u32::MAX) + 1]) {
+    for number in numbers.into_iter().chain([u64::from(u32::MAX) + 1]) {
         if number > from {
             let args = [from.into(), (number - 1).into(), 0.into()];
             program.call("close descriptors", libc::SYS_close_range, args);
