@@ -87,14 +87,15 @@ pub fn interrupted_call(
 /// Which call a thread in `restart_syscall` had made, by where it slept and by its arguments.
 fn first_call(waiting: &Waiting, args: [u64; 6]) -> Option<u64> {
     let nr = match waiting.wchan.as_str() {
-        w if w.contains("nanosleep") => {
-            // The first argument of one is a small number (a clock), of the other a pointer.
+        "" => return None,
+        w if w.contains("poll") => libc::SYS_poll,
+        w if w.contains("futex") => libc::SYS_futex,
+        // All others sleep, in functions that the kernel does not name because they belong to its scheduler. The
+        // first argument of one is a small number (a clock), of the other a pointer.
+        _ => {
             let is_clock = (args[0] as i32 as i64) < 4096 && args[0] as i64 == args[0] as i32 as i64;
             if is_clock { libc::SYS_clock_nanosleep } else { libc::SYS_nanosleep }
         }
-        w if w.contains("poll") => libc::SYS_poll,
-        w if w.contains("futex") => libc::SYS_futex,
-        _ => return None,
     };
     Some(nr as u64)
 }

@@ -114,11 +114,15 @@ struct Target {
 }
 
 impl Target {
+    /// Refuses what cannot be captured, before anything is done to it.
     fn open(pid: u32) -> Result<Self> {
         let gone = || Error::Target(format!("there is no process {pid}"));
         let id = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or_else(gone)?;
         let pidfd = pidfd_open(id, PidfdFlags::empty()).map_err(|_| gone())?;
         let process = attributes::target::find(pid)?;
+        let mut builder = Builder::new();
+        attributes::target::examine(&mut builder, &process)?;
+        refuse_if_needed(&mut builder)?;
         Ok(Target { pidfd, process, memory: Memory::open(pid)?, pagemap: Pagemap::open(pid)? })
     }
 }
@@ -133,8 +137,6 @@ fn take(pid: u32, store: &Store, options: &Options, progress: &dyn Progress) -> 
         Error::Failed(format!("process {pid}: its code has no way to make a system call and return from it"))
     })?;
     let mut builder = Builder::new();
-    attributes::target::examine(&mut builder, &target.process)?;
-    refuse_if_needed(&mut builder)?;
     let mut writer = store.begin(&options.job)?;
     let last = store.load(&options.job, None).ok().map(|c| c.image);
     let earlier = last.as_ref().map(|l| earlier_calls(l, &target)).unwrap_or_default();

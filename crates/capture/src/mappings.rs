@@ -9,8 +9,6 @@ use stillpoint_image::{Backing, Mapping, MappingFlags, Range, Usage};
 use stillpoint_linux::pagemap::Pagemap;
 use stillpoint_linux::proc::{Proc, Smap, VmFlags};
 
-/// `/dev/zero` (1:5): mapped privately it is anonymous memory.
-const ZERO_DEVICE: u64 = 0x105;
 /// What the kernel calls shared anonymous memory.
 const SHARED_ANONYMOUS: &[u8] = b"/dev/zero";
 
@@ -129,9 +127,5 @@ fn backing(
     if !file.is_device {
         return Ok(Some(Backing::File { path: file.path, offset, may_write }));
     }
-    let is_zero = builder.image.paths[file.path as usize].rdev == ZERO_DEVICE;
-    Ok(Some(match is_zero && !vma.shared {
-        true => Backing::Anonymous,
-        false => Backing::Device { path: file.path, offset },
-    }))
+    Ok(Some(Backing::Device { path: file.path, offset }))
 }

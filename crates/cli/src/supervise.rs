@@ -54,7 +54,7 @@ impl Supervisor {
     }
 
     /// We are process 1 of the job's pid namespace: its orphans become ours.
-    pub fn as_init(mut self) -> Self {
+    pub fn with_orphans(mut self) -> Self {
         self.init = true;
         self
     }

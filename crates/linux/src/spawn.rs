@@ -116,11 +116,15 @@ pub fn tgkill(pid: u32, tid: u32, signal: i32) -> Result<()> {
     Ok(())
 }
 
-/// Collects a child of ours that was killed.
+/// Collects a child of ours that was killed, with the threads of it that we trace: the end of each must be seen by
+/// its tracer before that of the main thread can be.
 pub fn reap(pid: u32) {
-    let mut status = 0;
-    // SAFETY: `status` outlives the call.
-    unsafe { libc::waitpid(pid as libc::pid_t, &mut status, libc::__WALL) };
+    let threads = crate::proc::Proc::process(pid).and_then(|p| p.threads()).unwrap_or_default();
+    for tid in threads.into_iter().filter(|&t| t != pid).chain([pid]) {
+        let mut status = 0;
+        // SAFETY: `status` outlives the call.
+        unsafe { libc::waitpid(tid as libc::pid_t, &mut status, libc::__WALL) };
+    }
 }
 
 /// Length of the reserved head of the address space that no mapping may use (`vm.mmap_min_addr`), and its end.

@@ -80,13 +80,16 @@ pub fn exclusive(tty: impl AsFd) -> Result<bool> {
 
 /// Opens the slave of a master, whatever its name is in this mount namespace (`TIOCGPTPEER`).
 pub fn open_slave(master: impl AsFd, flags: i32) -> Result<OwnedFd> {
+    // Asked for here, close-on-exec would also stay among the status flags of the description.
+    let flags = (flags | libc::O_NOCTTY) & !libc::O_CLOEXEC;
     // SAFETY: TIOCGPTPEER takes flags by value and returns a new descriptor nobody owns.
-    unsafe {
-        let flags = flags | libc::O_NOCTTY | libc::O_CLOEXEC;
+    let slave = unsafe {
         let r = libc::ioctl(master.as_fd().as_raw_fd(), TIOCGPTPEER as libc::Ioctl, flags);
         let fd = check(|| "open the slave of a pty".into(), r.into())?;
-        Ok(OwnedFd::from_raw_fd(fd as i32))
-    }
+        OwnedFd::from_raw_fd(fd as i32)
+    };
+    rustix::io::fcntl_setfd(&slave, rustix::io::FdFlags::CLOEXEC).map_err(|e| Error::call("F_SETFD", e))?;
+    Ok(slave)
 }
 
 /// `TIOCSCTTY` of `ioctl_tty(2)`.

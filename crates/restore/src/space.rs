@@ -162,8 +162,8 @@ pub fn map(
 ) -> Result<()> {
     let mut program = Program::new();
     for m in space.mappings.iter().filter(|m| special(m).is_none()) {
-        let fill = filled.contains(m);
-        let prot = if fill { libc::PROT_READ | libc::PROT_WRITE } else { m.prot as i32 };
+        let prot =
+            if starts_writable(m, filled) { libc::PROT_READ | libc::PROT_WRITE } else { m.prot as i32 };
         let (fd, offset) = match &m.backing {
             Backing::File { path, offset, may_write } => {
                 (backings.file(*path, *may_write && m.shared)?, *offset)
@@ -177,6 +177,13 @@ pub fn map(
     }
     remote.run(&program)?;
     Ok(())
+}
+
+/// Whether a mapping is made writable first and gets its protection later: to be filled; or because it was writable
+/// once, which the kernel remembers in its account of committed memory.
+fn starts_writable(m: &Mapping, filled: &Filled) -> bool {
+    let was_writable = !m.shared && m.flags.contains(MappingFlags::ACCOUNTED);
+    filled.contains(m) || was_writable
 }
 
 fn map_flags(m: &Mapping) -> i32 {
@@ -301,7 +308,7 @@ fn protect(program: &mut Program, space: &AddressSpace, filled: &Filled) {
         if m.pkey != 0 {
             let args = [m.start, m.len(), u64::from(m.prot), u64::from(m.pkey)].map(Arg::Value);
             program.call(what, libc::SYS_pkey_mprotect, args);
-        } else if m.prot != read_write && filled.contains(m) {
+        } else if m.prot != read_write && starts_writable(m, filled) {
             let args = [m.start, m.len(), u64::from(m.prot)].map(Arg::Value);
             program.call(what, libc::SYS_mprotect, args);
         }
@@ -327,7 +334,12 @@ fn lock(program: &mut Program, space: &AddressSpace) {
         let on_fault = m.flags.contains(MappingFlags::LOCK_ON_FAULT);
         if on_fault || m.flags.contains(MappingFlags::LOCKED) {
             let what = format!("lock {:x}-{:x} in memory", m.start, m.end);
-            program.call(what, libc::SYS_mlock2, [m.start, m.len(), u64::from(on_fault)].map(Arg::Value));
+            let args = [m.start, m.len(), u64::from(on_fault)].map(Arg::Value);
+            // Pages that nobody may touch cannot be brought in; the mapping is locked all the same, as it was.
+            match m.prot & libc::PROT_READ as u32 != 0 && m.guards.is_empty() {
+                true => program.call(what, libc::SYS_mlock2, args),
+                false => program.attempt(what, libc::SYS_mlock2, args),
+            };
         }
     }
     if space.lock_future != 0 {

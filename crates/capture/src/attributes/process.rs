@@ -18,11 +18,9 @@ pub fn process(target: &Proc) -> Result<Process> {
     let pid = status.own_pid();
     // In a pid namespace of its own, session and group may lie outside: 0 there.
     let inner = |ids: &[u32], outer: u32| ids.last().copied().unwrap_or(outer);
-    let mut rlimits = Vec::with_capacity(limits::NAMES.len());
-    for resource in 0..limits::NAMES.len() as u32 {
-        let (soft, hard) = limits::get(target.pid(), resource)?;
-        rlimits.push(Rlimit { resource, soft, hard });
-    }
+    let limits = limits::all(target)?.into_iter().enumerate();
+    let rlimits =
+        limits.map(|(resource, (soft, hard))| Rlimit { resource: resource as u32, soft, hard }).collect();
     let lines = target.cgroup()?;
     Ok(Process {
         pid,

@@ -54,6 +54,9 @@ fn check(target: &Proc) -> Result<()> {
     if stat.flags.contains(TaskFlags::EXITING) && stat.num_threads <= 1 {
         return target_error("is ending");
     }
+    if matches!(stat.state, b'Z' | b'X') {
+        return Ok(()); // its main thread has ended, others go on: refused as such, its files tell nothing
+    }
     check_access(target, &name, &status)?;
     check_tracer(target, &name)?;
     check_class(target, &name)

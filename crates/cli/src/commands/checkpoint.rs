@@ -38,7 +38,6 @@ fn failure(error: Error, target: &str) -> Failure {
         Error::Target(what) => Failure::usage(what),
         Error::Store(e) => jobs::store_failure(e).within(&format!("checkpoint {target}")),
         Error::Kernel(e) => Failure::from(e).within(&format!("checkpoint {target}")),
-        Error::Store(e) => jobs::store_failure(e),
         Error::Failed(what) => Failure::failed(what).within(&format!("checkpoint {target}")),
     }
 }

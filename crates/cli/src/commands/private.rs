@@ -28,7 +28,7 @@ impl Inside {
 }
 
 /// Splits off process 1 of a new namespace, which restores the program there and tells us about it.
-pub fn revive(again: &Again<'_>, signals: Signals, relay: Option<BorrowedFd<'_>>) -> Result<Revived> {
+pub(super) fn revive(again: &Again<'_>, signals: Signals, relay: Option<BorrowedFd<'_>>) -> Result<Revived> {
     let (reader, writer) = std::io::pipe().map_err(|e| Failure::failed(format!("pipe: {e}")))?;
     let taken = again.checkpoint.image.processes.first().map_or(0, |p| p.pid);
     match private_namespace() {
@@ -110,7 +110,7 @@ fn inside(again: &Again<'_>, signals: Signals, mut line: PipeWriter) -> Result<i
     say(&Word::Back(Back::of(r.pid, r.pages, r.skeleton, r.loaded, r.notes)));
     let_go(r.stdin_pump.is_some())?;
     r.stdin_pump.map(start_pump).transpose()?;
-    let end = Supervisor::new(signals, r.pid, r.pidfd).as_init().watch()?;
+    let end = Supervisor::new(signals, r.pid, r.pidfd).with_orphans().watch()?;
     match end {
         End::Exited(code) => Ok(code),
         End::Killed(signal) => {

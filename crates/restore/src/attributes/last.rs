@@ -5,7 +5,7 @@ use super::process::prctl;
 use linux_raw_sys::prctl::{
     PR_SET_DUMPABLE, PR_SET_MDWE, PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, PR_SET_SECCOMP,
 };
-use stillpoint_image::{AddressSpace, Bytes, Credentials, Process, Thread};
+use stillpoint_image::{AddressSpace, Bytes, Credentials, PosixTimer, Process, Thread};
 use stillpoint_linux::layout;
 use stillpoint_linux::program::Program;
 
@@ -35,10 +35,9 @@ pub struct Conditions {
 ///    do. 6. Seccomp filters where they apply at once: nothing can be counted on after them. Without suspension they
 ///    need `no_new_privs` or that the program still has `CAP_SYS_ADMIN`.
 ///
-/// A timer's expiry (`SI_TIMER`) that was pending is queued as its bare siginfo: its delivery has no effect on the new
-/// timer, which [`super::process::arm`] set to its next expiry by itself. The program sees as many expiries as it would
-/// have (1 + overruns each), except for overruns that happened between that expiry and the cut: the kernel adds
-/// those up only on delivery.
+/// An expiry of a periodic timer (`SI_TIMER`) that was pending is not queued: [`super::process::arm`] lets the new timer
+/// expire at once instead, so that it counts overruns from there on. (Those before the cut are lost: the kernel adds
+/// them up only on delivery.) That of a timer that expires once is queued as its bare siginfo.
 pub fn program(process: &Process, space: &AddressSpace, index: usize, conditions: &Conditions) -> Program {
     let mut p = Program::new();
     let Some(thread) = process.threads.get(index) else { return p };
@@ -58,9 +57,9 @@ pub fn program(process: &Process, space: &AddressSpace, index: usize, conditions
         if space.mdwe != 0 {
             prctl(&mut p, "PR_SET_MDWE", PR_SET_MDWE, [u64::from(space.mdwe).into()]);
         }
-        queue(&mut p, &process.pending, process.pid, None);
+        queue(&mut p, process, &process.pending, None);
     }
-    queue(&mut p, &thread.pending, process.pid, Some(thread.tid));
+    queue(&mut p, process, &thread.pending, Some(thread.tid));
     if !conditions.seccomp_suspended {
         seccomp(&mut p, process, thread, leader);
     }
@@ -92,10 +91,11 @@ fn seccomp(p: &mut Program, process: &Process, thread: &Thread, leader: bool) {
 }
 
 /// Queues signals to the process (only its main thread may, with any siginfo) or to the running thread.
-fn queue(p: &mut Program, pending: &[Bytes], pid: u32, tid: Option<u32>) {
+fn queue(p: &mut Program, process: &Process, pending: &[Bytes], tid: Option<u32>) {
+    let (pid, timers) = (process.pid, &process.timers);
     for info in pending {
         let signal = layout::half(&info.0, 0);
-        if is_late(signal) {
+        if is_late(signal) || periodic(timers, info) {
             continue;
         }
         let mut info = info.0.clone();
@@ -116,6 +116,17 @@ fn queue(p: &mut Program, pending: &[Bytes], pid: u32, tid: Option<u32>) {
             }
         }
     }
+}
+
+/// Whether a pending signal is an expiry of a periodic POSIX timer.
+fn periodic(timers: &[PosixTimer], info: &Bytes) -> bool {
+    timers.iter().any(|t| t.interval_ns != 0 && is_expiry_of(t, info))
+}
+
+/// Whether a siginfo tells that this timer expired.
+pub(super) fn is_expiry_of(timer: &PosixTimer, info: &Bytes) -> bool {
+    let word = |i| layout::half(&info.0, i);
+    word(2) as i32 == SI_TIMER && word(0) == timer.signal && word(4) == timer.id
 }
 
 /// Signals that cannot be blocked while programs run in the process: `SIGKILL`, `SIGSTOP`, and `SIGTRAP`, which ends

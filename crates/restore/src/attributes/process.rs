@@ -1,5 +1,6 @@
 //! The process as a whole: programs for its main thread.
 
+use super::last::is_expiry_of;
 use crate::{Error, Result};
 use linux_raw_sys::prctl::{
     PR_SET_CHILD_SUBREAPER, PR_SET_MEMORY_MERGE, PR_SET_MM, PR_SET_MM_MAP, PR_SET_THP_DISABLE,
@@ -202,9 +203,12 @@ pub fn arm(process: &Process) -> Program {
         let data = p.data(&kernel::words(&[is, iu, vs, vu]));
         p.call(format!("setitimer {which}"), libc::SYS_setitimer, [(which as u64).into(), data]);
     }
+    let pending = || process.pending.iter().chain(process.threads.iter().flat_map(|t| &t.pending));
     for t in process.timers.iter().filter(|t| t.remaining_ns != 0) {
         const NS: u64 = 1_000_000_000;
-        let words = [t.interval_ns / NS, t.interval_ns % NS, t.remaining_ns / NS, t.remaining_ns % NS];
+        let is_pending = t.interval_ns != 0 && pending().any(|info| is_expiry_of(t, info));
+        let first = if is_pending { 1 } else { t.remaining_ns };
+        let words = [t.interval_ns / NS, t.interval_ns % NS, first / NS, first % NS];
         let data = p.data(&kernel::words(&words));
         let args = [u64::from(t.id).into(), 0.into(), data];
         p.call(format!("timer_settime {}", t.id), libc::SYS_timer_settime, args);
