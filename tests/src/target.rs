@@ -68,7 +68,8 @@ impl Build {
 /// A command in a session of its own, with no descriptors but its standard streams, whatever this process was started
 /// with. Standard output and the like are still to be set.
 pub fn alone(program: impl AsRef<OsStr>) -> Command {
-    const CLOSE: &str = r#"for f in /proc/self/fd/*; do n=${f##*/}; [ "$n" -gt 2 ] && eval "exec $n>&-"; done; exec "$@""#;
+    const CLOSE: &str =
+        r#"for f in /proc/self/fd/*; do n=${f##*/}; [ "$n" -gt 2 ] && eval "exec $n>&-"; done; exec "$@""#;
     let mut command = Command::new("bash");
     command.args(["-c", CLOSE, "bash", "setsid"]).arg(program);
     command
