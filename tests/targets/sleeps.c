@@ -121,6 +121,7 @@ static void epoll_timeout(void) {
   int n = epoll_wait(e, &event, 1, DURATION * 1000);
   if (n < 0 && errno == EINTR) {
     say("note: epoll_wait with a timeout was interrupted");
+    wait_go();
     return;
   }
   EQUAL(n, 0);
@@ -189,6 +190,7 @@ static void sigtimedwait_timeout(void) {
   EQUAL(result, -1);
   if (errno == EINTR) {
     say("note: sigtimedwait was interrupted");
+    wait_go();
     return;
   }
   EQUAL(errno, EAGAIN);
@@ -206,6 +208,7 @@ static void receive_timeout(void) {
   EQUAL(n, -1);
   if (errno == EINTR) { // as signal(7) has it for sockets with a timeout
     say("note: recv with a timeout was interrupted");
+    wait_go();
     return;
   }
   EQUAL(errno, EAGAIN);

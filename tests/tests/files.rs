@@ -43,7 +43,7 @@ impl Killed {
     #[track_caller]
     fn refuses(&self, extra: &[&str], name: &str) {
         self.restore(extra).fails(3, &[name]);
-        assert_eq!(self.scratch.processes(), [0u32; 0], "a refused restore leaves no process");
+        self.scratch.nothing_is_left("a refused restore");
     }
 
     #[track_caller]
