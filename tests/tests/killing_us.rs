@@ -12,7 +12,7 @@ use stillpoint_tests::{Build, Scratch, Stillpoint, Target, kernel, undisturbed_o
 
 /// How often each test kills.
 fn kills() -> u64 {
-    std::env::var("STILLPOINT_KILLS").ok().and_then(|k| k.parse().ok()).unwrap_or(120)
+    std::env::var("STILLPOINT_KILLS").ok().and_then(|k| k.parse().ok()).unwrap_or(300)
 }
 
 /// The counters that the target keeps in a shared file: rounds of each thread, and how often something was wrong.
@@ -20,6 +20,7 @@ fn kills() -> u64 {
 struct Counters {
     rounds: Vec<u64>,
     wrong: u64,
+    interrupted: u64,
 }
 
 const KINDS: usize = 12;
@@ -27,11 +28,11 @@ const KINDS: usize = 12;
 impl Counters {
     fn of(running: &Running) -> Option<Self> {
         let file = fs::File::open(running.directory().join("counters")).ok()?;
-        let mut bytes = [0u8; 17 * 8];
+        let mut bytes = [0u8; 18 * 8];
         file.read_exact_at(&mut bytes, 0).ok()?;
         let words: Vec<u64> =
             bytes.chunks_exact(8).map(|c| c.iter().rev().fold(0, |w, b| w << 8 | u64::from(*b))).collect();
-        Some(Counters { rounds: words[..KINDS].to_vec(), wrong: words[16] })
+        Some(Counters { rounds: words[..KINDS].to_vec(), wrong: words[16], interrupted: words[17] })
     }
 }
 
@@ -207,7 +208,7 @@ fn during_restore() {
             &stillpoint,
             if foreground { &["restore", "job"] } else { &["restore", "job", "--detach"] },
         );
-        let delay = typical.mul_f64(scratch.random().fraction() * 1.1);
+        let delay = typical.mul_f64(scratch.random().fraction() * 1.5);
         std::thread::sleep(delay);
         kernel::kill(child.id(), kernel::SIGKILL);
         child.wait().expect("wait");
