@@ -16,6 +16,7 @@ pub struct Feature {
     jitter: bool,
     ignored: Vec<&'static str>,
     restarts: bool,
+    refusal: Option<&'static str>,
 }
 
 impl Feature {
@@ -29,6 +30,7 @@ impl Feature {
             jitter: true,
             ignored: Vec::new(),
             restarts: true,
+            refusal: None,
         }
     }
 
@@ -48,6 +50,12 @@ impl Feature {
     /// What can be seen from outside under these names may differ: the target is busy changing it.
     pub fn ignoring(mut self, prefixes: &[&'static str]) -> Self {
         self.ignored.extend(prefixes);
+        self
+    }
+
+    /// It may also be refused, with this word in the reason.
+    pub fn or_refused(mut self, word: &'static str) -> Self {
+        self.refusal = Some(word);
         self
     }
 
@@ -73,12 +81,15 @@ impl Feature {
             return;
         }
         let stillpoint = scratch.stillpoint();
+        if self.is_refused(&scratch, &target, &stillpoint) {
+            return;
+        }
         self.goes_on(&scratch, &target, &stillpoint);
         self.comes_back(&scratch, &target, &stillpoint);
         if self.restarts {
             self.comes_back_twice(&scratch, &target, &stillpoint);
         }
-        assert_eq!(scratch.processes(), [0u32; 0], "processes are left behind");
+        scratch.nothing_is_left("in the end");
     }
 
     fn pause(&self, scratch: &Scratch) {
@@ -98,6 +109,7 @@ impl Feature {
             if differences.is_empty() {
                 return;
             }
+            assert!(kernel::alive(pid), "{what}: the process has ended");
             assert!(Instant::now() < patience, "{what}: seen from outside, these differ:\n{differences}");
         }
     }
@@ -124,6 +136,21 @@ impl Feature {
         None
     }
 
+    /// Whether the command refuses it, as it may; if so the program must go on unharmed.
+    #[track_caller]
+    fn is_refused(&self, scratch: &Scratch, target: &Target, stillpoint: &Stillpoint) -> bool {
+        let Some(word) = self.refusal else { return false };
+        let Ok(running) = self.start(scratch, target, "refused") else { return false };
+        let output = stillpoint.run(&["checkpoint", &running.pid.to_string(), "--name", "refused"]);
+        running.finish("after a refusal");
+        if output.code() == 3 {
+            output.fails(3, &[word]);
+            return true;
+        }
+        output.ok();
+        false
+    }
+
     #[track_caller]
     fn goes_on(&self, scratch: &Scratch, target: &Target, stillpoint: &Stillpoint) {
         let Ok(running) = self.start(scratch, target, "goes-on") else { return };
@@ -147,6 +174,9 @@ impl Feature {
         let restore = Foreground::restore(stillpoint, &checkpoint.name(), running.directory());
         let pid = running.pid;
         restore.await_process(pid);
+        if restore.has_ended() && !kernel::alive(pid) && self.delay.is_zero() {
+            panic!("no process after restore: {}{}", restore.wait(), running.said());
+        }
         if self.delay.is_zero() {
             self.same(&before, pid, "after restore");
         }
@@ -204,6 +234,11 @@ impl Foreground {
                 && kernel::status(pid, "TracerPid").is_some_and(|t| t == "0");
             (runs || self.thread.is_finished()).then_some(())
         });
+    }
+
+    /// Whether the command has ended.
+    pub fn has_ended(&self) -> bool {
+        self.thread.is_finished()
     }
 
     /// Waits for its end.

@@ -80,3 +80,12 @@ pub fn which(name: &str) -> Option<std::path::PathBuf> {
     let path = std::env::var_os("PATH")?;
     std::env::split_paths(&path).map(|d| d.join(name)).find(|p| p.is_file())
 }
+
+/// Processes with their command lines, for messages.
+pub fn describe(pids: &[u32]) -> String {
+    let name = |pid: &u32| {
+        let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        format!("{pid} ({})", String::from_utf8_lossy(&line).replace('\0', " ").trim())
+    };
+    pids.iter().map(name).collect::<Vec<_>>().join(", ")
+}

@@ -149,7 +149,7 @@ impl Facts {
                 Some((kind, id)) => format!("{kind} object {}", same.of(id)),
                 None => link,
             };
-            self.0.insert(format!("fd {fd}"), link);
+            self.0.insert(format!("fd {fd}"), link.clone());
             let info = fs::read_to_string(format!("{base}/fdinfo/{fd}")).unwrap_or_default();
             for line in info.lines() {
                 let Some((name, value)) = line.split_once(':') else { continue };
@@ -166,6 +166,11 @@ impl Facts {
                 );
                 if stays {
                     self.0.insert(format!("fd {fd} {name}"), value.trim().to_owned());
+                }
+                // A file that never had a name shows how it was made: O_TMPFILE is no state of an open file.
+                if name == "flags" && link.ends_with("(deleted)") {
+                    let flags = u64::from_str_radix(value.trim(), 8).unwrap_or_default() & !0o20200000;
+                    self.0.insert(format!("fd {fd} {name}"), format!("{flags:o}"));
                 }
             }
         }

@@ -1,1 +1,182 @@
-//! Real programs.
+//! Programs that were not written here: run undisturbed, then through checkpoints, kills and restores, and compared.
+
+use crate::scratch::MARK;
+use crate::target::alone;
+use crate::{Scratch, kernel, skipped, undisturbed_only};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+/// A program that computes something and writes files; its standard output goes to the file `out`.
+pub struct Program {
+    /// Command and arguments, run in a directory of its own.
+    pub command: Vec<String>,
+    /// More environment.
+    pub environment: Vec<(String, String)>,
+    /// Puts its input into the directory.
+    pub prepare: Box<dyn Fn(&Path)>,
+    /// Files that must be the same as without any checkpoint, byte for byte, besides `out`.
+    pub outputs: Vec<&'static str>,
+    /// Whether it only appends to files, so that it may be killed some time after a checkpoint. A program that changes
+    /// files in place is killed by the checkpoint itself.
+    pub appends: bool,
+}
+
+impl Program {
+    /// A program without input.
+    pub fn new<S: ToString>(command: &[S]) -> Self {
+        Program {
+            command: command.iter().map(S::to_string).collect(),
+            environment: Vec::new(),
+            prepare: Box::new(|_| {}),
+            outputs: Vec::new(),
+            appends: true,
+        }
+    }
+
+    /// Starts it; gives its process id and what reaps it.
+    fn start(&self, directory: &Path, mark: &Path) -> std::process::Child {
+        let open =
+            |name: &str| fs::File::create(directory.join(name)).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let mut command = alone(&self.command[0]);
+        command.args(&self.command[1..]).current_dir(directory).env(MARK, mark);
+        command.envs(self.environment.iter().map(|(n, v)| (n, v)));
+        command.stdin(Stdio::null()).stdout(open("out")).stderr(open("errors"));
+        command.spawn().unwrap_or_else(|e| panic!("{}: {e}", self.command[0]))
+    }
+
+    fn results(&self, directory: &Path) -> Vec<(String, Vec<u8>)> {
+        let names = self.outputs.iter().copied().chain(["out", "errors"]);
+        names.map(|n| (n.to_owned(), fs::read(directory.join(n)).unwrap_or_default())).collect()
+    }
+
+    /// Runs it undisturbed, then with checkpoints at random moments, killed and restored at least twice if it lasts long
+    /// enough, and compares everything it wrote.
+    #[track_caller]
+    pub fn survives(&self) {
+        let scratch = Scratch::new();
+        let undisturbed = scratch.directory("undisturbed");
+        (self.prepare)(&undisturbed);
+        let began = Instant::now();
+        let status = self.start(&undisturbed, scratch.path()).wait().unwrap_or_else(|e| panic!("{e}"));
+        let typical = began.elapsed();
+        let expected = self.results(&undisturbed);
+        let errors = String::from_utf8_lossy(&expected[expected.len() - 1].1).into_owned();
+        assert!(status.success(), "undisturbed, it ended with {status}: {errors}");
+        if undisturbed_only() {
+            return;
+        }
+
+        let directory = scratch.directory("disturbed");
+        (self.prepare)(&directory);
+        let stillpoint = scratch.stillpoint();
+        let child = self.start(&directory, scratch.path());
+        let pid = child.id();
+        let mut child = Some(child);
+        let pause = |scratch: &Scratch, most: f64| {
+            let part = typical.mul_f64(0.02 + most * scratch.random().fraction());
+            std::thread::sleep(part);
+        };
+        let mut history = Vec::new();
+        let lives = 3;
+        'lives: for life in 0..lives {
+            for _ in 0..2 {
+                pause(&scratch, 0.12);
+                if !kernel::alive(pid) {
+                    break 'lives;
+                }
+                let output = stillpoint.run(&["checkpoint", &pid.to_string(), "--name", "job", "--json"]);
+                if !output.status.success() && !kernel::alive(pid) {
+                    break 'lives;
+                }
+                history.push(format!("life {life}: {}", output.ok().stdout.trim()));
+            }
+            pause(&scratch, 0.12);
+            let killing = !self.appends || scratch.random().below(2) == 0;
+            let mut arguments = vec![
+                "checkpoint".to_owned(),
+                pid.to_string(),
+                "--name".into(),
+                "job".into(),
+                "--json".into(),
+            ];
+            if killing {
+                arguments.push("--kill".into());
+            }
+            let output = stillpoint.run(&arguments);
+            if !output.status.success() && !kernel::alive(pid) {
+                break;
+            }
+            let json = output.ok().json();
+            if !killing {
+                pause(&scratch, 0.1); // this much work is lost, and rolled back
+                if !kernel::alive(pid) {
+                    break;
+                }
+                kernel::kill(pid, kernel::SIGKILL);
+            }
+            match child.take() {
+                Some(mut child) => drop(child.wait()),
+                None => kernel::wait_gone(pid, Duration::from_secs(10)),
+            }
+            history
+                .push(format!("killed{}", if killing { " by the checkpoint" } else { " some time later" }));
+            let restored = stillpoint.restore_detached(&format!("job@{}", json["id"]), &[]);
+            assert_eq!(restored, pid, "{history:#?}");
+        }
+        if let Some(mut child) = child {
+            let _ = child.wait();
+            panic!("it ended too early to be killed and restored; typical {typical:?}; {history:#?}");
+        }
+        kernel::wait_gone(pid, typical * 10 + Duration::from_secs(60));
+        for ((name, want), (_, got)) in expected.iter().zip(self.results(&directory)) {
+            if *want != got {
+                let at = want.iter().zip(&got).position(|(a, b)| a != b).unwrap_or(want.len().min(got.len()));
+                let tail = String::from_utf8_lossy(&got[got.len().saturating_sub(600)..]).into_owned();
+                panic!(
+                    "{name} differs from byte {at} on ({} bytes, expected {}), ends with:\n{tail}\n{history:#?}",
+                    got.len(),
+                    want.len()
+                );
+            }
+        }
+        scratch.nothing_is_left("in the end");
+    }
+}
+
+/// A file of `tests/programs`.
+pub fn source(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("programs").join(name)
+}
+
+/// The first of these commands that is installed; otherwise says what is skipped.
+pub fn installed(names: &[&str], package: &str) -> Option<PathBuf> {
+    let found = names.iter().find_map(|n| {
+        let path = Path::new(n);
+        if path.is_absolute() { path.is_file().then(|| path.to_owned()) } else { kernel::which(n) }
+    });
+    if found.is_none() {
+        skipped(&format!("{} is not installed (Debian package {package})", names[0]));
+    }
+    found
+}
+
+/// Text that compresses, but not at once: the same for the same size.
+pub fn text(bytes: usize) -> Vec<u8> {
+    let words = [
+        "at the still point",
+        "of the turning world",
+        "neither flesh nor fleshless",
+        "neither from nor towards",
+    ];
+    let mut rng = crate::Rng::new(5);
+    let mut text = Vec::with_capacity(bytes + 64);
+    while text.len() < bytes {
+        let r = rng.next_u64();
+        text.extend(words[(r % 4) as usize].as_bytes());
+        text.extend(format!(" {:x}\n", r >> (8 + r % 48)).as_bytes());
+    }
+    text.truncate(bytes);
+    text
+}

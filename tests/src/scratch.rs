@@ -66,6 +66,24 @@ impl Scratch {
             .collect()
     }
 
+    /// Panics unless every process of this test ends by itself, soon.
+    #[track_caller]
+    pub fn nothing_is_left(&self, what: &str) {
+        let until = std::time::Instant::now() + std::time::Duration::from_secs(5);
+        loop {
+            let left = self.processes();
+            if left.is_empty() {
+                return;
+            }
+            assert!(
+                std::time::Instant::now() < until,
+                "{what}: processes are left behind: {}",
+                kernel::describe(&left)
+            );
+            std::thread::sleep(std::time::Duration::from_millis(2));
+        }
+    }
+
     /// Ends every process of this test.
     pub fn sweep(&self) {
         for _ in 0..50 {

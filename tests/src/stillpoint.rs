@@ -8,6 +8,9 @@ use std::process::{Command, ExitStatus, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
+/// No command in these tests takes longer than this.
+const PATIENCE: Duration = Duration::from_secs(120);
+
 /// The `stillpoint` command with a store.
 #[derive(Clone, Debug)]
 pub struct Stillpoint {
@@ -149,8 +152,19 @@ impl Stillpoint {
         let open = |p: &Path| std::fs::File::create(p).unwrap_or_else(|e| panic!("{}: {e}", p.display()));
         command.stdout(open(&out)).stderr(open(&err));
         let began = Instant::now();
-        let status = command.status().unwrap_or_else(|e| panic!("{}: {e}", binary().display()));
-        let wall = began.elapsed();
+        let mut child = command.spawn().unwrap_or_else(|e| panic!("{}: {e}", binary().display()));
+        let (status, wall) = loop {
+            if let Some(status) = child.try_wait().unwrap_or_else(|e| panic!("{e}")) {
+                break (status, began.elapsed());
+            }
+            // A command that hangs is told by name; it is ended with the other processes of its test.
+            assert!(
+                began.elapsed() < PATIENCE,
+                "hangs: {command:?}, said: {:?}",
+                std::fs::read_to_string(&err)
+            );
+            std::thread::sleep(Duration::from_micros(500));
+        };
         let read = |p: &Path| String::from_utf8_lossy(&std::fs::read(p).unwrap_or_default()).into_owned();
         let output = Output {
             arguments: command.get_args().map(|a| a.to_string_lossy()).collect::<Vec<_>>().join(" "),

@@ -3,6 +3,7 @@
 use crate::kernel;
 use crate::scratch::MARK;
 use std::collections::HashMap;
+use std::ffi::OsStr;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -64,6 +65,16 @@ impl Build {
     }
 }
 
+/// A command in a session of its own, with no descriptors but its standard streams, whatever this process was started
+/// with. Standard output and the like are still to be set.
+pub fn alone(program: impl AsRef<OsStr>) -> Command {
+    const CLOSE: &str =
+        r#"for f in /proc/self/fd/*; do n=${f##*/}; [ "$n" -gt 2 ] && eval "exec $n>&-"; done; exec "$@""#;
+    let mut command = Command::new("bash");
+    command.args(["-c", CLOSE, "bash", "setsid"]).arg(program);
+    command
+}
+
 /// One scenario of a target program.
 #[derive(Clone, Debug)]
 pub struct Target {
@@ -85,8 +96,8 @@ impl Target {
         let out =
             File::create(directory.join("out")).unwrap_or_else(|e| panic!("{}: {e}", directory.display()));
         let err = out.try_clone().unwrap_or_else(|e| panic!("{e}"));
-        let mut command = Command::new("setsid");
-        command.arg(&self.program).arg(&self.scenario).arg(directory).current_dir(directory);
+        let mut command = alone(&self.program);
+        command.arg(&self.scenario).arg(directory).current_dir(directory);
         command.env(MARK, mark).stdin(Stdio::null()).stdout(out).stderr(err);
         command
     }

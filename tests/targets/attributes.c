@@ -282,9 +282,8 @@ static void seccomp_tight(void) { // nothing allowed but read, write and the end
                                   BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_KILL_PROCESS)};
   char *data = map_anon(64 * PAGE);
   fill(data, 64 * PAGE, 1);
-  ready();
-  nap(0.01);
   MUST(install(program, COUNT(program), 0) == 0);
+  ready();
   char c = 0;
   while (read(go, &c, 1) == 0)
     nap(0.002);
@@ -295,8 +294,8 @@ static void seccomp_tight(void) { // nothing allowed but read, write and the end
 static void seccomp_strict(void) {
   int go = open(path_of("go.file"), O_RDONLY | O_CREAT, 0600);
   MUST(go >= 0);
-  ready();
   MUST(prctl(PR_SET_SECCOMP, SECCOMP_MODE_STRICT) == 0);
+  ready();
   char c = 0;
   while (read(go, &c, 1) == 0)
     ;

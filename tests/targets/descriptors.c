@@ -239,7 +239,7 @@ static void stream_pair(void) {
   MUST(write(s[1], "other way", 9) == 9);
   int one = 1, size = 0, size_after = 0;
   socklen_t length = sizeof size;
-  MUST(setsockopt(s[0], SOL_SOCKET, SO_PASSCRED, &one, sizeof one) == 0);
+  MUST(setsockopt(s[0], SOL_SOCKET, SO_KEEPALIVE, &one, sizeof one) == 0);
   int big = 300000;
   setsockopt(s[1], SOL_SOCKET, SO_SNDBUF, &big, sizeof big);
   getsockopt(s[1], SOL_SOCKET, SO_SNDBUF, &size, &length);
@@ -255,12 +255,32 @@ static void stream_pair(void) {
   EQUAL(errno, EAGAIN);
   EQUAL(read(s[0], back, 100), 9);
   CHECK(!memcmp(back, "other way", 9));
-  EQUAL(getsockopt(s[0], SOL_SOCKET, SO_PASSCRED, &one, &length), 0);
+  EQUAL(getsockopt(s[0], SOL_SOCKET, SO_KEEPALIVE, &one, &length), 0);
   EQUAL(one, 1);
   EQUAL(getsockopt(s[1], SOL_SOCKET, SO_SNDBUF, &size_after, &length), 0);
   EQUAL(size_after, size);
   EQUAL(write(s[0], "again", 5), 5);
   EQUAL(read(s[1], back, 100), 5);
+}
+
+static void credentials_pair(void) { // each message tells who sent it
+  int s[2], one = 1;
+  MUST(socketpair(AF_UNIX, SOCK_DGRAM, 0, s) == 0);
+  MUST(setsockopt(s[1], SOL_SOCKET, SO_PASSCRED, &one, sizeof one) == 0);
+  MUST(write(s[0], "from me", 7) == 7);
+  cut();
+  char data[16], control[CMSG_SPACE(sizeof(struct ucred))];
+  struct iovec v = {data, sizeof data};
+  struct msghdr m = {.msg_iov = &v, .msg_iovlen = 1, .msg_control = control, .msg_controllen = sizeof control};
+  EQUAL(recvmsg(s[1], &m, 0), 7);
+  struct cmsghdr *c = CMSG_FIRSTHDR(&m);
+  CHECK(c && c->cmsg_type == SCM_CREDENTIALS);
+  if (c) {
+    struct ucred who;
+    memcpy(&who, CMSG_DATA(c), sizeof who);
+    EQUAL(who.pid, getpid());
+    EQUAL(who.uid, getuid());
+  }
 }
 
 static void message_pairs(void) {
@@ -694,7 +714,7 @@ static void many_descriptors(void) {
 }
 
 SCENARIOS({"regular", regular}, {"duplicates", duplicates}, {"deleted", deleted}, {"directories", directories},
-          {"pipes", pipes}, {"fifo", fifo}, {"stream_pair", stream_pair}, {"message_pairs", message_pairs},
+          {"pipes", pipes}, {"fifo", fifo}, {"stream_pair", stream_pair}, {"credentials_pair", credentials_pair}, {"message_pairs", message_pairs},
           {"half_closed_pair", half_closed_pair}, {"listening_tcp4", listening_tcp4},
           {"listening_tcp6", listening_tcp6}, {"listening_unix", listening_unix}, {"eventfds", eventfds},
           {"signalfds", signalfds}, {"epolls", epolls}, {"inotifys", inotifys}, {"pidfds", pidfds}, {"ptys", ptys},

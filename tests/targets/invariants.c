@@ -12,6 +12,7 @@ static const char *names[] = {"general", "vectors", "x87",  "redzone", "smallsta
 struct counters {
   uint64_t rounds[16];
   uint64_t wrong;
+  uint64_t interrupted;
 };
 static volatile struct counters *counters;
 static volatile int stop;
@@ -144,7 +145,11 @@ static void round_of_pipe(void) {
 
 static void round_of_epoll(void) {
   struct epoll_event e = {0};
-  int n = epoll_wait(poller, &e, 1, -1);
+  int n;
+  // epoll_wait is among the calls that any stop may interrupt (signal(7)): a checkpointer that is killed between stopping
+  // a thread and setting its registers right leaves it at that.
+  while ((n = epoll_wait(poller, &e, 1, -1)) < 0 && errno == EINTR)
+    counters->interrupted++;
   HOLDS(n == 1);
   uint64_t v = 0;
   if (n == 1)
@@ -221,8 +226,16 @@ static void everything(void) {
   for (long i = 0; i < KINDS; i++)
     t[i] = spawn(run, (void *)i);
   feeder = spawn(feed, 0);
-  ready();
-  while (!gone()) { // sets the spinning threads free, now and then
+  // Ready once every thread has found its feet: no mapping comes or goes from then on.
+  int settled = 0;
+  while (!gone()) {
+    int slowest = 1000;
+    for (int i = 0; i < KINDS && !settled; i++)
+      slowest = counters->rounds[i] < (uint64_t)slowest ? (int)counters->rounds[i] : slowest;
+    if (!settled && slowest >= 5) {
+      settled = 1;
+      ready();
+    } // sets the spinning threads free, now and then
     hold_stop = 0;
     nap(0.003);
     hold_stop = 1;

@@ -166,14 +166,6 @@ static void userfaultfd(void) {
   CHECK(fcntl(fd, F_GETFD) >= 0);
 }
 
-static void connected_udp(void) {
-  int a = socket(AF_INET, SOCK_DGRAM, 0);
-  struct sockaddr_in to = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK), .sin_port = htons(9)};
-  MUST(connect(a, (void *)&to, sizeof to) == 0);
-  cut();
-  CHECK(fcntl(a, F_GETFD) >= 0);
-}
-
 static void netlink(void) {
   int s = socket(AF_NETLINK, SOCK_RAW, NETLINK_ROUTE);
   MUST(s >= 0);
@@ -351,6 +343,20 @@ static void bound_udp(void) {
   char c = 0;
   EQUAL(sendto(s, "u", 1, 0, (void *)&a, sizeof a), 1);
   EQUAL(recv(s, &c, 1, 0), 1);
+}
+
+static void connected_udp(void) {
+  int a = socket(AF_INET, SOCK_DGRAM, 0);
+  struct sockaddr_in to = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK), .sin_port = htons(9)};
+  MUST(connect(a, (void *)&to, sizeof to) == 0);
+  struct sockaddr_in local, seen;
+  socklen_t length = sizeof local;
+  MUST(getsockname(a, (void *)&local, &length) == 0);
+  cut();
+  EQUAL(getpeername(a, (void *)&seen, &length), 0);
+  EQUAL(seen.sin_port, to.sin_port);
+  EQUAL(getsockname(a, (void *)&seen, &length), 0);
+  EQUAL(seen.sin_port, local.sin_port);
 }
 
 static void unbound_tcp(void) {

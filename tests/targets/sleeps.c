@@ -120,6 +120,7 @@ static void epoll_timeout(void) {
   begin();
   int n = epoll_wait(e, &event, 1, DURATION * 1000);
   if (n < 0 && errno == EINTR) {
+    wait_go();
     say("note: epoll_wait with a timeout was interrupted");
     return;
   }
@@ -188,6 +189,7 @@ static void sigtimedwait_timeout(void) {
   int result = sigtimedwait(&set, 0, &t);
   EQUAL(result, -1);
   if (errno == EINTR) {
+    wait_go();
     say("note: sigtimedwait was interrupted");
     return;
   }
@@ -205,6 +207,7 @@ static void receive_timeout(void) {
   ssize_t n = recv(s[0], &c, 1, 0);
   EQUAL(n, -1);
   if (errno == EINTR) { // as signal(7) has it for sockets with a timeout
+    wait_go();
     say("note: recv with a timeout was interrupted");
     return;
   }

@@ -1,0 +1,293 @@
+//! `run`, `restore` and the jobs in the store, as a user meets them.
+#![allow(missing_docs)]
+
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+use stillpoint_tests::target::{Running, alone};
+use stillpoint_tests::{Build, Scratch, Stillpoint, Target, kernel, skipped, undisturbed_only, wait_for};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn target(scenario: &str) -> String {
+    Target::new("files", scenario, Build::Dynamic).expect("cc").program.display().to_string()
+}
+
+/// Starts the command with pipes for its standard streams.
+fn piped(stillpoint: &Stillpoint, arguments: &[&str]) -> Child {
+    let command = stillpoint.command(arguments);
+    let mut clean = alone(command.get_program());
+    clean.args(command.get_args());
+    for (name, value) in command.get_envs() {
+        if let Some(value) = value {
+            clean.env(name, value);
+        }
+    }
+    clean.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("setsid")
+}
+
+fn said(path: &Path) -> String {
+    fs::read_to_string(path).unwrap_or_default()
+}
+
+#[test]
+fn run_ends_as_the_program_ends() {
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    assert_eq!(stillpoint.run(&["run", "--", "true"]).code(), 0);
+    assert_eq!(stillpoint.run(&["run", "--", "sh", "-c", "exit 7"]).code(), 7);
+    let killed = stillpoint.run(&["run", "--", "sh", "-c", "kill -TERM $$"]);
+    assert!(killed.code() == 128 + 15, "ends by SIGTERM, or as a shell tells it: {killed}");
+    let output = stillpoint.run(&["run", "--", "sh", "-c", "echo out; echo err >&2"]).ok();
+    assert_eq!(output.stdout, "out\n");
+    assert!(output.stderr.contains("err\n"));
+    let missing = stillpoint.run(&["run", "--", "no-such-program-anywhere"]);
+    assert!(matches!(missing.code(), 1 | 2 | 127), "{missing}");
+    assert!(missing.stderr.contains("no-such-program-anywhere"), "{missing}");
+}
+
+#[test]
+fn run_passes_input_output_and_signals() {
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    let directory = scratch.directory("job");
+    let mut child = piped(
+        &stillpoint,
+        &["run", "--name", "echo", "--", &target("echoes"), "echoes", directory.to_str().expect("path")],
+    );
+    let mut input = child.stdin.take().expect("pipe");
+    let mut output = BufReader::new(child.stdout.take().expect("pipe"));
+    let mut line = String::new();
+    output.read_line(&mut line).expect("read");
+    assert_eq!(line, "ready\n");
+    writeln!(input, "hello").expect("write");
+    line.clear();
+    output.read_line(&mut line).expect("read");
+    assert_eq!(line, "echo hello\n");
+    drop(input);
+    assert!(child.wait().expect("wait").success());
+
+    let child = piped(
+        &stillpoint,
+        &["run", "--name", "term", "--", &target("killed_by_term"), "killed_by_term", "/tmp"],
+    );
+    let pid = child.id();
+    wait_for("the job to run", PATIENCE, || {
+        stillpoint.run(&["ls", "--json"]).stdout.contains("\"term\"").then_some(())
+    });
+    std::thread::sleep(Duration::from_millis(200));
+    kernel::kill(pid, rustix::process::Signal::TERM);
+    let status = child.wait_with_output().expect("wait").status;
+    assert!(status.signal() == Some(15) || status.code() == Some(128 + 15), "{status}");
+}
+
+/// The pipes of the first life are gone; the second has those of whoever restores.
+#[test]
+fn stdio_follows_whoever_restores() {
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    let directory = scratch.directory("job");
+    let mut first = piped(
+        &stillpoint,
+        &["run", "--name", "echo", "--", &target("echoes"), "echoes", directory.to_str().expect("path")],
+    );
+    let mut input = first.stdin.take().expect("pipe");
+    let mut output = BufReader::new(first.stdout.take().expect("pipe"));
+    let mut line = String::new();
+    output.read_line(&mut line).expect("read");
+    writeln!(input, "one").expect("write");
+    line.clear();
+    output.read_line(&mut line).expect("read");
+    assert_eq!(line, "echo one\n");
+    stillpoint.checkpoint("echo", "echo", &["--kill"]);
+    let status = first.wait().expect("wait");
+    assert!(!status.success(), "killed, and says so: {status}");
+
+    for generation in 0..2 {
+        let mut again = piped(&stillpoint, &["restore", "echo"]);
+        let mut input = again.stdin.take().expect("pipe");
+        let mut output = BufReader::new(again.stdout.take().expect("pipe"));
+        writeln!(input, "two {generation}").expect("write");
+        line.clear();
+        output.read_line(&mut line).expect("read");
+        assert_eq!(line, format!("echo two {generation}\n"));
+        if generation == 0 {
+            stillpoint.checkpoint("echo", "echo", &["--kill"]);
+            again.wait().expect("wait");
+        } else {
+            writeln!(input, "end").expect("write");
+            line.clear();
+            output.read_line(&mut line).expect("read");
+            assert_eq!(line, "echo end\n");
+            assert_eq!(again.wait().expect("wait").code(), Some(0));
+        }
+    }
+}
+
+#[test]
+fn a_detached_job_by_name() {
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    let directory = scratch.directory("job");
+    let out = fs::File::create(directory.join("out")).expect("out");
+    let mut command =
+        stillpoint.command(&["run", "--name", "web", "--detach", "--json", "--", &target("large"), "large"]);
+    command.arg(&directory).stdout(out);
+    assert!(command.status().expect("run").success());
+    wait_for("the job to be ready", PATIENCE, || {
+        said(&directory.join("out")).contains("ready").then_some(())
+    });
+    let list = stillpoint.run(&["ls", "--json"]).ok();
+    assert!(list.stdout.contains("\"web\""), "{list}");
+    let first = stillpoint.checkpoint("web", "web", &["--label", "before lunch"]);
+    let second = stillpoint.checkpoint("web", "web", &[]);
+    assert_eq!((first.job.as_str(), second.id), ("web", first.id + 1));
+    // For people, one line.
+    let line = stillpoint.run(&["checkpoint", "web"]).ok();
+    assert_eq!(line.stdout.trim().lines().count(), 1, "{line}");
+    assert!(
+        line.stdout.contains(&format!("web@{}", second.id + 1)) && line.stdout.contains("pause"),
+        "{line}"
+    );
+    let show = stillpoint.run(&["show", &first.name()]).ok();
+    assert!(show.stdout.contains("before lunch"), "{show}");
+    stillpoint.run(&["show", &first.name(), "--json"]).ok().json();
+    stillpoint.run(&["verify", "web", "--json"]).ok().json();
+    let last = stillpoint.checkpoint("web", "web", &["--kill"]);
+    let pid = stillpoint.restore_detached("web", &[]);
+    let json = stillpoint.run(&["ls", "web", "--json"]).ok();
+    assert!(json.stdout.contains(&format!("{}", last.id)), "{json}");
+    // The job is the job again: by its name.
+    stillpoint.checkpoint("web", "web", &[]);
+    fs::write(directory.join("go"), "").expect("go");
+    kernel::wait_gone(pid, PATIENCE);
+    scratch.nothing_is_left("in the end");
+}
+
+#[test]
+fn an_engine_that_does_not_exist_and_one_that_does() {
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    let running = Target::new("files", "simple", Build::Dynamic)
+        .expect("cc")
+        .start(&scratch.directory("job"), scratch.path());
+    let pid = running.pid.to_string();
+    assert_eq!(stillpoint.run(&["checkpoint", &pid, "--engine", "warp"]).code(), 2);
+    let checkpoint = stillpoint.checkpoint(&pid, "job", &["--engine", "stop"]);
+    assert_eq!(checkpoint.json["engine"], "stop");
+    running.finish("after checkpoints");
+}
+
+#[test]
+fn a_process_id_that_is_taken() {
+    if !kernel::is_root() {
+        return skipped("needs a private pid namespace");
+    }
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    let running = Target::new("threads", "many", Build::Dynamic)
+        .expect("cc")
+        .start(&scratch.directory("job"), scratch.path());
+    stillpoint.checkpoint(running.pid, "job", &[]);
+    // The original still runs: its ids are taken.
+    let output = stillpoint.run(&["restore", "job", "--pid", "same", "--detach"]);
+    assert!(matches!(output.code(), 1 | 3), "{output}");
+    let code = output.code();
+    output.fails(code, &[&running.pid.to_string()]);
+    // The files of both would be the same: let the first end, in peace, and restore while its id is taken by another.
+    let original = running.pid;
+    let directory = running.directory().to_owned();
+    stillpoint.checkpoint(original, "job", &["--kill"]);
+    let mut running = running;
+    running.reap();
+    let Some(blocker) = occupy(original) else { return skipped("could not occupy a process id") };
+    let output = stillpoint.run(&["restore", "job", "--detach", "--json"]).ok();
+    let json = output.json();
+    let outside = json["pid"].as_u64().expect("pid") as u32;
+    assert_ne!(outside, original);
+    assert!(
+        format!("{json}{}", output.stderr).contains("namespace")
+            || json["private_pid"].as_u64() == Some(original.into()),
+        "the user is told: {output}"
+    );
+    let inside = kernel::status(outside, "NSpid").unwrap_or_default();
+    assert!(
+        inside.split_whitespace().last() == Some(&original.to_string()),
+        "inside it is {original}: {inside}"
+    );
+    Running::restored(outside, &directory).finish("in a pid namespace of its own");
+    kernel::kill(blocker, kernel::SIGKILL);
+}
+
+/// Makes another process have this id.
+fn occupy(pid: u32) -> Option<u32> {
+    for _ in 0..100 {
+        fs::write("/proc/sys/kernel/ns_last_pid", (pid - 1).to_string()).ok()?;
+        let child = alone("sleep").arg("100").stdout(Stdio::null()).stderr(Stdio::null()).spawn().ok()?;
+        if child.id() == pid {
+            return Some(pid);
+        }
+        kernel::kill(child.id(), kernel::SIGKILL);
+        let _ = child.wait_with_output();
+    }
+    None
+}
+
+#[test]
+fn doctor_and_help() {
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    let doctor = stillpoint.run(&["doctor"]);
+    assert!(!doctor.stdout.trim().is_empty(), "{doctor}");
+    stillpoint.run(&["doctor", "--json"]).json();
+    for arguments in [&["--help"][..], &["--version"], &["checkpoint", "--help"], &["restore", "--help"]] {
+        stillpoint.run(arguments).ok();
+    }
+}
+
+/// Without rights, `doctor` says what is missing instead of failing somewhere later.
+#[test]
+fn doctor_without_rights() {
+    if !kernel::is_root() || kernel::which("setpriv").is_none() {
+        return skipped("needs to be root to become somebody else, and setpriv");
+    }
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let copy = scratch.path().join("stillpoint");
+    fs::copy(stillpoint_tests::stillpoint::binary(), &copy).expect("copy");
+    let done = Command::new("setpriv")
+        .args(["--reuid=65534", "--regid=65534", "--clear-groups"])
+        .arg(&copy)
+        .args(["doctor", "--store", "/tmp"])
+        .current_dir("/")
+        .output()
+        .expect("setpriv");
+    let said = String::from_utf8_lossy(&done.stdout).to_lowercase();
+    assert!(said.contains("cap_") || said.contains("privilege"), "{said}");
+}

@@ -1,0 +1,428 @@
+//! Programs from Debian, and Go, Java, static and musl programs: checkpointed at random moments, killed, restored; what
+//! they write must be what they write undisturbed. See `tests/PACKAGES` for what they come from.
+#![allow(missing_docs)]
+
+use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
+use std::fs;
+use std::io::{Read, Write};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use stillpoint_tests::programs::{Program, installed, source, text};
+use stillpoint_tests::scratch::MARK;
+use stillpoint_tests::target::alone;
+use stillpoint_tests::{Build, Scratch, kernel, skipped, undisturbed_only, wait_for};
+
+fn arguments<S: AsRef<std::ffi::OsStr>>(list: &[S]) -> Vec<String> {
+    list.iter().map(|s| s.as_ref().to_string_lossy().into_owned()).collect()
+}
+
+#[test]
+fn python_with_threads_and_numpy() {
+    let with_numpy = ["/usr/bin/python3", "python3"].into_iter().find(|p| {
+        let import = Command::new(p).args(["-c", "import numpy"]).stderr(Stdio::null()).status();
+        import.is_ok_and(|s| s.success())
+    });
+    let Some(python) = with_numpy else {
+        return skipped("numpy is not installed (Debian package python3-numpy)");
+    };
+    let mut program =
+        Program::new(&arguments(&[python, source("threads.py").to_str().expect("path"), "900"]));
+    program.environment.push(("OPENBLAS_NUM_THREADS".into(), "2".into()));
+    program.outputs = vec!["digests"];
+    program.survives();
+}
+
+#[test]
+fn sqlite_inserting_into_a_file() {
+    let Some(sqlite) = installed(&["sqlite3"], "sqlite3") else { return };
+    let mut program =
+        Program::new(&arguments(&[sqlite.to_str().expect("path"), "-batch", "data.db", ".read script.sql"]));
+    program.prepare = Box::new(|directory| {
+        let mut script = String::from("create table t (n integer primary key, word text, sum integer);\n");
+        for n in 0..900 {
+            script += &format!(
+                "insert into t values ({n}, hex({n} * 7919 % 1000), (with recursive c(i) as \
+                 (select 0 union all select i + 1 from c where i < 4000) select sum(i * {n}) from c));\n"
+            );
+        }
+        script += "select count(*), sum(sum) from t;\npragma integrity_check;\n";
+        fs::write(directory.join("script.sql"), script).expect("script");
+    });
+    program.outputs = vec!["data.db"];
+    program.appends = false;
+    program.survives();
+}
+
+#[test]
+fn xz_with_threads() {
+    let Some(xz) = installed(&["xz"], "xz-utils") else { return };
+    let mut program = Program::new(&arguments(&[
+        xz.to_str().expect("path"),
+        "-T2",
+        "-4",
+        "--block-size=1MiB",
+        "-k",
+        "-c",
+        "input",
+    ]));
+    program.prepare =
+        Box::new(|directory| fs::write(directory.join("input"), text(14 << 20)).expect("input"));
+    program.survives();
+}
+
+#[test]
+fn zstd_with_threads() {
+    let Some(zstd) = installed(&["zstd"], "zstd") else { return };
+    let mut program = Program::new(&arguments(&[
+        zstd.to_str().expect("path"),
+        "-q",
+        "-T2",
+        "-16",
+        "-B1MiB",
+        "input",
+        "-o",
+        "output.zst",
+    ]));
+    program.prepare =
+        Box::new(|directory| fs::write(directory.join("input"), text(16 << 20)).expect("input"));
+    program.outputs = vec!["output.zst"];
+    program.survives();
+}
+
+#[test]
+fn go_with_goroutines_and_timers() {
+    let Some(go) = installed(&["go", "/usr/local/go/bin/go"], "golang-go") else { return };
+    let scratch = Scratch::new();
+    let binary = scratch.path().join("timers");
+    let built = Command::new(go)
+        .args(["build", "-o"])
+        .arg(&binary)
+        .arg(source("timers.go"))
+        .current_dir(scratch.path())
+        .envs([
+            ("GO111MODULE", "off"),
+            ("GOTOOLCHAIN", "local"),
+            ("CGO_ENABLED", "0"),
+            ("GOPROXY", "off"),
+            ("GOFLAGS", ""),
+        ])
+        .status()
+        .expect("go");
+    assert!(built.success(), "timers.go does not build");
+    let mut program = Program::new(&arguments(&[binary.to_str().expect("path"), "3000"]));
+    program.outputs = vec!["sums"];
+    program.survives();
+}
+
+#[test]
+fn java_with_threads_and_timers() {
+    let Some(java) = installed(&["java"], "default-jdk-headless") else { return };
+    let Some(javac) = installed(&["javac"], "default-jdk-headless") else { return };
+    let scratch = Scratch::new();
+    let built =
+        Command::new(javac).arg("-d").arg(scratch.path()).arg(source("Timers.java")).status().expect("javac");
+    assert!(built.success(), "Timers.java does not build");
+    let classes = scratch.path().to_str().expect("path");
+    let mut program =
+        Program::new(&arguments(&[java.to_str().expect("path"), "-Xmx96m", "-cp", classes, "Timers", "900"]));
+    program.outputs = vec!["sums"];
+    program.survives();
+}
+
+fn sieve(build: Build) {
+    let Some(binary) = build.compile(&source("sieve.c")) else {
+        return skipped(&format!("no compiler for {build:?} (Debian packages gcc, libc6-dev, musl-tools)"));
+    };
+    let mut program = Program::new(&arguments(&[binary.to_str().expect("path"), "7000"]));
+    program.outputs = vec!["counts"];
+    program.survives();
+}
+
+#[test]
+fn a_dynamic_program() {
+    sieve(Build::Dynamic);
+}
+
+#[test]
+fn a_static_program() {
+    sieve(Build::Static);
+}
+
+#[test]
+fn a_musl_program() {
+    sieve(Build::Musl);
+}
+
+// --- a shell script in a terminal
+
+/// A terminal: what is typed goes in, what is shown comes out.
+struct Terminal {
+    master: fs::File,
+    slave: PathBuf,
+    shown: Arc<Mutex<Vec<u8>>>,
+}
+
+impl Terminal {
+    fn new() -> Self {
+        let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).expect("a pty");
+        grantpt(&master).expect("grantpt");
+        unlockpt(&master).expect("unlockpt");
+        let slave = ptsname(&master, Vec::new()).expect("ptsname");
+        let slave = PathBuf::from(std::ffi::OsStr::from_bytes(slave.as_bytes()));
+        let shown = Arc::new(Mutex::new(Vec::new()));
+        let mut reader = fs::File::from(master.try_clone().expect("dup"));
+        let into = shown.clone();
+        std::thread::spawn(move || {
+            let mut buffer = [0; 4096];
+            loop {
+                match reader.read(&mut buffer) {
+                    Ok(n) if n > 0 => into.lock().expect("lock").extend(&buffer[..n]),
+                    // Between two programs nobody has it open; the end of the test ends this thread, too.
+                    _ => std::thread::sleep(Duration::from_millis(5)),
+                }
+            }
+        });
+        Terminal { master: fs::File::from(master), slave, shown }
+    }
+
+    /// Starts a command whose controlling terminal this is.
+    fn start(&self, command: &Command, mark: &Path, directory: &Path) -> Child {
+        let open = || fs::File::options().read(true).write(true).open(&self.slave).expect("the terminal");
+        let mut here = alone("--ctty");
+        here.arg(command.get_program()).args(command.get_args());
+        here.envs(command.get_envs().filter_map(|(n, v)| Some((n, v?)))).env(MARK, mark).env("TERM", "dumb");
+        here.current_dir(directory).stdin(open()).stdout(open()).stderr(open());
+        here.spawn().expect("setsid")
+    }
+
+    fn shown(&self) -> String {
+        String::from_utf8_lossy(&self.shown.lock().expect("lock")).into_owned()
+    }
+
+    fn type_line(&self, line: &str) {
+        writeln!(&self.master, "{line}").expect("the terminal");
+    }
+
+    /// What the program said, without what the command itself said.
+    fn lines(&self) -> Vec<String> {
+        let ours = |l: &&str| !l.contains("stillpoint") && !l.contains("shell@");
+        self.shown().lines().filter(ours).map(str::to_owned).collect()
+    }
+}
+
+#[test]
+fn a_shell_script_of_builtins_in_a_terminal() {
+    let Some(bash) = installed(&["bash"], "bash") else { return };
+    let script = source("builtins.sh");
+    let patience = Duration::from_secs(60);
+    let answer = |terminal: &Terminal| {
+        wait_for("the question", patience, || terminal.shown().contains("what now?").then_some(()));
+        terminal.type_line("nothing");
+        wait_for("the end", patience, || terminal.shown().contains("\ndone").then_some(()));
+    };
+    let scratch = Scratch::new();
+    let terminal = Terminal::new();
+    let mut command = Command::new(&bash);
+    command.arg(&script);
+    let mut child = terminal.start(&command, scratch.path(), scratch.path());
+    answer(&terminal);
+    child.wait().expect("wait");
+    let expected = terminal.lines();
+    if undisturbed_only() {
+        return;
+    }
+
+    let stillpoint = scratch.stillpoint();
+    let first = Terminal::new();
+    let run = stillpoint.command(&[
+        "run",
+        "--name",
+        "shell",
+        "--",
+        bash.to_str().expect("path"),
+        script.to_str().expect("path"),
+    ]);
+    let mut child = first.start(&run, scratch.path(), scratch.path());
+    wait_for("the script to run", patience, || (first.lines().len() > 3).then_some(()));
+    let mut lines = Vec::new();
+    let mut terminal = first;
+    for life in 0..3 {
+        for _ in 0..2 {
+            let moment = scratch.random().below(200);
+            std::thread::sleep(Duration::from_millis(20 + moment));
+            stillpoint.checkpoint("shell", "shell", &[]);
+        }
+        let moment = scratch.random().below(200);
+        std::thread::sleep(Duration::from_millis(moment));
+        stillpoint.checkpoint("shell", "shell", &["--kill"]);
+        child.wait().expect("wait");
+        std::thread::sleep(Duration::from_millis(50)); // let the reader have the rest
+        lines.extend(terminal.lines());
+        terminal = Terminal::new();
+        let restore = stillpoint.command(&["restore", "shell"]);
+        child = terminal.start(&restore, scratch.path(), scratch.path());
+        let before = lines.len();
+        wait_for(&format!("life {life} to go on"), patience, || {
+            (terminal.lines().len() > 1 || terminal.shown().contains("what now")).then_some(before)
+        });
+    }
+    answer(&terminal);
+    let status = child.wait().expect("wait");
+    lines.extend(terminal.lines());
+    assert_eq!(lines, expected);
+    assert!(status.success(), "{status}");
+}
+
+// --- redis
+
+struct Redis {
+    cli: PathBuf,
+    port: u16,
+}
+
+impl Redis {
+    /// Sends commands, one a line; gives the answers.
+    fn ask(&self, commands: &str) -> Vec<String> {
+        let mut child = Command::new(&self.cli)
+            .args(["-h", "127.0.0.1", "-p", &self.port.to_string()])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("redis-cli");
+        let mut input = child.stdin.take().expect("pipe");
+        let commands = commands.to_owned();
+        let writer = std::thread::spawn(move || input.write_all(commands.as_bytes()));
+        let output = child.wait_with_output().expect("redis-cli");
+        let _ = writer.join();
+        String::from_utf8_lossy(&output.stdout).lines().filter(|l| !l.is_empty()).map(str::to_owned).collect()
+    }
+
+    fn answers(&self) -> bool {
+        self.ask("PING\n").first().is_some_and(|a| a == "PONG")
+    }
+
+    fn insert(&self, keys: std::ops::Range<u64>) {
+        let commands: String = keys.clone().map(|k| format!("SET key:{k} {}\n", value(k))).collect();
+        let answers = self.ask(&commands);
+        assert_eq!(answers.iter().filter(|a| *a == "OK").count() as u64, keys.end - keys.start);
+    }
+
+    /// Every key up to `n` is there, and none else.
+    #[track_caller]
+    fn check(&self, n: u64, when: &str) {
+        assert_eq!(self.ask("DBSIZE\n"), [n.to_string()], "{when}");
+        let answers = self.ask(&(0..n).map(|k| format!("GET key:{k}\n")).collect::<String>());
+        assert_eq!(answers.len() as u64, n, "{when}");
+        for (k, answer) in answers.iter().enumerate() {
+            assert_eq!(*answer, value(k as u64), "{when}: key {k}");
+        }
+    }
+
+    /// Waits until the server has noticed that its clients are gone.
+    fn alone(&self, pid: u32) {
+        wait_for("the server to be without clients", Duration::from_secs(10), || {
+            let tcp = fs::read_to_string(format!("/proc/{pid}/net/tcp")).unwrap_or_default();
+            let here = format!("0100007F:{:04X}", self.port);
+            let connected = tcp.lines().any(|l| {
+                let mut fields = l.split_whitespace().skip(1);
+                let (local, _, state) = (fields.next(), fields.next(), fields.next());
+                local == Some(here.as_str()) && !matches!(state, Some("0A" | "06"))
+            });
+            (!connected).then_some(())
+        });
+    }
+}
+
+fn value(key: u64) -> String {
+    format!("{:x}", stillpoint_tests::Rng::new(key).next_u64())
+}
+
+#[test]
+fn redis_with_its_log_on() {
+    let Some(server) = installed(&["redis-server"], "redis-server") else { return };
+    let Some(cli) = installed(&["redis-cli"], "redis-tools") else { return };
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    let directory = scratch.directory("redis");
+    let port =
+        std::net::TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).expect("a port").port();
+    let redis = Redis { cli, port };
+    let start = || {
+        let out = fs::File::options().create(true).append(true).open(directory.join("out")).expect("out");
+        let mut command = alone(&server);
+        command.args([
+            "--port",
+            &port.to_string(),
+            "--bind",
+            "127.0.0.1",
+            "--unixsocket",
+            "socket",
+            "--save",
+            "",
+        ]);
+        command.args([
+            "--appendonly",
+            "yes",
+            "--appendfsync",
+            "everysec",
+            "--auto-aof-rewrite-percentage",
+            "0",
+        ]);
+        command.current_dir(&directory).env(MARK, scratch.path());
+        command.stdin(Stdio::null()).stdout(out.try_clone().expect("out")).stderr(out);
+        let child = command.spawn().expect("redis-server");
+        wait_for("redis to answer", Duration::from_secs(20), || redis.answers().then_some(()));
+        child
+    };
+    let mut child = start();
+    let pid = child.id();
+    let mut keys = 0;
+    let mut more = |n: u64| {
+        redis.insert(keys..keys + n);
+        keys += n;
+        keys
+    };
+    let mut n = more(800);
+    if !undisturbed_only() {
+        for life in 0..3 {
+            // Goes on: clients come and go between checkpoints.
+            for _ in 0..2 {
+                redis.alone(pid);
+                let moment = scratch.random().below(120);
+                std::thread::sleep(Duration::from_millis(moment));
+                stillpoint.checkpoint(pid, "redis", &[]);
+                redis.check(n, "after a checkpoint");
+                n = more(200);
+            }
+            redis.alone(pid);
+            if life == 1 {
+                // What came after the checkpoint is lost with the crash, in memory and in the log alike.
+                let checkpoint = stillpoint.checkpoint(pid, "redis", &[]);
+                redis.insert(1_000_000..1_000_100);
+                std::thread::sleep(Duration::from_millis(100));
+                kernel::kill(pid, kernel::SIGKILL);
+                kernel::wait_gone(pid, Duration::from_secs(10));
+                assert_eq!(stillpoint.restore_detached(&checkpoint.name(), &[]), pid);
+            } else {
+                stillpoint.checkpoint(pid, "redis", &["--kill"]);
+                child.wait().expect("wait");
+                assert_eq!(stillpoint.restore_detached("redis", &[]), pid);
+            }
+            redis.check(n, &format!("restored in life {life}"));
+            n = more(300);
+            redis.check(n, "and written on");
+        }
+    }
+    redis.ask("SHUTDOWN NOSAVE\n");
+    kernel::wait_gone(pid, Duration::from_secs(20));
+    let _ = child.wait();
+    // The log on disk is whole: a fresh server reads the same from it.
+    let mut fresh = start();
+    redis.check(n, "read back from the log");
+    redis.ask("SHUTDOWN NOSAVE\n");
+    fresh.wait().expect("wait");
+}

@@ -1,0 +1,306 @@
+//! What cannot be captured is refused by name, before anything is changed; bad targets get one clear sentence.
+#![allow(missing_docs)]
+
+use std::os::unix::fs::PermissionsExt;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+use stillpoint_tests::observe::Facts;
+use stillpoint_tests::target::{Running, alone};
+use stillpoint_tests::{Build, Scratch, Target, kernel, skipped, undisturbed_only, wait_for};
+
+/// The checkpoint is refused with exit code 3 and one of the words; the program sees nothing of it.
+#[track_caller]
+fn refused(scenario: &str, words: &[&str]) {
+    let scratch = Scratch::new();
+    let target = Target::new("refusals", scenario, Build::Dynamic).expect("cc");
+    let running = target.start(&scratch.directory("held"), scratch.path());
+    if let Some(why) = running.skip() {
+        return skipped(&why);
+    }
+    if !undisturbed_only() {
+        let stillpoint = scratch.stillpoint();
+        let before = Facts::settled(running.pid);
+        let output =
+            stillpoint.run(&["checkpoint", &running.pid.to_string(), "--name", "held"]).fails(3, words);
+        let differences = before.differences(&Facts::settled(running.pid));
+        assert!(differences.is_empty(), "a refusal changes nothing:\n{differences}{output}");
+        assert!(kernel::alive(running.pid));
+        // Not with --kill either.
+        stillpoint.run(&["checkpoint", &running.pid.to_string(), "--name", "held", "--kill"]).fails(3, words);
+        assert!(kernel::alive(running.pid), "a refusal kills nothing");
+        assert_eq!(stillpoint.run(&["ls", "held", "--json"]).stdout.matches("\"id\"").count(), 0);
+    }
+    running.finish("after a refusal");
+}
+
+/// Either refused as above, or captured and right.
+#[track_caller]
+fn refused_or_right(scenario: &str) {
+    let scratch = Scratch::new();
+    let target = Target::new("refusals", scenario, Build::Dynamic).expect("cc");
+    let mut running = target.start(&scratch.directory("held"), scratch.path());
+    if let Some(why) = running.skip() {
+        return skipped(&why);
+    }
+    if undisturbed_only() {
+        running.finish("undisturbed");
+        return;
+    }
+    let stillpoint = scratch.stillpoint();
+    let output = stillpoint.run(&["checkpoint", &running.pid.to_string(), "--name", "held", "--kill"]);
+    if output.code() == 3 {
+        output.fails(3, &[]);
+        running.finish("after a refusal");
+        return;
+    }
+    output.ok();
+    running.reap();
+    let output = stillpoint.run(&["restore", "held", "--detach", "--json"]);
+    if output.code() == 3 {
+        output.fails(3, &[]);
+        return;
+    }
+    let pid = output.ok().json()["pid"].as_u64().expect("pid") as u32;
+    Running::restored(pid, running.directory()).finish("after restore");
+}
+
+macro_rules! refused {
+    ($($name:ident: $($word:literal)*,)*) => {
+        $(
+            #[test]
+            fn $name() {
+                refused(stringify!($name), &[$($word),*]);
+            }
+        )*
+    };
+}
+
+refused! {
+    established_tcp: "tcp" "connection" "connected",
+    pending_connection: "tcp" "connection" "pending",
+    child_process: "child",
+    dead_child: "child",
+    io_uring: "io_uring",
+    sysv_shm: "system v" "sysv" "shared memory",
+    foreign_pipe: "pipe",
+    foreign_socket: "socket",
+    foreign_memory: "shared memory" "shared with" "another process" "shares",
+    foreign_memfd: "memfd" "shared with" "another process" "shares",
+    foreign_pidfd: "pidfd",
+    userfaultfd: "userfaultfd",
+    netlink: "netlink" "socket",
+    perf_event: "perf",
+    fanotify: "fanotify",
+    bpf: "bpf",
+}
+
+macro_rules! refused_or_right {
+    ($($name:ident,)*) => {
+        $(
+            #[test]
+            fn $name() {
+                refused_or_right(stringify!($name));
+            }
+        )*
+    };
+}
+
+refused_or_right! {
+    aio,
+    message_queue,
+    own_descriptor_table,
+    own_directory,
+    in_flight,
+    lease,
+    unread_inotify,
+    bound_udp,
+    connected_udp,
+    unbound_tcp,
+    sealed_memory,
+    droppable_memory,
+    own_mounts,
+    own_host_name,
+}
+
+// --- targets that are none
+
+#[track_caller]
+fn bad_target(target: &str, codes: &[i32], words: &[&str]) {
+    let scratch = Scratch::new();
+    let output = scratch.stillpoint().run(&["checkpoint", target, "--name", "bad"]);
+    assert!(codes.contains(&output.code()), "expected one of {codes:?}: {output}");
+    let code = output.code();
+    output.fails(code, words);
+}
+
+#[test]
+fn a_process_that_does_not_exist() {
+    if undisturbed_only() {
+        return;
+    }
+    bad_target("4194303", &[1, 2], &["4194303"]);
+    bad_target("no-such-job", &[1, 2], &["no-such-job"]);
+    bad_target("0", &[1, 2], &[]);
+    bad_target("-1", &[1, 2], &[]);
+    bad_target("99999999999999999999", &[1, 2], &[]);
+    bad_target("../../etc", &[1, 2], &[]);
+    bad_target("", &[1, 2], &[]);
+}
+
+#[test]
+fn the_init_process() {
+    if !undisturbed_only() {
+        bad_target("1", &[1, 2, 3], &[]);
+    }
+}
+
+#[test]
+fn a_kernel_thread() {
+    let thread =
+        kernel::processes().into_iter().find(|&p| kernel::status(p, "Kthread").is_some_and(|k| k == "1"));
+    let Some(thread) = thread else { return skipped("no kernel thread can be seen") };
+    if !undisturbed_only() {
+        bad_target(&thread.to_string(), &[1, 2], &["kernel thread"]);
+    }
+}
+
+#[test]
+fn a_zombie() {
+    if undisturbed_only() {
+        return;
+    }
+    let mut child = Command::new("true").spawn().expect("true");
+    wait_for("a zombie", Duration::from_secs(5), || (kernel::state(child.id()) == Some('Z')).then_some(()));
+    bad_target(&child.id().to_string(), &[1, 2], &["zombie", "ended", "exited"]);
+    child.wait().expect("a zombie can still be waited for");
+}
+
+#[test]
+fn ourselves() {
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    // The shell's exec makes $$ the process id of the command itself.
+    let binary = stillpoint_tests::stillpoint::binary().display().to_string();
+    let script =
+        format!("exec {binary} checkpoint $$ --name self --store {}", scratch.path().join("s").display());
+    let done = Command::new("sh").args(["-c", &script]).stdin(Stdio::null()).output().expect("sh");
+    let said = String::from_utf8_lossy(&done.stderr).to_lowercase();
+    assert!(matches!(done.status.code(), Some(1 | 2)), "{} {said}", done.status);
+    assert!(said.contains("itself") || said.contains("ourselves") || said.contains("own process"), "{said}");
+}
+
+#[test]
+fn a_32_bit_program() {
+    let Some(target) = Target::new("files", "simple", Build::Bits32) else {
+        return skipped("no 32-bit C library to build against (gcc-multilib)");
+    };
+    let scratch = Scratch::new();
+    let running = target.start(&scratch.directory("small"), scratch.path());
+    if !undisturbed_only() {
+        let output = scratch.stillpoint().run(&["checkpoint", &running.pid.to_string(), "--name", "small"]);
+        assert!(matches!(output.code(), 1..=3), "{output}");
+        let code = output.code();
+        output.fails(code, &["32-bit", "32 bit"]);
+    }
+    running.finish("after a refusal");
+}
+
+/// Something else traces the target already.
+#[track_caller]
+fn traced_by(tracer: &str, arguments: &[&str]) {
+    if kernel::which(tracer).is_none() {
+        return skipped(&format!("{tracer} is not installed"));
+    }
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let target = Target::new("files", "simple", Build::Dynamic).expect("cc");
+    let running = target.start(&scratch.directory("traced"), scratch.path());
+    let mut command = alone(tracer);
+    command.args(arguments).arg("-p").arg(running.pid.to_string());
+    let mut debugger = command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("a debugger");
+    wait_for("the debugger to attach", Duration::from_secs(20), || {
+        kernel::status(running.pid, "TracerPid").filter(|t| t != "0")
+    });
+    let output = scratch.stillpoint().run(&["checkpoint", &running.pid.to_string(), "--name", "traced"]);
+    assert!(matches!(output.code(), 1 | 2), "{output}");
+    let code = output.code();
+    output.fails(code, &["trace", "debug"]);
+    let _ = debugger.kill();
+    let _ = debugger.wait();
+    kernel::kill(running.pid, kernel::SIGCONT);
+    running.finish("after a refusal");
+}
+
+#[test]
+fn traced_by_strace() {
+    traced_by("strace", &["-qq", "-o", "/dev/null"]);
+}
+
+#[test]
+fn traced_by_gdb() {
+    traced_by("gdb", &["-q", "-nx", "-ex", "continue"]);
+}
+
+#[test]
+fn another_users_process() {
+    if !kernel::is_root() || kernel::which("setpriv").is_none() {
+        return skipped("needs to be root to become somebody else, and setpriv");
+    }
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let target = Target::new("files", "simple", Build::Dynamic).expect("cc");
+    let running = target.start(&scratch.directory("roots"), scratch.path());
+    let store = scratch.directory("nobodys");
+    std::fs::set_permissions(&store, std::fs::Permissions::from_mode(0o777)).expect("chmod");
+    // The command may stand in a directory that nobody may not enter.
+    let copy = store.join("stillpoint");
+    std::fs::copy(stillpoint_tests::stillpoint::binary(), &copy).expect("copy");
+    let done = Command::new("setpriv")
+        .args(["--reuid=65534", "--regid=65534", "--clear-groups"])
+        .arg(&copy)
+        .args(["checkpoint", &running.pid.to_string(), "--name", "roots", "--store"])
+        .arg(store.join("store"))
+        .current_dir("/")
+        .output()
+        .expect("setpriv");
+    let said = String::from_utf8_lossy(&done.stderr).to_lowercase();
+    assert!(matches!(done.status.code(), Some(1 | 2)), "{said}");
+    assert!(["permi", "privilege", "user"].iter().any(|w| said.contains(w)), "{said}");
+    running.finish("after a refusal");
+}
+
+/// A program that job control stopped is captured as it is, and stays stopped until somebody lets it go on.
+#[test]
+fn a_stopped_program_stays_stopped() {
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    let target = Target::new("threads", "many", Build::Dynamic).expect("cc");
+    let mut running = target.start(&scratch.directory("stopped"), scratch.path());
+    kernel::kill(running.pid, rustix::process::Signal::STOP);
+    let stopped = |pid| kernel::threads(pid).iter().all(|&t| kernel::thread_state(pid, t) == Some('T'));
+    wait_for("all threads to stop", Duration::from_secs(5), || stopped(running.pid).then_some(()));
+    stillpoint.checkpoint(running.pid, "stopped", &[]);
+    std::thread::sleep(Duration::from_millis(50));
+    assert!(stopped(running.pid), "stopped before, stopped after");
+    stillpoint.checkpoint(running.pid, "stopped", &["--kill"]);
+    running.reap();
+    let pid = stillpoint.restore_detached("stopped", &[]);
+    std::thread::sleep(Duration::from_millis(50));
+    assert!(stopped(pid), "stopped before, stopped after restore");
+    kernel::kill(pid, kernel::SIGCONT);
+    Running::restored(pid, running.directory()).finish("after SIGCONT");
+}
