@@ -13,7 +13,7 @@ use stillpoint_image::{BlockedCall, PAGE, Process, Thread, Usage};
 use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::arch::{self, Gadgets, Regs};
 use stillpoint_linux::bpf::{self, FilteredCall};
-use stillpoint_linux::inject::{Site, Stack, Visit, outside_critical_section};
+use stillpoint_linux::inject::{Planted, Site, Stack, Visit, outside_critical_section};
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::pagemap::{Category, Pagemap, Query};
 use stillpoint_linux::proc::Proc;
@@ -37,8 +37,8 @@ pub struct Known<'a> {
     pub pagemap: &'a Pagemap,
     /// Who else holds descriptors of what.
     pub outsiders: &'a Outsiders,
-    /// Where its threads can make system calls.
-    pub gadgets: Gadgets,
+    /// Where in its code its threads can make system calls, if there is such a place.
+    pub gadgets: Option<Gadgets>,
     /// What its threads were waiting for.
     pub waiting: &'a HashMap<u32, Waiting>,
     /// Calls that an earlier checkpoint found interrupted, by thread, with the time left now.
@@ -140,13 +140,23 @@ fn visit_all(
 ) -> Result<()> {
     let leader = &frozen.threads[0];
     let (sp, xstate_len) = (leader.regs()?.sp(), leader.xstate()?.len());
-    let Some(vma) = known.process.maps()?.into_iter().find(|v| v.name == b"[stack]") else {
+    let maps = known.process.maps()?;
+    let find = |name: &[u8]| maps.iter().find(|v| v.name == name);
+    let planted = match (known.gadgets, find(b"[vdso]")) {
+        (None, Some(vdso)) => Planted::plant(known.memory, (vdso.start, vdso.end))?,
+        _ => None,
+    };
+    let Some(gadgets) = known.gadgets.or(planted.as_ref().map(|p| p.gadgets)) else {
+        builder.refuse("its code", "it has no way to make a system call and return from it, and no vdso", "");
+        return Ok(());
+    };
+    let Some(vma) = find(b"[stack]") else {
         let hint = "only programs with their original main stack can be asked about their threads";
         builder.refuse("main stack", "the program has unmapped it", hint);
         return Ok(());
     };
     let stack = Stack { start: vma.start, end: vma.end, sp };
-    let site = Site::choose(known.memory, known.gadgets, stack, xstate_len, SLOTS, DATA_LEN)?;
+    let site = Site::choose(known.memory, gadgets, stack, xstate_len, SLOTS, DATA_LEN)?;
     let result = visit_in(&site, builder, frozen, known, process, space);
     site.clean()?;
     result
@@ -164,9 +174,9 @@ fn visit_in(
     let of_thread = ThreadQuery::new();
     let of_process = ProcessQuery::new(&known.process.status()?, &known.process.timers()?);
     for thread in &process.threads {
-        check_filters(builder, thread, of_thread.program(), known.gadgets);
+        check_filters(builder, thread, of_thread.program(), site.gadgets());
     }
-    check_filters(builder, &process.threads[0], of_process.program(), known.gadgets);
+    check_filters(builder, &process.threads[0], of_process.program(), site.gadgets());
     if !builder.refusals.is_empty() {
         return Ok(());
     }

@@ -83,6 +83,11 @@ impl<'a> Site<'a> {
         self.slots
     }
 
+    /// Where calls are made and frames returned through.
+    pub fn gadgets(&self) -> Gadgets {
+        self.gadgets
+    }
+
     /// Address of the data area.
     pub fn data(&self) -> RemoteAddr {
         RemoteAddr(self.start.0 + self.slot_len * self.slots as u64)
@@ -320,6 +325,43 @@ pub fn outside_critical_section(memory: &Memory, thread: &Stopped, regs: Regs) -
         return Ok(regs);
     }
     Ok(Regs { rip: abort, orig_rax: arch::NO_SYSCALL, ..regs })
+}
+
+/// Length of what [`Planted`] writes.
+const PLANT_LEN: u64 = 16;
+
+/// Gadgets in a program that has none of its own (a static one of few calls): written into the unused end of the
+/// kernel's vdso in its address space, which every program has. If we die, these bytes, which nobody reads, stay.
+#[derive(Debug)]
+pub struct Planted<'a> {
+    memory: &'a Memory,
+    at: RemoteAddr,
+    /// Where they are.
+    pub gadgets: Gadgets,
+}
+
+impl<'a> Planted<'a> {
+    /// Writes the gadgets; all threads must be stopped. `vdso` is the mapping's range. `None` if its end is in use.
+    pub fn plant(memory: &'a Memory, vdso: (u64, u64)) -> Result<Option<Self>> {
+        let at = RemoteAddr(vdso.1 - PLANT_LEN);
+        // Twice the room, so that what lies before is no code that runs into it.
+        let mut room = [0; 2 * PLANT_LEN as usize];
+        memory.read(RemoteAddr(vdso.1 - 2 * PLANT_LEN), &mut room)?;
+        if room.iter().any(|&b| b != 0) {
+            return Ok(None);
+        }
+        let [long, _] = arch::SIGRETURN_GADGETS;
+        memory.write_forced(at, &[arch::CALL_GADGET, long].concat())?;
+        let sigreturn = RemoteAddr(at.0 + arch::CALL_GADGET.len() as u64);
+        Ok(Some(Planted { memory, at, gadgets: Gadgets { call: at, sigreturn } }))
+    }
+}
+
+impl Drop for Planted<'_> {
+    fn drop(&mut self) {
+        // Fails only if the program is gone.
+        let _ = self.memory.write_forced(self.at, &[0; PLANT_LEN as usize]);
+    }
 }
 
 /// Looks for the gadgets in executable ranges of a program; it may be running.
