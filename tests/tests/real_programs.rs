@@ -213,6 +213,9 @@ impl Terminal {
     }
 }
 
+/// Rounds of the shell script: enough to outlive all cuts.
+const ROUNDS: &str = "1500";
+
 #[test]
 fn a_shell_script_of_builtins_in_a_terminal() {
     let Some(bash) = installed(&["bash"], "bash") else { return };
@@ -226,7 +229,7 @@ fn a_shell_script_of_builtins_in_a_terminal() {
     let scratch = Scratch::new();
     let terminal = Terminal::new();
     let mut command = Command::new(&bash);
-    command.arg(&script);
+    command.arg(&script).arg(ROUNDS);
     let mut child = terminal.start(&command, scratch.path(), scratch.path());
     answer(&terminal);
     child.wait().expect("wait");
@@ -244,6 +247,7 @@ fn a_shell_script_of_builtins_in_a_terminal() {
         "--",
         bash.to_str().expect("path"),
         script.to_str().expect("path"),
+        ROUNDS,
     ]);
     let mut child = first.start(&run, scratch.path(), scratch.path());
     wait_for("the script to run", patience, || (first.lines().len() > 3).then_some(()));

@@ -138,7 +138,9 @@ fn take(pid: u32, store: &Store, options: &Options, progress: &dyn Progress) -> 
     let mut writer = store.begin(&options.job)?;
     let last = store.load(&options.job, None).ok().map(|c| c.image);
     let earlier = last.as_ref().map(|l| earlier_calls(l, &target)).unwrap_or_default();
-    let outsiders = Outsiders::scan(&[pid]);
+    let mut outsiders = Outsiders::scan(&[pid]);
+    let nameless: Vec<u64> = maps.iter().filter(|v| v.shared && v.deleted).map(|v| v.ino).collect();
+    outsiders.scan_memory(&[pid], &nameless);
     let waiting = observe(&target.process)?;
     let mut frozen = Frozen::freeze(pid)?;
     let known = Known {

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::os::unix::ffi::OsStrExt;
+use stillpoint_linux::proc::{self, Proc};
 
 /// Who holds what outside the target, as far as we may see it: links of `/proc/*/fd`.
 #[derive(Debug, Default)]
@@ -42,12 +43,28 @@ impl Outsiders {
         Outsiders { holders }
     }
 
+    /// Looks through the mappings of all processes but `except` and ourselves for nameless shared memory: memfds and
+    /// shared anonymous memory, by the inode numbers of those that the target has mapped.
+    pub fn scan_memory(&mut self, except: &[u32], wanted: &[u64]) {
+        if wanted.is_empty() {
+            return;
+        }
+        let pids = proc::processes().unwrap_or_default();
+        for pid in pids.into_iter().filter(|pid| *pid != std::process::id() && !except.contains(pid)) {
+            let maps = Proc::process(pid).and_then(|p| p.maps()).unwrap_or_default();
+            for vma in maps.iter().filter(|v| v.deleted && v.shared && wanted.contains(&v.ino)) {
+                let holder = || Holder { pid, name: name_of(pid) };
+                self.holders.entry(memory_key(vma.ino)).or_insert_with(holder);
+            }
+        }
+    }
+
     /// Who holds the object that a link of `/proc/PID/fd` names; for a memfd see [`Outsiders::memory`].
     pub fn holder(&self, link: &[u8]) -> Option<&Holder> {
         self.holders.get(link)
     }
 
-    /// Who holds the memfd with this inode number.
+    /// Who holds the memfd or has mapped the shared memory with this inode number.
     pub fn memory(&self, ino: u64) -> Option<&Holder> {
         self.holders.get(memory_key(ino).as_slice())
     }
