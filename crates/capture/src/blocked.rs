@@ -116,7 +116,8 @@ fn requested(memory: &Memory, nr: u64, args: [u64; 6]) -> Option<u64> {
     match nr as i64 {
         libc::SYS_nanosleep => timespec(memory, args[0]),
         libc::SYS_clock_nanosleep => timespec(memory, args[2]),
-        libc::SYS_poll => Some(args[2] as i32 as u64 * 1_000_000),
+        // Milliseconds; negative: for ever.
+        libc::SYS_poll => Some(u64::try_from(args[2] as i32).ok()? * 1_000_000),
         // Every other operation takes a point in time, so starting over is right.
         libc::SYS_futex if args[1] & 0x7f == FUTEX_WAIT => timespec(memory, args[3]),
         _ => None,

@@ -16,7 +16,7 @@ use stillpoint_image::{BlockedCall, Image, Owner, PAGE, PathFile, Usage};
 use stillpoint_linux::inject::find_gadgets;
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::pagemap::Pagemap;
-use stillpoint_linux::proc::Proc;
+use stillpoint_linux::proc::{Proc, TaskFlags};
 use stillpoint_linux::{RemoteAddr, host};
 use stillpoint_store::{PutError, Store, Writer, Zeros};
 
@@ -101,8 +101,24 @@ pub fn checkpoint(
     // On a thread of its own: what it may still trace when it fails is let go of when it ends.
     std::thread::scope(|scope| {
         let tracer = scope.spawn(|| take(pid, store, options, progress));
-        tracer.join().unwrap_or_else(|_| Err(Error::Failed("the checkpoint failed inside stillpoint".into())))
+        let joined = tracer.join();
+        joined.unwrap_or_else(|_| Err(Error::Failed("the checkpoint failed inside stillpoint".into())))
     })
+    .map_err(|e| match e {
+        // Whatever could not be read or done, this is why.
+        Error::Kernel(_) | Error::Failed(_) if is_dying(pid) => {
+            Error::Failed(format!("process {pid} ended before its checkpoint was complete"))
+        }
+        e => e,
+    })
+}
+
+/// Whether a process has ended, is ending, or has been killed.
+fn is_dying(pid: u32) -> bool {
+    let Ok(process) = Proc::process(pid) else { return true };
+    let (Ok(stat), Ok(status)) = (process.stat(), process.status()) else { return true };
+    let killed = (status.sig_pending | status.shared_pending) & 1 << (libc::SIGKILL - 1) != 0;
+    matches!(stat.state, b'Z' | b'X') || stat.flags.contains(TaskFlags::EXITING) || killed
 }
 
 /// The target before it is stopped.

@@ -92,7 +92,8 @@ fn seize_new(pid: u32, known: &mut HashSet<u32>) -> Result<Vec<Seized>> {
         match Seized::seize(tid, options::SYSCALL_GOOD) {
             Ok(thread) => seized.push(thread),
             Err(stillpoint_linux::Error::Gone(_)) => {}
-            Err(_) if is_ending(pid, tid) => {}
+            Err(_) if is_ending(pid, tid) && tid != pid => {}
+            Err(_) if is_ending(pid, tid) => return Err(Error::Target(format!("process {pid} ended"))),
             Err(e) => return Err(e.into()),
         }
     }
@@ -108,7 +109,7 @@ fn tasks(pid: u32) -> Result<Vec<u32>> {
 fn is_ending(pid: u32, tid: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/task/{tid}/stat")).unwrap_or_default();
     let state = stat.rsplit_once(')').and_then(|(_, rest)| rest.trim_start().chars().next());
-    tid != pid && matches!(state, None | Some('Z' | 'X'))
+    matches!(state, None | Some('Z' | 'X'))
 }
 
 /// Interrupts all, then waits for all.
