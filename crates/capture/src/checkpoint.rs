@@ -106,7 +106,7 @@ pub fn checkpoint(
     })
     .map_err(|e| match e {
         // Whatever could not be read or done, this is why.
-        Error::Kernel(_) | Error::Failed(_) if is_dying(pid) => {
+        Error::Kernel(_) | Error::Failed(_) | Error::Refused(_) if is_dying(pid) => {
             Error::Failed(format!("process {pid} ended before its checkpoint was complete"))
         }
         e => e,
