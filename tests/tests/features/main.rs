@@ -142,7 +142,7 @@ mod threads {
         locks,
         robust_mutex,
         rseq,
-        leader_ended,
+        leader_ended.or_refused("main thread"),
         fork_exec,
         computing.ignoring(&["thread", "map"]),
     );
