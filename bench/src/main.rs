@@ -104,11 +104,12 @@ fn checkpoints(
         });
         peer_series.push((Series::default(), Series::default()));
     }
+    let source = raw::Source::new(mebibytes << 20);
     for run in 0..=plan.runs {
         ours.longest_gap()?; // forget what came before
         let cut = stillpoint.checkpoint(ours.pid, &directory.join("store"))?;
         let gap = ours.longest_gap()?;
-        let written = raw::write(&directory.join("raw"), cut.bytes)?;
+        let written = source.write(&directory.join("raw"), cut.bytes)?;
         let warm_up = run == 0;
         if !warm_up {
             wall.add(cut.wall);

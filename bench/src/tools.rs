@@ -102,9 +102,9 @@ impl Criu {
         let check = Command::new(&binary).arg("check").output()?;
         if !check.status.success() {
             let said = String::from_utf8_lossy(&check.stderr).into_owned();
-            let first =
-                said.lines().find(|l| l.contains("Error")).unwrap_or("no reason given").trim().to_owned();
-            bail!("CRIU is skipped: `criu check` fails on this kernel ({first})");
+            let error = |l: &str| Some(l.trim().strip_prefix("Error ")?.split_once("): ")?.1.to_owned());
+            let errors: Vec<_> = said.lines().filter_map(error).collect();
+            bail!("CRIU is skipped: `criu check` fails on this kernel ({})", errors.join("; "));
         }
         Ok(Box::new(Criu { binary }))
     }

@@ -105,7 +105,8 @@ impl Feature {
     fn same(&self, before: &Facts, pid: u32, what: &str) {
         let patience = Instant::now() + Duration::from_secs(3); // a command in the foreground may not be through yet
         loop {
-            let differences = before.differences(&self.facts(pid));
+            let now = Facts::of(pid).without(&self.ignored);
+            let differences = before.differences(&now);
             if differences.is_empty() {
                 return;
             }

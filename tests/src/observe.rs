@@ -75,13 +75,16 @@ impl Facts {
         facts
     }
 
-    /// Looks at a process until two looks in a row agree: whatever was just being put back is back.
+    /// Looks at a process until a few looks in a row agree: a thread that only begins, or something that is just being
+    /// put back, has had its time.
     pub fn settled(pid: u32) -> Self {
         let mut last = Facts::of(pid);
-        for _ in 0..100 {
-            std::thread::sleep(std::time::Duration::from_millis(5));
+        let mut agreed = 0;
+        for _ in 0..200 {
+            std::thread::sleep(std::time::Duration::from_millis(6));
             let next = Facts::of(pid);
-            if next == last {
+            agreed = if next == last { agreed + 1 } else { 0 };
+            if agreed == 4 {
                 break;
             }
             last = next;

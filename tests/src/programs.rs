@@ -75,8 +75,11 @@ impl Program {
         let pid = child.id();
         let mut child = Some(child);
         let pause = |scratch: &Scratch, most: f64| {
-            let part = typical.mul_f64(0.02 + most * scratch.random().fraction());
-            std::thread::sleep(part);
+            // Short against the run, also where this run is much faster than the undisturbed one was.
+            let longest = typical.mul_f64(most).min(Duration::from_millis(400));
+            std::thread::sleep(
+                typical.mul_f64(0.01).min(longest) + longest.mul_f64(scratch.random().fraction()),
+            );
         };
         let mut history = Vec::new();
         let lives = 3;

@@ -142,9 +142,8 @@ static pthread_cond_t condition = PTHREAD_COND_INITIALIZER;
 
 static void cond_timedwait(void) {
   begin();
-  double deadline = seconds(CLOCK_REALTIME) + DURATION;
-  struct timespec t = timespec_of(deadline);
-  double monotonic = now() + DURATION;
+  double monotonic = now() + DURATION; // read first: never later than the real deadline
+  struct timespec t = timespec_of(seconds(CLOCK_REALTIME) + DURATION);
   pthread_mutex_lock(&lock);
   EQUAL(pthread_cond_timedwait(&condition, &lock, &t), ETIMEDOUT);
   EQUAL(pthread_mutex_unlock(&lock), 0);
@@ -162,8 +161,8 @@ static void mutex_timedlock(void) {
   spawn(hold_lock, 0);
   nap(0.05);
   begin();
-  struct timespec t = timespec_of(seconds(CLOCK_REALTIME) + DURATION);
   double monotonic = now() + DURATION;
+  struct timespec t = timespec_of(seconds(CLOCK_REALTIME) + DURATION);
   EQUAL(pthread_mutex_timedlock(&lock, &t), ETIMEDOUT);
   check_absolute(monotonic, now());
 }
@@ -172,8 +171,8 @@ static void sem_timed(void) {
   sem_t s;
   sem_init(&s, 0, 0);
   begin();
-  struct timespec t = timespec_of(seconds(CLOCK_REALTIME) + DURATION);
   double monotonic = now() + DURATION;
+  struct timespec t = timespec_of(seconds(CLOCK_REALTIME) + DURATION);
   EQUAL(sem_timedwait(&s, &t), -1);
   EQUAL(errno, ETIMEDOUT);
   check_absolute(monotonic, now());

@@ -124,6 +124,10 @@ fn stdio_follows_whoever_restores() {
         output.read_line(&mut line).expect("read");
         assert_eq!(line, format!("echo two {generation}\n"));
         if generation == 0 {
+            // The program may answer before the command has entered it among the jobs that run.
+            wait_for("the job to be known again", PATIENCE, || {
+                stillpoint.run(&["checkpoint", "echo"]).status.success().then_some(())
+            });
             stillpoint.checkpoint("echo", "echo", &["--kill"]);
             again.wait().expect("wait");
         } else {

@@ -112,7 +112,7 @@ fn go_with_goroutines_and_timers() {
         .status()
         .expect("go");
     assert!(built.success(), "timers.go does not build");
-    let mut program = Program::new(&arguments(&[binary.to_str().expect("path"), "3000"]));
+    let mut program = Program::new(&arguments(&[binary.to_str().expect("path"), "2000"]));
     program.outputs = vec!["sums"];
     program.survives();
 }
