@@ -4,7 +4,7 @@ use crate::blocked::{self, Waiting};
 use crate::files::Outsiders;
 use crate::freeze::Frozen;
 use crate::inspect::{Known, inspect};
-use crate::regions::{Region, private_regions};
+use crate::regions::private_regions;
 use crate::{Builder, Error, Result, attributes, files};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
@@ -12,12 +12,12 @@ use rustix::time::{ClockId, clock_gettime};
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant, SystemTime};
-use stillpoint_image::{BlockedCall, Image, Owner, PAGE, PathFile, Usage};
+use stillpoint_image::{BlockedCall, Image, Owner, PAGE, PathFile, Range, Usage};
+use stillpoint_linux::host;
 use stillpoint_linux::inject::find_gadgets;
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::pagemap::Pagemap;
 use stillpoint_linux::proc::{Proc, TaskFlags};
-use stillpoint_linux::{RemoteAddr, host};
 use stillpoint_store::{PutError, Store, Writer, Zeros};
 
 /// How memory is saved.
@@ -143,7 +143,7 @@ impl Target {
     }
 }
 
-fn take(pid: u32, store: &Store, options: &Options, progress: &dyn Progress) -> Result<Report> {
+fn take(pid: u32, store: &Store, options: &Options, progress: &(dyn Progress + Sync)) -> Result<Report> {
     let start = Instant::now();
     let target = Target::open(pid)?;
     let maps = target.process.maps()?;
@@ -293,14 +293,15 @@ fn copy_all(
     builder: &mut Builder,
     writer: &mut Writer,
     target: &Target,
-    progress: &dyn Progress,
+    progress: &(dyn Progress + Sync),
 ) -> Result<()> {
     let space = &builder.image.spaces[0];
     let regions = private_regions(&target.pagemap, space)?;
     let contents: u64 = builder.contents.iter().flat_map(|c| &c.ranges).map(|r| r.len).sum();
     progress.start(regions.iter().map(|r| r.range.len).sum::<u64>() + contents);
-    for region in &regions {
-        copy_region(region, writer, &target.memory, progress)?;
+    for zeros_matter in [false, true] {
+        let alike = regions.iter().filter(|r| r.zeros_matter == zeros_matter).map(|r| r.range);
+        copy_regions(&alike.collect::<Vec<_>>(), zeros_matter, writer, &target.memory, progress)?;
     }
     for content in &builder.contents {
         files::copy_content(content, writer, &mut |bytes| progress.advance(bytes))?;
@@ -308,13 +309,20 @@ fn copy_all(
     Ok(())
 }
 
-fn copy_region(region: &Region, writer: &mut Writer, memory: &Memory, progress: &dyn Progress) -> Result<()> {
-    let zeros = if region.zeros_matter { Zeros::Record } else { Zeros::Omit };
-    let mut fill = |address: u64, buffer: &mut [u8]| {
+fn copy_regions(
+    ranges: &[Range],
+    zeros_matter: bool,
+    writer: &mut Writer,
+    memory: &Memory,
+    progress: &(dyn Progress + Sync),
+) -> Result<()> {
+    let zeros = if zeros_matter { Zeros::Record } else { Zeros::Omit };
+    let fill = |batch: &[Range], buffer: &mut [u8]| {
         progress.advance(buffer.len() as u64);
-        memory.read(RemoteAddr(address), buffer)
+        let ranges: Vec<(u64, u64)> = batch.iter().map(|r| (r.start, r.len)).collect();
+        memory.read_many(&ranges, buffer)
     };
-    writer.put(Owner::Space(0), region.range, zeros, &mut fill).map_err(|e| match e {
+    writer.put_parallel(Owner::Space(0), ranges, zeros, &fill).map_err(|e| match e {
         PutError::Fill(e) => Error::Kernel(e),
         PutError::Store(e) => Error::Store(e),
     })

@@ -32,6 +32,35 @@ impl Memory {
         self.read_slow(RemoteAddr(from.0 + done as u64), &mut buf[done..])
     }
 
+    /// Reads ranges (address, length) one behind the other into `buf`, many with each call.
+    pub fn read_many(&self, ranges: &[(u64, u64)], buf: &mut [u8]) -> Result<()> {
+        const MOST: usize = 1024; // UIO_MAXIOV
+        let mut rest = buf;
+        for part in ranges.chunks(MOST) {
+            let len: u64 = part.iter().map(|r| r.1).sum();
+            let (now, later) = rest.split_at_mut(len as usize);
+            rest = later;
+            let iov =
+                |&(start, len): &(u64, u64)| libc::iovec { iov_base: start as *mut _, iov_len: len as usize };
+            let remote: Vec<libc::iovec> = part.iter().map(iov).collect();
+            let local = libc::iovec { iov_base: now.as_mut_ptr().cast(), iov_len: now.len() };
+            // SAFETY: `local` describes `now`, which is ours to write; the remote addresses are only used in the target.
+            let n = unsafe {
+                libc::process_vm_readv(self.pid as i32, &local, 1, remote.as_ptr(), remote.len() as u64, 0)
+            };
+            if n == now.len() as isize {
+                continue;
+            }
+            // Something among them needs the slow way.
+            let mut at = 0;
+            for &(start, len) in part {
+                self.read(RemoteAddr(start), &mut now[at..at + len as usize])?;
+                at += len as usize;
+            }
+        }
+        Ok(())
+    }
+
     /// As much as `process_vm_readv` reads.
     fn read_fast(&self, from: RemoteAddr, buf: &mut [u8]) -> usize {
         let local = libc::iovec { iov_base: buf.as_mut_ptr().cast(), iov_len: buf.len() };

@@ -166,6 +166,53 @@ impl Pipeline {
         Ok(())
     }
 
+    /// As [`Pipeline::put`], filling several buffers at a time: reading another program's memory keeps more than one
+    /// processor busy.
+    pub fn put_parallel<E: Send>(
+        &mut self,
+        owner: Owner,
+        ranges: &[Range],
+        zeros: Zeros,
+        fill: &(dyn Fn(&[Range], &mut [u8]) -> Result<(), E> + Sync),
+    ) -> Result<(), PutError<E>> {
+        self.submit();
+        let fillers = fillers();
+        let mut batches = Batches::new(ranges);
+        let (jobs, taken) = channel::<(Vec<Range>, Buffer)>();
+        let taken = Mutex::new(taken);
+        let (sender, filled) = channel();
+        std::thread::scope(|scope| {
+            for _ in 0..fillers {
+                let (taken, sender) = (&taken, sender.clone());
+                scope.spawn(move || fill_all(taken, &sender, fill));
+            }
+            let mut out = 0;
+            let result = loop {
+                while out < 2 * fillers
+                    && let Some(batch) = batches.next()
+                {
+                    match self.buffer() {
+                        Ok(buffer) => out += usize::from(jobs.send((batch, buffer)).is_ok()),
+                        Err(_) => break, // told by the check below, once what is out has come back
+                    }
+                }
+                if out == 0 || self.failed.is_some() {
+                    break self.check().map_err(PutError::Store);
+                }
+                let Ok((batch, buffer, result)) = filled.recv() else { break Ok(()) };
+                out -= 1;
+                self.current = Some(buffer);
+                if let Err(e) = result {
+                    break Err(PutError::Fill(e));
+                }
+                self.absorb(owner, &batch, zeros);
+                self.submit();
+            };
+            drop(jobs); // ends the fillers
+            result
+        })
+    }
+
     /// The free part of the current buffer, at least a page.
     fn room(&mut self) -> Result<&mut [u8]> {
         self.check()?;
@@ -357,6 +404,63 @@ impl Drop for Pipeline {
     fn drop(&mut self) {
         self.shared.stopped.store(true, Ordering::Relaxed);
         self.stop();
+    }
+}
+
+/// Buffers are filled by so many threads at a time. (Asking takes longer than filling one.)
+fn fillers() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from).min(BUFFERS / 2)
+}
+
+/// Ranges cut into pieces that each fill a buffer.
+struct Batches<'a> {
+    ranges: std::slice::Iter<'a, Range>,
+    left: Range,
+}
+
+impl<'a> Batches<'a> {
+    fn new(ranges: &'a [Range]) -> Self {
+        Batches { ranges: ranges.iter(), left: Range::default() }
+    }
+}
+
+impl Iterator for Batches<'_> {
+    type Item = Vec<Range>;
+
+    fn next(&mut self) -> Option<Vec<Range>> {
+        let (mut batch, mut room) = (Vec::new(), BUFFER as u64);
+        while room > 0 {
+            if self.left.len == 0 {
+                match self.ranges.next() {
+                    Some(range) => self.left = *range,
+                    None => break,
+                }
+            }
+            let len = self.left.len.min(room);
+            if len > 0 {
+                batch.push(Range { start: self.left.start, len });
+            }
+            self.left = Range { start: self.left.start + len, len: self.left.len - len };
+            room -= len;
+        }
+        (!batch.is_empty()).then_some(batch)
+    }
+}
+
+/// A filling thread.
+fn fill_all<E>(
+    jobs: &Mutex<Receiver<(Vec<Range>, Buffer)>>,
+    done: &Sender<(Vec<Range>, Buffer, Result<(), E>)>,
+    fill: &(dyn Fn(&[Range], &mut [u8]) -> Result<(), E> + Sync),
+) {
+    loop {
+        let next = jobs.lock().unwrap_or_else(PoisonError::into_inner).recv();
+        let Ok((batch, mut buffer)) = next else { return };
+        let len: u64 = batch.iter().map(|r| r.len).sum();
+        let result = fill(&batch, &mut buffer.bytes_mut()[..len as usize]);
+        if done.send((batch, buffer, result)).is_err() {
+            return;
+        }
     }
 }
 

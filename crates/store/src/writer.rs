@@ -115,15 +115,27 @@ impl Writer {
         zeros: Zeros,
         fill: impl FnMut(&[Range], &mut [u8]) -> Result<(), E>,
     ) -> Result<(), PutError<E>> {
-        for range in ranges {
-            assert!(
-                range.start.is_multiple_of(PAGE)
-                    && range.len.is_multiple_of(PAGE)
-                    && range.start.checked_add(range.len).is_some(),
-                "{range:x?} is not whole pages"
-            );
-        }
+        ranges.iter().for_each(whole_pages);
         self.pipeline.put(owner, ranges, zeros, fill)
+    }
+
+    /// Puts the pages of many ranges, like [`Writer::put_ranges`], filling several buffers at a time.
+    ///
+    /// # Errors
+    /// [`PutError::Fill`] when `fill` fails, [`PutError::Store`] when a write has failed; which ranges are put then is
+    /// not known.
+    ///
+    /// # Panics
+    /// If a range is not whole pages.
+    pub fn put_parallel<E: Send>(
+        &mut self,
+        owner: Owner,
+        ranges: &[Range],
+        zeros: Zeros,
+        fill: &(dyn Fn(&[Range], &mut [u8]) -> Result<(), E> + Sync),
+    ) -> Result<(), PutError<E>> {
+        ranges.iter().for_each(whole_pages);
+        self.pipeline.put_parallel(owner, ranges, zeros, fill)
     }
 
     /// Takes pages over from an older checkpoint of the same job, where they stay.
@@ -235,4 +247,9 @@ impl std::fmt::Debug for Writer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Writer({}@{}, {} bytes)", self.folder.job, self.id, self.written_bytes())
     }
+}
+
+fn whole_pages(range: &Range) {
+    let whole = range.start.is_multiple_of(PAGE) && range.len.is_multiple_of(PAGE);
+    assert!(whole && range.start.checked_add(range.len).is_some(), "{range:x?} is not whole pages");
 }
