@@ -58,6 +58,9 @@ pub struct Options {
     pub engine: Engine,
     /// Kill the program once the checkpoint is committed; it does not run in between.
     pub kill: bool,
+    /// Pipes, sockets and terminals besides its standard streams that the program was started with: descriptor, and
+    /// what `/proc/PID/fd` called it. Like those they become the ones of whoever restores.
+    pub inherited: Vec<(u32, Vec<u8>)>,
 }
 
 /// Hears how far a checkpoint or restore is. It may be called while the program stands still.
@@ -163,6 +166,7 @@ fn take(pid: u32, store: &Store, options: &Options, progress: &(dyn Progress + S
         process: &target.process,
         pidfd: target.pidfd.as_fd(),
         memory: &target.memory,
+        inherited: &options.inherited,
         outsiders: &outsiders,
         pagemap: &target.pagemap,
         gadgets,

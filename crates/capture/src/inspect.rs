@@ -35,6 +35,8 @@ pub struct Known<'a> {
     pub memory: &'a Memory,
     /// Its page map.
     pub pagemap: &'a Pagemap,
+    /// Streams from outside that it was started with, besides the standard ones.
+    pub inherited: &'a [(u32, Vec<u8>)],
     /// Who else holds descriptors of what.
     pub outsiders: &'a Outsiders,
     /// Where in its code its threads can make system calls, if there is such a place.
@@ -65,8 +67,13 @@ pub fn inspect(builder: &mut Builder, frozen: &mut Frozen, known: &Known<'_>) ->
     if !builder.refusals.is_empty() {
         return Ok(());
     }
-    let target =
-        files::Target { pid: frozen.pid, pidfd: known.pidfd, frozen: true, outsiders: known.outsiders };
+    let target = files::Target {
+        pid: frozen.pid,
+        pidfd: known.pidfd,
+        frozen: true,
+        inherited: known.inherited,
+        outsiders: known.outsiders,
+    };
     space.mappings = capture_mappings(builder, &target, known.process, known.pagemap)?;
     process.table = files::capture_files(builder, &target)?;
     process.exe = link(builder, known.process, "exe", Usage::Read)?;

@@ -6,6 +6,7 @@ use rustix::process::{Pid, test_kill_process};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use stillpoint_image::Bytes;
+use stillpoint_linux::supervise::inherited_streams;
 use stillpoint_store::{Claim, Running, Store};
 
 /// Opens the store that the user means.
@@ -57,7 +58,9 @@ pub fn running_record(pid: u32, command: Vec<Bytes>, restored_from: Option<u64>)
         Ok(stat.start_time)
     };
     let supervisor_pid = std::process::id();
+    let inherited = inherited_streams()?.into_iter().map(|(fd, name)| (fd, name.into())).collect();
     Ok(Running {
+        inherited,
         pid,
         start_time: start_of(pid)?,
         boot_id: boot_id(),
@@ -124,6 +127,8 @@ pub struct Target {
     pub job: String,
     /// A remark for the user.
     pub note: Option<String>,
+    /// Streams besides the standard ones that it was started with, where that was recorded.
+    pub inherited: Vec<(u32, Vec<u8>)>,
 }
 
 /// Finds the process that TARGET means: a number is a process id, anything else the name of a running job.
@@ -133,7 +138,7 @@ pub fn target(store: &Store, text: &str) -> Result<Target> {
     }
     let job = crate::names::parse_job(text).map_err(|e| Failure::usage(format!("TARGET {text:?}: {e}")))?;
     match running(store, &job)? {
-        Some(record) => Ok(Target { pid: record.pid, job, note: None }),
+        Some(record) => Ok(Target { pid: record.pid, job, note: None, inherited: inherited(record) }),
         None if store.checkpoints(&job).is_ok_and(|ids| !ids.is_empty()) => {
             Err(Failure::usage(format!("job {job} does not run"))
                 .hint(format!("stillpoint restore {job} brings it back from its newest checkpoint")))
@@ -141,6 +146,10 @@ pub fn target(store: &Store, text: &str) -> Result<Target> {
         None => Err(Failure::usage(format!("no job {job} runs (store {})", store.path().display()))
             .hint("stillpoint ls lists the jobs; a program that is no job is named by its process id")),
     }
+}
+
+fn inherited(record: Running) -> Vec<(u32, Vec<u8>)> {
+    record.inherited.into_iter().map(|(fd, name)| (fd, name.0)).collect()
 }
 
 fn process(store: &Store, text: &str) -> Result<Target> {
@@ -159,16 +168,16 @@ fn process(store: &Store, text: &str) -> Result<Target> {
     for job in store.jobs().map_err(store_failure)? {
         let Some(record) = running(store, &job)? else { continue };
         if record.pid == pid {
-            return Ok(Target { pid, job, note: None });
+            return Ok(Target { pid, job, note: None, inherited: inherited(record) });
         }
         // What a shell knows of a job (`$!`) is its supervisor.
         if record.supervisor_pid == pid && record.supervisor_start_time == stat.start_time {
             let note =
                 format!("process {pid} is the supervisor of job {job}, which is process {}", record.pid);
-            return Ok(Target { pid: record.pid, job, note: Some(note) });
+            return Ok(Target { pid: record.pid, job, note: Some(note), inherited: inherited(record) });
         }
     }
-    Ok(Target { pid, job: job_from(&format!("{}-{pid}", stat.name)), note: None })
+    Ok(Target { pid, job: job_from(&format!("{}-{pid}", stat.name)), note: None, inherited: Vec::new() })
 }
 
 /// How long a supervisor may take to let go of the name of a job whose process has ended.

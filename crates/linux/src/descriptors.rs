@@ -10,6 +10,16 @@ pub(crate) fn check(what: impl FnOnce() -> String, result: i64) -> Result<i64> {
     if result < 0 { Err(Error::call(what(), IoError::last_os_error())) } else { Ok(result) }
 }
 
+/// A duplicate of the descriptor of this number, if this process was started with it (whatever it opens itself is
+/// close-on-exec).
+pub fn inherited(number: u32) -> Option<OwnedFd> {
+    // SAFETY: only borrowed for two questions; if the number is not open, both answer EBADF.
+    let fd = unsafe { BorrowedFd::borrow_raw(number as i32) };
+    let flags = rustix::io::fcntl_getfd(fd).ok()?;
+    let passed_on = !flags.contains(rustix::io::FdFlags::CLOEXEC);
+    passed_on.then(|| rustix::io::fcntl_dupfd_cloexec(fd, 3).ok()).flatten()
+}
+
 /// Duplicates descriptor `fd` of a process into ours (`pidfd_getfd(2)`). The duplicate shares the open file
 /// description: reading from it, seeking and changing its flags would be seen by the process.
 pub fn duplicate_from(pidfd: BorrowedFd<'_>, fd: u32) -> Result<OwnedFd> {

@@ -309,6 +309,35 @@ pub fn background() -> Result<Side> {
     Ok(Side::Back)
 }
 
+/// Pipes, sockets and terminals besides the standard streams that this process was started with, and a program that it
+/// starts will be: descriptor and what `/proc/self/fd` calls it.
+pub fn inherited_streams() -> Result<Vec<(u32, Vec<u8>)>> {
+    let own = crate::proc::Proc::process(std::process::id())?;
+    let mut streams = Vec::new();
+    for name in own.list("fd")? {
+        let Some(number) = std::str::from_utf8(&name).ok().and_then(|n| n.parse::<u32>().ok()) else {
+            continue;
+        };
+        let Ok(link) = own.link(&format!("fd/{number}")) else { continue };
+        if number > 2
+            && let Some(fd) = crate::descriptors::inherited(number)
+            && is_stream(&fd)
+        {
+            streams.push((number, link));
+        }
+    }
+    Ok(streams)
+}
+
+fn is_stream(fd: &OwnedFd) -> bool {
+    use rustix::fs::FileType;
+    rustix::fs::fstat(fd).is_ok_and(|s| match FileType::from_raw_mode(s.st_mode) {
+        FileType::Fifo | FileType::Socket => true,
+        FileType::CharacterDevice => rustix::termios::isatty(fd),
+        _ => false,
+    })
+}
+
 /// A copy of this process is only complete while it has one thread.
 fn single_threaded(to_do: &str) -> Result<()> {
     let tasks = std::fs::read_dir("/proc/self/task").map_err(|e| Error::file("/proc/self/task", e))?.count();

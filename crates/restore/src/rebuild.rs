@@ -68,7 +68,6 @@ pub fn restore(
     cut_tail: &mut files::KeepTail<'_>,
     progress: &dyn Progress,
 ) -> Result<Restored> {
-    let start = Instant::now();
     let image = &checkpoint.image;
     let (process, space) = only_process(image)?;
     check_host(image)?;
@@ -76,11 +75,12 @@ pub fn restore(
     if !missing.is_empty() {
         return Err(Error::Refused(missing));
     }
+    wait_for_burial(process.pid);
+    let start = Instant::now();
     let contents = Stored { checkpoint };
     let mut open = files::open(image, &contents, options.files, options.stdio)?;
     let own = Proc::process(std::process::id())?.maps()?;
     let room = space::find_room(space, &own)?;
-    wait_for_burial(process.pid);
     let mut notes = Vec::from_iter(clock::continue_clocks(&image.meta)?);
     let mut newborn = Newborn::make(process.pid)?;
     let memory = Memory::open(newborn.pid())?;

@@ -55,7 +55,13 @@ fn capture_as(pid: u32, frozen: bool) -> Builder {
     let mut builder = Builder::new();
     let pidfd = pidfd_open(pid, 0).unwrap();
     let outsiders = Outsiders::scan(&[pid]);
-    let target = Target { pid, pidfd: std::os::fd::AsFd::as_fd(&pidfd), frozen, outsiders: &outsiders };
+    let target = Target {
+        pid,
+        pidfd: std::os::fd::AsFd::as_fd(&pidfd),
+        frozen,
+        inherited: &[],
+        outsiders: &outsiders,
+    };
     capture_files(&mut builder, &target).unwrap();
     stillpoint_capture::files::take_digests(&mut builder).unwrap();
     builder
@@ -690,7 +696,13 @@ g = open("gone", "w+b"); g.write(b"g" * 5000); g.flush(); b = mmap.mmap(g.fileno
     let pid = program.0.id();
     let pidfd = pidfd_open(pid, 0).unwrap();
     let outsiders = Outsiders::default();
-    let target = Target { pid, pidfd: std::os::fd::AsFd::as_fd(&pidfd), frozen: true, outsiders: &outsiders };
+    let target = Target {
+        pid,
+        pidfd: std::os::fd::AsFd::as_fd(&pidfd),
+        frozen: true,
+        inherited: &[],
+        outsiders: &outsiders,
+    };
     let vmas = stillpoint_linux::proc::Proc::process(pid).unwrap().maps().unwrap();
     for vma in vmas.iter().filter(|v| v.ino != 0) {
         let written = vma.shared.then_some(Range { start: vma.offset, len: vma.len() });

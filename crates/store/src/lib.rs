@@ -46,6 +46,7 @@ pub use error::{Error, PutError, Result};
 #[doc(hidden)]
 pub use medium::{Fault, Op};
 pub use name::check_name;
+pub use pipeline::Fill;
 pub use reader::{Checkpoint, Reader};
 pub use running::{Claim, Running};
 pub use store::{Store, Summary};

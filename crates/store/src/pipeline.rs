@@ -28,6 +28,9 @@ const BLOCK_PAGES: u16 = 64;
 const RESERVE: u64 = 256 << 20;
 const PAGE_BYTES: usize = PAGE as usize;
 
+/// Fills a buffer with the contents of ranges, one behind the other; from several threads at a time.
+pub type Fill<'a, E> = dyn Fn(&[Range], &mut [u8]) -> Result<(), E> + Sync + 'a;
+
 /// A piece of a buffer that one checksum covers.
 #[derive(Clone, Copy, Debug)]
 struct Block {
@@ -173,7 +176,7 @@ impl Pipeline {
         owner: Owner,
         ranges: &[Range],
         zeros: Zeros,
-        fill: &(dyn Fn(&[Range], &mut [u8]) -> Result<(), E> + Sync),
+        fill: &Fill<'_, E>,
     ) -> Result<(), PutError<E>> {
         self.submit();
         let fillers = fillers();
@@ -451,7 +454,7 @@ impl Iterator for Batches<'_> {
 fn fill_all<E>(
     jobs: &Mutex<Receiver<(Vec<Range>, Buffer)>>,
     done: &Sender<(Vec<Range>, Buffer, Result<(), E>)>,
-    fill: &(dyn Fn(&[Range], &mut [u8]) -> Result<(), E> + Sync),
+    fill: &Fill<'_, E>,
 ) {
     loop {
         let next = jobs.lock().unwrap_or_else(PoisonError::into_inner).recv();

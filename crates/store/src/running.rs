@@ -26,6 +26,9 @@ pub struct Running {
     pub restored_from: Option<u64>,
     /// Command line of the job.
     pub command: Vec<Bytes>,
+    /// Pipes, sockets and terminals besides its standard streams that the job was started with: descriptor and what
+    /// `/proc/PID/fd` calls it.
+    pub inherited: Vec<(u32, Bytes)>,
 }
 
 /// The name of a job, held by whoever starts or runs it until this is dropped or its process dies.
@@ -102,6 +105,9 @@ impl Store {
         for argument in &running.command {
             record = record.with("command", &argument.0);
         }
+        for (fd, name) in &running.inherited {
+            record = record.with("inherited", [format!("{fd} ").as_bytes(), &name.0].concat());
+        }
         record.write(&self.medium, &folder.running())
     }
 
@@ -123,6 +129,7 @@ impl Store {
                 since_ns: record.get("since-ns")?,
                 restored_from: record.get("restored-from"),
                 command: record.all("command").map(|argument| Bytes(argument.to_vec())).collect(),
+                inherited: record.all("inherited").map(inherited).collect::<Option<_>>()?,
             })
         };
         decode().map(Some).ok_or(Error::Record { path, kind: "running" })
@@ -135,4 +142,10 @@ impl Store {
     pub fn clear_running(&self, job: &str) -> Result<()> {
         self.medium.remove(&self.known(job)?.running())
     }
+}
+
+fn inherited(value: &[u8]) -> Option<(u32, Bytes)> {
+    let space = value.iter().position(|&b| b == b' ')?;
+    let fd = std::str::from_utf8(&value[..space]).ok()?.parse().ok()?;
+    Some((fd, Bytes(value[space + 1..].to_vec())))
 }

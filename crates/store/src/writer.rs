@@ -4,7 +4,7 @@ use crate::folder::Folder;
 use crate::ledger::Ledger;
 use crate::lock::Lock;
 use crate::medium::Medium;
-use crate::pipeline::Pipeline;
+use crate::pipeline::{Fill, Pipeline};
 use crate::segment::Segment;
 use crate::{Error, PutError, Result};
 use std::collections::BTreeSet;
@@ -132,7 +132,7 @@ impl Writer {
         owner: Owner,
         ranges: &[Range],
         zeros: Zeros,
-        fill: &(dyn Fn(&[Range], &mut [u8]) -> Result<(), E> + Sync),
+        fill: &Fill<'_, E>,
     ) -> Result<(), PutError<E>> {
         ranges.iter().for_each(whole_pages);
         self.pipeline.put_parallel(owner, ranges, zeros, fill)

@@ -53,6 +53,9 @@ pub struct Target<'a> {
     /// Whether it stands still. If not (a check ahead of time), queued data is not looked at, and what is refused may
     /// be about a moment in which the program was just opening or closing something.
     pub frozen: bool,
+    /// Streams from outside besides the standard ones that it was started with, as far as that is known: descriptor
+    /// and what `/proc/PID/fd` called it.
+    pub inherited: &'a [(u32, Vec<u8>)],
     /// Who else holds what, looked up before it was frozen: this takes longer than all the rest.
     pub outsiders: &'a Outsiders,
 }

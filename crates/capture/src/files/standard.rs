@@ -35,6 +35,8 @@ fn object(d: &Description) -> Option<Object> {
 pub struct Standard {
     /// Which of the numbers 0 to 2 each object carries.
     objects: HashMap<Object, [bool; 3]>,
+    /// Other streams that the program was started with, by the number it got them under.
+    inherited: HashMap<Object, u32>,
 }
 
 impl Standard {
@@ -53,13 +55,25 @@ impl Standard {
                 }
             }
         }
+        for d in scan.all {
+            let Some((fd, _)) = scan.target.inherited.iter().find(|(fd, name)| is_still(d, *fd, name)) else {
+                continue;
+            };
+            if let Some(object) = object(d)
+                && is_outside(scan, d)?
+            {
+                standard.inherited.entry(object).or_insert(*fd);
+            }
+        }
         Ok(standard)
     }
 
     /// The standard stream that a description follows, if it is one: its own number if it has one, else a number of
     /// the same object that fits its access mode.
     pub fn number(&self, d: &Description) -> Option<u32> {
-        let carried = self.objects.get(&object(d)?)?;
+        let Some(carried) = self.objects.get(&object(d)?) else {
+            return self.inherited.get(&object(d)?).copied();
+        };
         if let Some(&(fd, _)) = d.fds.iter().find(|(fd, _)| *fd <= 2) {
             return Some(fd);
         }
@@ -75,6 +89,11 @@ impl Standard {
         }
         Ok(())
     }
+}
+
+/// Whether a description is what the program was started with under this number.
+fn is_still(d: &Description, fd: u32, name: &[u8]) -> bool {
+    d.link == name && d.fds.iter().any(|f| f.0 == fd)
 }
 
 /// Whether the other end is outside the target.

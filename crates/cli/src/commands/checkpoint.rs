@@ -18,7 +18,8 @@ pub fn run(common: &Common, args: &Checkpoint) -> Result<ExitCode> {
         EngineName::Stop => Engine::Stop,
     };
     let job = args.name.clone().unwrap_or(target.job);
-    let options = Options { job, label: args.label.clone(), engine, kill: args.kill };
+    let options =
+        Options { job, label: args.label.clone(), engine, kill: args.kill, inherited: target.inherited };
     let report = {
         let bar = Bar::new("checkpoint", common.json);
         checkpoint(target.pid, &store, &options, &bar)

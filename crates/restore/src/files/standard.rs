@@ -19,7 +19,17 @@ pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
         let fd = match (&input, number, opening.stdio) {
             (Some(input), 0, _) if reads => descriptors::reopen(input, libc::O_RDONLY)?,
             (_, _, Stdio::Null) => null(file.flags)?,
-            (_, n, Stdio::Current) => current(n, file.flags)?,
+            (_, n @ 0..=2, Stdio::Current) => current(n, file.flags)?,
+            (_, n, Stdio::Current) => match descriptors::inherited(n) {
+                Some(fd) => fd,
+                None => {
+                    let note = format!(
+                        "descriptor {n} led outside and is /dev/null now: restore was started without one"
+                    );
+                    opening.files.notes.push(note);
+                    null(file.flags)?
+                }
+            },
         };
         // Not `put`: the status flags were seen to, as far as they are not somebody else's.
         opening.files.sources[row] = Some(fd);
