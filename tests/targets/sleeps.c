@@ -31,12 +31,20 @@ static void check_relative(void) {
 }
 
 // A wait until a point in time ends then, or at once if it passed while the program was away.
-static void check_absolute(double deadline, double at) {
-  double late = at - (deadline > resumed_at ? deadline : resumed_at);
+static void check_deadline(double deadline, double at, double resumed) {
+  double late = at - (deadline > resumed ? deadline : resumed);
   if (at < deadline - 0.02 || late > 0.7) {
     say("woke %.3f s after the deadline, %.3f s late", at - deadline, late);
     CHECK(!"deadline kept");
   }
+}
+
+static void check_absolute(double deadline) {
+  check_deadline(deadline, now(), resumed_at);
+}
+
+static void check_time_of_day(double deadline) {
+  check_deadline(deadline, seconds(CLOCK_REALTIME), resumed_at_time_of_day);
 }
 
 static void relative_nanosleep(void) {
@@ -58,7 +66,7 @@ static void absolute_clock_nanosleep(void) {
   double deadline = began + DURATION;
   struct timespec t = timespec_of(deadline);
   EQUAL(clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &t, 0), 0);
-  check_absolute(deadline, now());
+  check_absolute(deadline);
 }
 
 static void poll_timeout(void) {
@@ -142,12 +150,12 @@ static pthread_cond_t condition = PTHREAD_COND_INITIALIZER;
 
 static void cond_timedwait(void) {
   begin();
-  double monotonic = now() + DURATION; // read first: never later than the real deadline
-  struct timespec t = timespec_of(seconds(CLOCK_REALTIME) + DURATION);
+  double deadline = seconds(CLOCK_REALTIME) + DURATION;
+  struct timespec t = timespec_of(deadline);
   pthread_mutex_lock(&lock);
   EQUAL(pthread_cond_timedwait(&condition, &lock, &t), ETIMEDOUT);
   EQUAL(pthread_mutex_unlock(&lock), 0);
-  check_absolute(monotonic, now());
+  check_time_of_day(deadline);
 }
 
 static void *hold_lock(void *unused) {
@@ -161,21 +169,21 @@ static void mutex_timedlock(void) {
   spawn(hold_lock, 0);
   nap(0.05);
   begin();
-  double monotonic = now() + DURATION;
-  struct timespec t = timespec_of(seconds(CLOCK_REALTIME) + DURATION);
+  double deadline = seconds(CLOCK_REALTIME) + DURATION;
+  struct timespec t = timespec_of(deadline);
   EQUAL(pthread_mutex_timedlock(&lock, &t), ETIMEDOUT);
-  check_absolute(monotonic, now());
+  check_time_of_day(deadline);
 }
 
 static void sem_timed(void) {
   sem_t s;
   sem_init(&s, 0, 0);
   begin();
-  double monotonic = now() + DURATION;
-  struct timespec t = timespec_of(seconds(CLOCK_REALTIME) + DURATION);
+  double deadline = seconds(CLOCK_REALTIME) + DURATION;
+  struct timespec t = timespec_of(deadline);
   EQUAL(sem_timedwait(&s, &t), -1);
   EQUAL(errno, ETIMEDOUT);
-  check_absolute(monotonic, now());
+  check_time_of_day(deadline);
 }
 
 static void sigtimedwait_timeout(void) {

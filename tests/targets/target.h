@@ -197,23 +197,28 @@ static UNUSED char *contents(const char *path, size_t *length) {
   return buffer;
 }
 
-// Watches the clock from a thread of its own: time during which the whole program did not run.
-static volatile double away, resumed_at;
+// Watches the clocks from a thread of its own: time during which the whole program did not run, by the monotonic clock
+// (which may stand still while the program is away) and by the time of day (which does not).
+static volatile double away, resumed_at, resumed_at_time_of_day;
 static volatile int started_watching;
 
 static UNUSED void *watch(void *unused) {
   (void)unused;
-  double last = now();
+  double last = now(), last_time_of_day = seconds(CLOCK_REALTIME);
   resumed_at = last;
+  resumed_at_time_of_day = last_time_of_day;
   for (;;) {
     started_watching = 1;
     nap(0.001);
-    double t = now();
+    double t = now(), time_of_day = seconds(CLOCK_REALTIME);
     if (t - last > 0.04) {
       away += t - last - 0.001;
       resumed_at = t;
     }
+    if (time_of_day - last_time_of_day > 0.04)
+      resumed_at_time_of_day = time_of_day;
     last = t;
+    last_time_of_day = time_of_day;
   }
   return 0;
 }
