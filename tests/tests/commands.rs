@@ -29,6 +29,13 @@ fn piped(stillpoint: &Stillpoint, arguments: &[&str]) -> Child {
     clean.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("setsid")
 }
 
+/// Waits until a job can be named: a program may answer before the command has entered it among the jobs that run.
+fn known(stillpoint: &Stillpoint, job: &str) {
+    wait_for("the job to be known", PATIENCE, || {
+        stillpoint.run(&["checkpoint", job]).status.success().then_some(())
+    });
+}
+
 fn said(path: &Path) -> String {
     fs::read_to_string(path).unwrap_or_default()
 }
@@ -111,6 +118,7 @@ fn stdio_follows_whoever_restores() {
     line.clear();
     output.read_line(&mut line).expect("read");
     assert_eq!(line, "echo one\n");
+    known(&stillpoint, "echo");
     stillpoint.checkpoint("echo", "echo", &["--kill"]);
     let status = first.wait().expect("wait");
     assert!(!status.success(), "killed, and says so: {status}");
@@ -124,10 +132,7 @@ fn stdio_follows_whoever_restores() {
         output.read_line(&mut line).expect("read");
         assert_eq!(line, format!("echo two {generation}\n"));
         if generation == 0 {
-            // The program may answer before the command has entered it among the jobs that run.
-            wait_for("the job to be known again", PATIENCE, || {
-                stillpoint.run(&["checkpoint", "echo"]).status.success().then_some(())
-            });
+            known(&stillpoint, "echo");
             stillpoint.checkpoint("echo", "echo", &["--kill"]);
             again.wait().expect("wait");
         } else {
