@@ -121,7 +121,9 @@ fn is_dying(pid: u32) -> bool {
     let Ok(process) = Proc::process(pid) else { return true };
     let (Ok(stat), Ok(status)) = (process.stat(), process.status()) else { return true };
     let killed = (status.sig_pending | status.shared_pending) & 1 << (libc::SIGKILL - 1) != 0;
-    matches!(stat.state, b'Z' | b'X') || stat.flags.contains(TaskFlags::EXITING) || killed
+    // A main thread may have ended alone.
+    let ending = matches!(stat.state, b'Z' | b'X') || stat.flags.contains(TaskFlags::EXITING);
+    killed || (ending && stat.num_threads <= 1)
 }
 
 /// The target before it is stopped.

@@ -67,3 +67,13 @@ impl From<stillpoint_linux::Error> for Failure {
         if privilege { failure.hint("stillpoint doctor tells which privileges are missing") } else { failure }
     }
 }
+
+impl From<stillpoint_linux::supervise::SpawnError> for Failure {
+    fn from(error: stillpoint_linux::supervise::SpawnError) -> Self {
+        use stillpoint_linux::supervise::SpawnError;
+        match error {
+            SpawnError::Exec(..) => Failure::usage(error),
+            SpawnError::Kernel(e) => e.into(),
+        }
+    }
+}

@@ -6,7 +6,7 @@ use rustix::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use rustix::io::{FdFlags, fcntl_getfd};
 use rustix::process::{WaitId, WaitIdOptions, waitid};
 use std::ffi::{CString, OsString};
-use std::io::{Read, Write};
+use std::io::{PipeReader, PipeWriter, Read, Write};
 use std::mem::{size_of, zeroed};
 use std::os::unix::ffi::OsStringExt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -200,7 +200,54 @@ pub struct Child {
 
 /// Starts a command (looked up in `PATH`) with our descriptors, process group, session and environment, and with the
 /// signal mask and dispositions that were in force before `signals` was taken. It does not die with us.
-pub fn spawn(argv: &[OsString], signals: &Signals) -> Result<Child, SpawnError> {
+///
+/// `ready` is told its process id before the command begins; if it fails, there is no command.
+pub fn spawn<E: From<SpawnError>>(
+    argv: &[OsString],
+    signals: &Signals,
+    ready: impl FnOnce(u32) -> Result<(), E>,
+) -> Result<Child, E> {
+    let waiting = fork_waiting(argv, signals)?;
+    match ready(waiting.child.pid) {
+        Ok(()) => Ok(waiting.go()?),
+        Err(e) => {
+            waiting.forget();
+            Err(e)
+        }
+    }
+}
+
+/// A child that waits for the word to begin.
+struct Waiting {
+    child: Child,
+    name: String,
+    word: PipeWriter,
+    answer: PipeReader,
+}
+
+impl Waiting {
+    /// Lets it begin; returns when the command runs.
+    fn go(mut self) -> Result<Child, SpawnError> {
+        self.word.write_all(b"go").map_err(|e| Error::call("write to the child", e))?;
+        let mut errno = [0; 4];
+        if self.answer.read_exact(&mut errno).is_err() {
+            return Ok(self.child);
+        }
+        let error =
+            SpawnError::Exec(self.name.clone(), std::io::Error::from_raw_os_error(i32::from_ne_bytes(errno)));
+        self.forget();
+        Err(error)
+    }
+
+    /// It leaves when it finds that the word will not come.
+    fn forget(self) {
+        drop(self.word);
+        // SAFETY: waits for our own child, which is about to leave.
+        unsafe { libc::waitpid(self.child.pid as i32, std::ptr::null_mut(), 0) };
+    }
+}
+
+fn fork_waiting(argv: &[OsString], signals: &Signals) -> Result<Waiting, SpawnError> {
     let name = argv.first().map(|a| a.to_string_lossy().into_owned()).unwrap_or_default();
     let exec_error = |e| SpawnError::Exec(name.clone(), e);
     let strings: Vec<CString> = argv
@@ -209,30 +256,28 @@ pub fn spawn(argv: &[OsString], signals: &Signals) -> Result<Child, SpawnError> 
         .collect::<Result<_, _>>()?;
     let mut pointers: Vec<*const libc::c_char> = strings.iter().map(|s| s.as_ptr()).collect();
     pointers.push(std::ptr::null());
-    let (mut reader, writer) = std::io::pipe().map_err(|e| Error::call("pipe", e))?;
+    let pipe = || std::io::pipe().map_err(|e| Error::call("pipe", e));
+    let ((mut hear, word), (answer, mut say)) = (pipe()?, pipe()?);
     // SAFETY: between fork and exec the child only makes calls that are safe there (signal-safety(7); glibc's execvp
     // does not allocate) and leaves by exec or _exit, so that no destructor of ours runs twice.
     let pid = unsafe {
         let pid = libc::fork();
         if pid == 0 {
+            libc::close(word.as_raw_fd());
+            if hear.read_exact(&mut [0; 2]).is_err() {
+                libc::_exit(127);
+            }
             give_back_signals(signals);
             libc::execvp(pointers[0], pointers.as_ptr());
             let errno = *libc::__errno_location();
-            let _ = (&writer).write_all(&errno.to_ne_bytes());
+            let _ = say.write_all(&errno.to_ne_bytes());
             libc::_exit(127);
         }
         pid
     };
     check("fork", pid)?;
-    drop(writer);
-    let mut errno = [0; 4];
-    if reader.read_exact(&mut errno).is_ok() {
-        // SAFETY: waits for our own child, which is about to leave.
-        unsafe { libc::waitpid(pid, std::ptr::null_mut(), 0) };
-        return Err(exec_error(std::io::Error::from_raw_os_error(i32::from_ne_bytes(errno))));
-    }
-    let pidfd = pidfd_of(pid as u32)?;
-    Ok(Child { pid: pid as u32, pidfd })
+    let child = Child { pid: pid as u32, pidfd: pidfd_of(pid as u32)? };
+    Ok(Waiting { child, name, word, answer })
 }
 
 /// # Safety

@@ -61,11 +61,12 @@ pub trait Progress: Sync {
 }
 
 /// Rebuilds the program of a checkpoint and lets it run, as a child of this process. To be called from the main
-/// thread, which must live on until the program is waited for.
+/// thread, which must live on until the program is waited for. `ready` hears its process id just before it runs.
 pub fn restore(
     checkpoint: &Checkpoint,
     options: &Options,
     cut_tail: &mut files::KeepTail<'_>,
+    ready: &mut dyn FnMut(u32),
     progress: &dyn Progress,
 ) -> Result<Restored> {
     let image = &checkpoint.image;
@@ -110,6 +111,7 @@ pub fn restore(
     if process.stopped.is_some() {
         spawn::tgkill(newborn.pid(), newborn.pid(), libc::SIGSTOP)?;
     }
+    ready(newborn.pid());
     for (tid, signal) in last::late_signals(process) {
         spawn::tgkill(newborn.pid(), tid.unwrap_or(newborn.pid()), signal as i32)?;
     }

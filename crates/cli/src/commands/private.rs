@@ -96,7 +96,7 @@ fn inside(again: &Again<'_>, signals: Signals, mut line: PipeWriter) -> Result<i
         let _ = writeln!(line, "{text}");
     };
     let watch = GiveUp::watch(&signals, None)?;
-    let restored = again.restore();
+    let restored = again.restore(&mut |_| {});
     drop(watch);
     let restored = match restored {
         Ok(restored) => restored,

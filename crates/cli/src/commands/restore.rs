@@ -95,7 +95,14 @@ impl Revived {
         let signals = Signals::take()?;
         let again = Again { store: &store, checkpoint: &checkpoint, args, stdio, quiet: common.json };
         let watch = GiveUp::watch(&signals, relay)?;
-        let restored = again.restore();
+        let record_of = |pid| {
+            let command = checkpoint.image.meta.command.clone();
+            jobs::running_record(pid, command, Some(checkpoint.image.meta.id))
+        };
+        // Whoever hears of the program by something it does finds it in the store.
+        let restored = again.restore(&mut |pid| {
+            let _ = record_of(pid).map(|record| store.set_running(claim.job(), &record));
+        });
         drop(watch);
         let mut revived = match restored {
             Err(Error::PidTaken(_)) if args.pid.is_none() => private::revive(&again, signals, relay)?,
@@ -118,9 +125,8 @@ impl Revived {
             }
         };
         revived.job = claim.job().to_string();
-        let command = checkpoint.image.meta.command.clone();
-        let record = jobs::running_record(revived.back.pid, command, Some(checkpoint.image.meta.id))
-            .and_then(|running| Record::write(store, claim, &running));
+        let record = record_of(revived.back.pid);
+        let record = record.and_then(|running| Record::write(store.clone(), claim, &running));
         // The program runs already: it is worth more than its record.
         revived.record =
             record.map_err(|e| notes.push(format!("stillpoint ls will not show it: {}", e.what))).ok();
@@ -201,14 +207,14 @@ pub(super) struct Again<'a> {
 }
 
 impl Again<'_> {
-    pub(super) fn restore(&self) -> std::result::Result<Restored, Error> {
+    pub(super) fn restore(&self, ready: &mut dyn FnMut(u32)) -> std::result::Result<Restored, Error> {
         let bar = Bar::new("restore", self.quiet);
         let Meta { job, id, .. } = &self.checkpoint.image.meta;
         let mut keep_tail = |path: &Path, offset: u64, tail: &mut dyn Read| {
             self.store.keep_tail(job, *id, path, offset, tail).map_err(Error::Store)?;
             Ok(())
         };
-        restore(self.checkpoint, &options(self.args, self.stdio), &mut keep_tail, &bar)
+        restore(self.checkpoint, &options(self.args, self.stdio), &mut keep_tail, ready, &bar)
     }
 }
 

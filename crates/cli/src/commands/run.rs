@@ -11,7 +11,7 @@ use serde_json::json;
 use std::path::Path;
 use std::process::ExitCode;
 use stillpoint_image::Bytes;
-use stillpoint_linux::supervise::{Child, Signals, SpawnError, die_of, spawn};
+use stillpoint_linux::supervise::{Child, Signals, die_of, spawn};
 use stillpoint_store::{Claim, Running, Store};
 
 /// Runs the command.
@@ -52,21 +52,15 @@ impl Started {
                 die_of(signal.signal);
             }
         }
-        let child = spawn(&args.command, &signals).map_err(|e| match e {
-            SpawnError::Exec(..) => Failure::usage(e),
-            SpawnError::Kernel(e) => e.into(),
-        })?;
         let command = args.command.iter().map(|a| Bytes::from(Path::new(a))).collect();
-        let record =
-            jobs::running_record(child.pid, command, None).and_then(|r| Record::write(store, claim, &r));
-        match record {
-            Ok(record) => Ok(Self { record, child, signals }),
-            // Without a record nobody could find the job: better not to have begun.
-            Err(failure) => {
-                let _ = rustix::process::pidfd_send_signal(&child.pidfd, rustix::process::Signal::KILL);
-                Err(failure)
-            }
-        }
+        let mut record = None;
+        // Whoever hears of the job by something it does finds it in the store.
+        let child = spawn(&args.command, &signals, |pid| {
+            record = Some(Record::write(store, claim, &jobs::running_record(pid, command, None)?)?);
+            Ok::<_, Failure>(())
+        })?;
+        let record = record.ok_or_else(|| Failure::failed("the job was started without a record"))?;
+        Ok(Self { record, child, signals })
     }
 
     /// Supervises the job to its end, and ends like it.
