@@ -112,11 +112,16 @@ impl Pagemap {
         let mut pagemap = Pagemap { file, pid, known: Category::all() };
         // Guard regions came with 6.13, their category with 6.15.
         let nowhere = RemoteAddr(1 << 30);
-        if pagemap
-            .scan(nowhere, RemoteAddr(nowhere.0 + 4096), Query::none_of(Category::GUARD), &mut vec![])
-            .is_err()
-        {
+        let end = RemoteAddr(nowhere.0 + 4096);
+        if pagemap.scan(nowhere, end, Query::none_of(Category::GUARD), &mut vec![]).is_err() {
             pagemap.known -= Category::GUARD;
+            match pagemap.scan(nowhere, end, Query::none_of(Category::ZERO), &mut vec![]) {
+                Err(e) if e.errno() == Some(libc::ENOTTY) => {
+                    let what = "this kernel cannot tell which pages a program has (PAGEMAP_SCAN): Linux 6.7 or newer is needed";
+                    return Err(Error::Other(what.into()));
+                }
+                other => other?,
+            }
         }
         Ok(pagemap)
     }
