@@ -30,6 +30,7 @@ mod ledger;
 mod lock;
 mod medium;
 mod name;
+mod parallel;
 mod pipeline;
 mod reader;
 mod record;

@@ -7,10 +7,11 @@
 use crate::buffer::Buffer;
 use crate::layers::Layers;
 use crate::medium::Medium;
+use crate::parallel::{self, Piece};
 use crate::segment::{self, Segment};
 use crate::writer::Zeros;
 use crate::{Error, PutError, Result};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -23,10 +24,10 @@ const BUFFERS: usize = 8;
 /// Writing threads, and so writes in flight.
 const THREADS: usize = 4;
 /// Pages of a block: what one checksum covers and one lazy fault reads, 256 KiB.
-const BLOCK_PAGES: u16 = 64;
+pub(crate) const BLOCK_PAGES: u16 = 64;
 /// Room is reserved in steps of so many bytes.
-const RESERVE: u64 = 256 << 20;
-const PAGE_BYTES: usize = PAGE as usize;
+pub(crate) const RESERVE: u64 = 256 << 20;
+pub(crate) const PAGE_BYTES: usize = PAGE as usize;
 
 /// Fills a buffer with the contents of ranges, one behind the other; from several threads at a time.
 pub type Fill<'a, E> = dyn Fn(&[Range], &mut [u8]) -> Result<(), E> + Sync + 'a;
@@ -169,8 +170,7 @@ impl Pipeline {
         Ok(())
     }
 
-    /// As [`Pipeline::put`], filling several buffers at a time: reading another program's memory keeps more than one
-    /// processor busy.
+    /// As [`Pipeline::put`], by several threads at a time that each fill, check and write.
     pub fn put_parallel<E: Send>(
         &mut self,
         owner: Owner,
@@ -178,42 +178,40 @@ impl Pipeline {
         zeros: Zeros,
         fill: &Fill<'_, E>,
     ) -> Result<(), PutError<E>> {
+        self.check()?;
         self.submit();
-        let fillers = fillers();
-        let mut batches = Batches::new(ranges);
-        let (jobs, taken) = channel::<(Vec<Range>, Buffer)>();
-        let taken = Mutex::new(taken);
-        let (sender, filled) = channel();
-        std::thread::scope(|scope| {
-            for _ in 0..fillers {
-                let (taken, sender) = (&taken, sender.clone());
-                scope.spawn(move || fill_all(taken, &sender, fill));
-            }
-            let mut out = 0;
-            let result = loop {
-                while out < 2 * fillers
-                    && let Some(batch) = batches.next()
-                {
-                    match self.buffer() {
-                        Ok(buffer) => out += usize::from(jobs.send((batch, buffer)).is_ok()),
-                        Err(_) => break, // told by the check below, once what is out has come back
+        let target = parallel::Target {
+            medium: &self.shared.medium,
+            segment: &self.shared.segment,
+            owner,
+            end: AtomicU64::new(self.offset),
+            reserved: Mutex::new(self.reserves.then_some(self.reserved)),
+        };
+        let pieces = parallel::put(&target, ranges, fill);
+        self.offset = target.end.into_inner();
+        let reserved = target.reserved.into_inner().unwrap_or_else(PoisonError::into_inner);
+        self.reserves = reserved.is_some();
+        self.reserved = reserved.unwrap_or(self.reserved);
+        match pieces {
+            Ok(mut pieces) => {
+                pieces.sort_unstable_by_key(Piece::address);
+                for piece in pieces {
+                    match piece {
+                        Piece::Stored(extent) => drop(self.layers.put(extent)),
+                        Piece::Empty { address, pages } => {
+                            self.layers.put_empty(owner, address, pages, zeros == Zeros::Omit);
+                        }
                     }
                 }
-                if out == 0 || self.failed.is_some() {
-                    break self.check().map_err(PutError::Store);
+                Ok(())
+            }
+            Err(e) => {
+                if let PutError::Store(e) = &e {
+                    self.fail(e.to_string());
                 }
-                let Ok((batch, buffer, result)) = filled.recv() else { break Ok(()) };
-                out -= 1;
-                self.current = Some(buffer);
-                if let Err(e) = result {
-                    break Err(PutError::Fill(e));
-                }
-                self.absorb(owner, &batch, zeros);
-                self.submit();
-            };
-            drop(jobs); // ends the fillers
-            result
-        })
+                Err(e)
+            }
+        }
     }
 
     /// The free part of the current buffer, at least a page.
@@ -410,63 +408,6 @@ impl Drop for Pipeline {
     }
 }
 
-/// Buffers are filled by so many threads at a time. (Asking takes longer than filling one.)
-fn fillers() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from).min(BUFFERS / 2)
-}
-
-/// Ranges cut into pieces that each fill a buffer.
-struct Batches<'a> {
-    ranges: std::slice::Iter<'a, Range>,
-    left: Range,
-}
-
-impl<'a> Batches<'a> {
-    fn new(ranges: &'a [Range]) -> Self {
-        Batches { ranges: ranges.iter(), left: Range::default() }
-    }
-}
-
-impl Iterator for Batches<'_> {
-    type Item = Vec<Range>;
-
-    fn next(&mut self) -> Option<Vec<Range>> {
-        let (mut batch, mut room) = (Vec::new(), BUFFER as u64);
-        while room > 0 {
-            if self.left.len == 0 {
-                match self.ranges.next() {
-                    Some(range) => self.left = *range,
-                    None => break,
-                }
-            }
-            let len = self.left.len.min(room);
-            if len > 0 {
-                batch.push(Range { start: self.left.start, len });
-            }
-            self.left = Range { start: self.left.start + len, len: self.left.len - len };
-            room -= len;
-        }
-        (!batch.is_empty()).then_some(batch)
-    }
-}
-
-/// A filling thread.
-fn fill_all<E>(
-    jobs: &Mutex<Receiver<(Vec<Range>, Buffer)>>,
-    done: &Sender<(Vec<Range>, Buffer, Result<(), E>)>,
-    fill: &Fill<'_, E>,
-) {
-    loop {
-        let next = jobs.lock().unwrap_or_else(PoisonError::into_inner).recv();
-        let Ok((batch, mut buffer)) = next else { return };
-        let len: u64 = batch.iter().map(|r| r.len).sum();
-        let result = fill(&batch, &mut buffer.bytes_mut()[..len as usize]);
-        if done.send((batch, buffer, result)).is_err() {
-            return;
-        }
-    }
-}
-
 /// A writing thread.
 fn write_all(shared: &Shared, done: &Sender<Written>) {
     loop {
@@ -491,6 +432,6 @@ fn write_all(shared: &Shared, done: &Sender<Written>) {
 }
 
 /// Whether a page is all zeros. The first bytes settle it for nearly all others.
-fn is_zero(page: &[u8]) -> bool {
+pub(crate) fn is_zero(page: &[u8]) -> bool {
     page.chunks_exact(128).all(|chunk| chunk.iter().fold(0, |all, byte| all | byte) == 0)
 }

@@ -1,0 +1,225 @@
+//! Page data through several threads at a time, each of which fills a buffer, checks it and writes it.
+//!
+//! What a processor has just read it checks while it is still in its cache, and no buffer changes hands. While one
+//! thread waits for the medium, another reads.
+
+use crate::buffer::Buffer;
+use crate::medium::Medium;
+use crate::pipeline::{BLOCK_PAGES, Fill, PAGE_BYTES, RESERVE, is_zero};
+use crate::segment::Segment;
+use crate::{PutError, Result};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use stillpoint_image::{Codec, Extent, Owner, PAGE, Place, Range};
+
+/// Size of a buffer, and so of a write, in bytes.
+const BUFFER: usize = 1 << 20;
+/// Threads for each processor: one reads while the other's write is under way.
+const THREADS_EACH: usize = 2;
+/// Most threads.
+const MOST: usize = 16;
+
+/// A run of pages that was put.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Piece {
+    /// Zeros.
+    Empty { address: u64, pages: u32 },
+    /// Stored.
+    Stored(Extent),
+}
+
+/// Where page data goes.
+pub(crate) struct Target<'a> {
+    pub medium: &'a Medium,
+    pub segment: &'a Segment,
+    pub owner: Owner,
+    /// First free byte of the segment.
+    pub end: AtomicU64,
+    /// End of the room that is reserved in the file; `None` where that does not work.
+    pub reserved: Mutex<Option<u64>>,
+}
+
+/// Puts the pages of some ranges; returns what was put, in no order.
+pub(crate) fn put<E: Send>(
+    target: &Target<'_>,
+    ranges: &[Range],
+    fill: &Fill<'_, E>,
+) -> Result<Vec<Piece>, PutError<E>> {
+    let work = Work { target, batches: Mutex::new(Batches::new(ranges)), stop: AtomicBool::new(false) };
+    let total: u64 = ranges.iter().map(|r| r.len).sum();
+    let useful = (total / BUFFER as u64 + 1).min(MOST as u64) as usize;
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        let start = |_| scope.spawn(|| work.run(fill));
+        let threads: Vec<_> = (1..useful.min(processors * THREADS_EACH)).map(start).collect();
+        let mut pieces = work.run(fill);
+        for thread in threads {
+            match thread.join() {
+                Ok(theirs) => pieces = both(pieces, theirs),
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        }
+        pieces
+    })
+}
+
+fn both<E>(
+    a: Result<Vec<Piece>, PutError<E>>,
+    b: Result<Vec<Piece>, PutError<E>>,
+) -> Result<Vec<Piece>, PutError<E>> {
+    let (mut a, b) = (a?, b?);
+    a.extend(b);
+    Ok(a)
+}
+
+/// What the threads share.
+struct Work<'a> {
+    target: &'a Target<'a>,
+    batches: Mutex<Batches<'a>>,
+    /// One has failed: the others need not go on.
+    stop: AtomicBool,
+}
+
+impl Work<'_> {
+    fn run<E>(&self, fill: &Fill<'_, E>) -> Result<Vec<Piece>, PutError<E>> {
+        let mut buffer = Buffer::new(BUFFER);
+        let mut pieces = Vec::new();
+        while !self.stop.load(Ordering::Relaxed) {
+            let next = self.batches.lock().unwrap_or_else(PoisonError::into_inner).next();
+            let Some(batch) = next else { break };
+            if let Err(e) = self.one(&batch, &mut buffer, fill, &mut pieces) {
+                self.stop.store(true, Ordering::Relaxed);
+                return Err(e);
+            }
+        }
+        Ok(pieces)
+    }
+
+    fn one<E>(
+        &self,
+        batch: &[Range],
+        buffer: &mut Buffer,
+        fill: &Fill<'_, E>,
+        pieces: &mut Vec<Piece>,
+    ) -> Result<(), PutError<E>> {
+        let len: u64 = batch.iter().map(|r| r.len).sum();
+        let bytes = &mut buffer.bytes_mut()[..len as usize];
+        fill(batch, bytes).map_err(PutError::Fill)?;
+        let first = pieces.len();
+        let used = pack(bytes, self.target, batch, pieces);
+        if used > 0 {
+            let Target { medium, segment, .. } = self.target;
+            let at = self.target.end.fetch_add(used as u64, Ordering::Relaxed);
+            self.reserve(at + used as u64);
+            medium.write_at(&segment.file, &segment.path, &bytes[..used], at)?;
+            pieces[first..].iter_mut().for_each(|p| p.move_by(at));
+        }
+        Ok(())
+    }
+
+    /// Reserves room ahead of the writes. Inside the size of a file they run in parallel, at its end one by one.
+    fn reserve(&self, end: u64) {
+        let mut reserved = self.target.reserved.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(from) = *reserved else { return };
+        if end > from {
+            let Target { medium, segment, .. } = self.target;
+            let to = end.next_multiple_of(RESERVE);
+            // Not every file system can, and a nearly full one may still have room for what is really written.
+            let done = medium.preallocate(&segment.file, &segment.path, from, to - from);
+            *reserved = done.is_ok().then_some(to);
+        }
+    }
+}
+
+impl Piece {
+    pub fn address(&self) -> u64 {
+        match self {
+            Piece::Empty { address, .. } => *address,
+            Piece::Stored(extent) => extent.address,
+        }
+    }
+
+    fn move_by(&mut self, by: u64) {
+        if let Piece::Stored(Extent { place: Place::Stored { offset, .. }, .. }) = self {
+            *offset += by;
+        }
+    }
+}
+
+/// Closes up what is not zero to the front of the buffer and notes every run, with offsets from the buffer's start;
+/// returns the bytes in use.
+fn pack(bytes: &mut [u8], target: &Target<'_>, batch: &[Range], pieces: &mut Vec<Piece>) -> usize {
+    let (mut from, mut used) = (0, 0);
+    for range in batch {
+        let end = from + range.len as usize;
+        let mut address = range.start;
+        while from < end {
+            let zero = is_zero(&bytes[from..from + PAGE_BYTES]);
+            let most = if zero { usize::MAX } else { usize::from(BLOCK_PAGES) - 1 };
+            let pages = bytes[from..end].chunks_exact(PAGE_BYTES).skip(1).take(most);
+            let run = 1 + pages.take_while(|page| is_zero(page) == zero).count();
+            let len = run * PAGE_BYTES;
+            if zero {
+                pieces.push(Piece::Empty { address, pages: run as u32 });
+            } else {
+                if from != used {
+                    bytes.copy_within(from..from + len, used);
+                }
+                let crc = crc32fast::hash(&bytes[used..used + len]);
+                pieces.push(Piece::Stored(extent(target, address, run as u16, used as u64, crc)));
+                used += len;
+            }
+            from += len;
+            address += len as u64;
+        }
+    }
+    used
+}
+
+fn extent(target: &Target<'_>, address: u64, pages: u16, offset: u64, crc: u32) -> Extent {
+    let place = Place::Stored {
+        segment: target.segment.id,
+        offset,
+        length: u32::from(pages) * PAGE as u32,
+        block_pages: pages,
+        skip: 0,
+        codec: Codec::Raw,
+        crc,
+    };
+    Extent { owner: target.owner, address, pages: u32::from(pages), place }
+}
+
+/// Ranges cut into pieces that each fill a buffer.
+struct Batches<'a> {
+    ranges: std::slice::Iter<'a, Range>,
+    left: Range,
+}
+
+impl<'a> Batches<'a> {
+    fn new(ranges: &'a [Range]) -> Self {
+        Batches { ranges: ranges.iter(), left: Range::default() }
+    }
+}
+
+impl Iterator for Batches<'_> {
+    type Item = Vec<Range>;
+
+    fn next(&mut self) -> Option<Vec<Range>> {
+        let (mut batch, mut room) = (Vec::new(), BUFFER as u64);
+        while room > 0 {
+            if self.left.len == 0 {
+                match self.ranges.next() {
+                    Some(range) => self.left = *range,
+                    None => break,
+                }
+            }
+            let len = self.left.len.min(room);
+            if len > 0 {
+                batch.push(Range { start: self.left.start, len });
+            }
+            self.left = Range { start: self.left.start + len, len: self.left.len - len };
+            room -= len;
+        }
+        (!batch.is_empty()).then_some(batch)
+    }
+}
