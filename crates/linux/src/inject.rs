@@ -78,11 +78,6 @@ impl<'a> Site<'a> {
         Ok(Site { memory, gadgets, start: RemoteAddr(start), frame_len, slot_len, slots, data_len, saved })
     }
 
-    /// How many threads can be visited at a time.
-    pub fn slots(&self) -> usize {
-        self.slots
-    }
-
     /// Where calls are made and frames returned through.
     pub fn gadgets(&self) -> Gadgets {
         self.gadgets
@@ -91,11 +86,6 @@ impl<'a> Site<'a> {
     /// Address of the data area.
     pub fn data(&self) -> RemoteAddr {
         RemoteAddr(self.start.0 + self.slot_len * self.slots as u64)
-    }
-
-    /// Length of the data area in bytes.
-    pub fn data_len(&self) -> usize {
-        self.data_len
     }
 
     /// Puts back what was in the memory that visits used. No visit may be under way.

@@ -157,11 +157,6 @@ impl Program {
         self.calls.len()
     }
 
-    /// Bytes of data that travel with it.
-    pub fn data_len(&self) -> usize {
-        self.data.len()
-    }
-
     /// Whether there is nothing to do.
     pub fn is_empty(&self) -> bool {
         self.calls.is_empty()

@@ -302,11 +302,6 @@ impl Stopped {
         self.restart(libc::PTRACE_SYSCALL, 0)
     }
 
-    /// Leaves a job-control stop in place and waits for what comes behind it.
-    pub fn listen(self) -> Result<Seized> {
-        self.restart(libc::PTRACE_LISTEN, 0)
-    }
-
     fn restart(self, request: u32, signal: i32) -> Result<Seized> {
         ptrace(request, self.tid, 0, signal as usize).map_err(|e| failed("resume", self.tid, e))?;
         Ok(Seized { tid: self.tid, not_send: PhantomData })
