@@ -18,6 +18,11 @@ struct Killed {
 
 impl Killed {
     fn new(scenario: &str) -> Option<Self> {
+        Self::of("files", scenario, "data")
+    }
+
+    /// Of another target program, with another name for its data.
+    fn of(program: &'static str, scenario: &str, data: &str) -> Option<Self> {
         if undisturbed_only() {
             return None;
         }
@@ -25,11 +30,11 @@ impl Killed {
         let stillpoint = scratch.stillpoint();
         let directory = scratch.directory("job");
         fs::write(directory.join("input"), "0123456789").expect("input");
-        let target = Target::new("files", scenario, Build::Dynamic).expect("cc");
+        let target = Target::new(program, scenario, Build::Dynamic).expect("cc");
         let mut running = target.start(&directory, scratch.path());
         stillpoint.checkpoint(running.pid, "job", &["--kill"]);
         running.reap();
-        let data = directory.join("data");
+        let data = directory.join(data);
         let at_the_cut = fs::read(&data).unwrap_or_default();
         Some(Killed { scratch, stillpoint, directory, data, at_the_cut })
     }
@@ -148,6 +153,21 @@ fn a_file_that_is_gone_is_named() {
     job.refuses(&[], "data");
     job.refuses(&["--files", "keep"], "data");
     assert!(!job.data.exists(), "a refusal makes no file");
+}
+
+#[test]
+fn a_file_mapped_whole_is_as_it_was_mapped_even_if_it_changed_or_is_gone() {
+    let Some(killed) = Killed::of("memory", "shared_file", "shared") else { return };
+    let mut changed = killed.at_the_cut.clone();
+    changed[5000..9000].fill(1);
+    fs::write(&killed.data, changed).expect("write");
+    killed.comes_back(&[]).finish("after the file changed");
+
+    let Some(killed) = Killed::of("memory", "shared_file", "shared") else { return };
+    fs::remove_file(&killed.data).expect("remove");
+    killed.refuses(&["--files", "keep"], "shared");
+    killed.comes_back(&[]).finish("after the file was gone");
+    assert_eq!(fs::metadata(&killed.data).expect("made anew").len(), killed.at_the_cut.len() as u64);
 }
 
 #[test]

@@ -55,6 +55,13 @@ pub struct PathFile {
     pub mapped_ranges: Vec<crate::Range>,
 }
 
+impl PathFile {
+    /// Whether all of its contents were mapped for writing, and so are part of the checkpoint.
+    pub fn is_wholly_mapped(&self) -> bool {
+        self.mapped_ranges.first().is_some_and(|r| r.start == 0 && r.len >= self.size)
+    }
+}
+
 /// How a program holds a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Encode, Decode)]
 pub enum Usage {

@@ -33,6 +33,8 @@ enum State {
 pub(super) struct Findings {
     /// Rows of files that only grew.
     pub grown: Vec<u32>,
+    /// Rows of files that are gone and will be made anew: their contents are part of the program's memory.
+    pub lost: Vec<u32>,
     /// One line for each file that is not as it must be.
     pub refusals: Vec<String>,
 }
@@ -50,6 +52,7 @@ pub(super) fn check(image: &Image, policy: FilesPolicy) -> Result<Findings> {
         match verdict(file, state, policy) {
             Verdict::Fine => {}
             Verdict::CutBack => findings.grown.push(row),
+            Verdict::Remake => findings.lost.push(row),
             Verdict::Refuse => findings.refusals.push(format!("{}: {}", file.path, sentence(state))),
         }
     }
@@ -69,12 +72,14 @@ fn checked_elsewhere(image: &Image) -> HashSet<u32> {
 enum Verdict {
     Fine,
     CutBack,
+    Remake,
     Refuse,
 }
 
 fn verdict(file: &PathFile, state: State, policy: FilesPolicy) -> Verdict {
     match (state, file.usage, policy) {
         (State::Unchanged, ..) => Verdict::Fine,
+        (State::Gone, Usage::Write, FilesPolicy::Rollback) if file.is_wholly_mapped() => Verdict::Remake,
         (State::Gone | State::OtherKind, ..) => Verdict::Refuse,
         (_, Usage::Path, _) | (_, _, FilesPolicy::Keep) => Verdict::Fine,
         (State::Grew(_) | State::GrewUnknown(_), Usage::Read, _) => Verdict::Fine,

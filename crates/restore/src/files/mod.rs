@@ -84,6 +84,7 @@ pub fn open(image: &Image, contents: &dyn Contents, policy: FilesPolicy, stdio: 
     if policy != FilesPolicy::Keep {
         opening.files.write_backs = cutback::write_backs(image);
     }
+    paths::remake(&mut opening, &findings.lost)?;
     paths::open(&mut opening)?;
     locks::check(&opening)?;
     sockets::open(&mut opening)?;

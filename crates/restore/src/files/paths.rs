@@ -7,6 +7,27 @@ use std::os::fd::OwnedFd;
 use stillpoint_image::{FileKind, PathFile};
 use stillpoint_linux::Error as Kernel;
 
+/// Makes files anew that are gone; what they held is written back at the end.
+pub(super) fn remake(opening: &mut Opening<'_>, rows: &[u32]) -> Result<()> {
+    for &row in rows {
+        let file = opening.image.paths.get(row as usize).ok_or_else(|| missing("file", row))?;
+        let path = file.path.as_path();
+        let failed = |e| Kernel::file(path, e);
+        let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        let made = rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR).map_err(failed)?;
+        opening.files.created.note(path);
+        rustix::fs::ftruncate(&made, file.size).map_err(failed)?;
+        let (uid, gid) = (rustix::process::Uid::from_raw(file.uid), rustix::process::Gid::from_raw(file.gid));
+        rustix::fs::fchown(&made, Some(uid), Some(gid)).map_err(failed)?;
+        rustix::fs::fchmod(&made, Mode::from_raw_mode(file.mode & 0o7777)).map_err(failed)?;
+        opening
+            .files
+            .notes
+            .push(format!("{} was gone: it is made anew as the program had it mapped", file.path));
+    }
+    Ok(())
+}
+
 /// Opens the rows that are files, directories, devices, `O_PATH` handles.
 pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
     let rows = opening.rows(|f| match f.kind {
