@@ -126,7 +126,7 @@ static void foreign_socket(void) {
   orphan();
   close(ends[0]); // the other side has it alone
   cut();
-  EQUAL(recv(ends[1], &c, 1, MSG_DONTWAIT), -1);
+  CHECK(recv(ends[1], &c, 1, MSG_DONTWAIT) <= 0); // nothing, or the end of the other side
 }
 
 static void foreign_memory(void) {
