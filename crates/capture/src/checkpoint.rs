@@ -163,7 +163,7 @@ fn take(pid: u32, store: &Store, options: &Options, progress: &(dyn Progress + S
     let nameless: Vec<u64> = maps.iter().filter(|v| v.shared && v.deleted).map(|v| v.ino).collect();
     outsiders.scan_memory(&[pid], &nameless);
     let waiting = observe(&target.process)?;
-    let mut frozen = Frozen::freeze(pid)?;
+    let mut frozen = Frozen::freeze(&target.process)?;
     let known = Known {
         process: &target.process,
         pidfd: target.pidfd.as_fd(),

@@ -6,6 +6,7 @@
 use crate::{Error, Result};
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
+use stillpoint_linux::proc::Proc;
 use stillpoint_linux::ptrace::{Seized, Stop, Stopped, Waited, options};
 
 /// How long a thread may stay in an uninterruptible sleep before a checkpoint gives up.
@@ -30,13 +31,14 @@ impl Frozen {
     /// 1. All threads in `/proc/PID/task` are seized, which does not stop them.
     /// 2. All are interrupted; only then is any waited for, so that they come to rest at the same time.
     /// 3. A thread that was not yet interrupted may have made new ones: again from 1 until there are none.
-    pub fn freeze(pid: u32) -> Result<Self> {
+    pub fn freeze(process: &Proc) -> Result<Self> {
+        let pid = process.pid();
         let mut known = HashSet::new();
-        let first = seize_new(pid, &mut known)?;
+        let first = seize_new(process, &mut known)?;
         let since = Instant::now();
         let mut threads = stop(first)?;
         loop {
-            let more = seize_new(pid, &mut known)?;
+            let more = seize_new(process, &mut known)?;
             if more.is_empty() {
                 break;
             }
@@ -83,33 +85,28 @@ impl Drop for Frozen {
 }
 
 /// Seizes the threads that are not yet known.
-fn seize_new(pid: u32, known: &mut HashSet<u32>) -> Result<Vec<Seized>> {
+fn seize_new(process: &Proc, known: &mut HashSet<u32>) -> Result<Vec<Seized>> {
     let mut seized = Vec::new();
-    for tid in tasks(pid)? {
+    let pid = process.pid();
+    let ended = || Error::Target(format!("process {pid} ended"));
+    for tid in process.threads().map_err(|_| ended())? {
         if !known.insert(tid) {
             continue;
         }
         match Seized::seize(tid, options::SYSCALL_GOOD) {
             Ok(thread) => seized.push(thread),
             Err(stillpoint_linux::Error::Gone(_)) => {}
-            Err(_) if is_ending(pid, tid) && tid != pid => {}
-            Err(_) if is_ending(pid, tid) => return Err(Error::Target(format!("process {pid} ended"))),
+            Err(_) if is_ending(process, tid) && tid != pid => {}
+            Err(_) if is_ending(process, tid) => return Err(ended()),
             Err(e) => return Err(e.into()),
         }
     }
     Ok(seized)
 }
 
-fn tasks(pid: u32) -> Result<Vec<u32>> {
-    let path = format!("/proc/{pid}/task");
-    let entries = std::fs::read_dir(&path).map_err(|_| Error::Target(format!("process {pid} ended")))?;
-    Ok(entries.flatten().filter_map(|e| e.file_name().to_str()?.parse().ok()).collect())
-}
-
-fn is_ending(pid: u32, tid: u32) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/task/{tid}/stat")).unwrap_or_default();
-    let state = stat.rsplit_once(')').and_then(|(_, rest)| rest.trim_start().chars().next());
-    matches!(state, None | Some('Z' | 'X'))
+fn is_ending(process: &Proc, tid: u32) -> bool {
+    let stat = process.sibling(tid).and_then(|t| t.stat());
+    stat.map_or(true, |s| matches!(s.state, b'Z' | b'X'))
 }
 
 /// Interrupts all, then waits for all.

@@ -16,7 +16,7 @@ use stillpoint_linux::bpf::{self, FilteredCall};
 use stillpoint_linux::inject::{Planted, Site, Stack, Visit, outside_critical_section};
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::pagemap::{Category, Pagemap, Query};
-use stillpoint_linux::proc::Proc;
+use stillpoint_linux::proc::{Proc, Status};
 use stillpoint_linux::program::Program;
 use stillpoint_linux::ptrace::Stopped;
 
@@ -112,11 +112,12 @@ fn thread(builder: &mut Builder, known: &Known<'_>, stopped: &Stopped) -> Result
     let waiting = known.waiting.get(&stopped.tid()).cloned().unwrap_or_default();
     let earlier = known.earlier.get(&thread.tid).copied();
     thread.blocked = blocked::interrupted_call(known.memory, &regs, &waiting, earlier);
-    thread.regs = correct(known, &proc, stopped, regs)?.to_bytes().into();
+    let status = proc.status()?;
+    thread.regs = correct(known, &status, stopped, regs)?.to_bytes().into();
     thread.xstate = stopped.xstate()?.into();
     thread.sigmask = stopped.sigmask()?;
     thread.pending = pending(stopped, false)?;
-    attributes::thread::complete_pending(proc.status()?.sig_pending, &mut thread.pending);
+    attributes::thread::complete_pending(status.sig_pending, &mut thread.pending);
     thread.rseq = stopped.rseq().ok().and_then(|c| {
         let address = c.registered()?.0;
         Some(stillpoint_image::Rseq { address, size: c.size, signature: c.signature, flags: c.flags })
@@ -126,9 +127,8 @@ fn thread(builder: &mut Builder, known: &Known<'_>, stopped: &Stopped) -> Result
 
 /// The registers with which a thread goes on, here and in the image: outside of restartable sequences, and without
 /// an `EINTR` that only our stop caused.
-fn correct(known: &Known<'_>, proc: &Proc, stopped: &Stopped, regs: Regs) -> Result<Regs> {
+fn correct(known: &Known<'_>, status: &Status, stopped: &Stopped, regs: Regs) -> Result<Regs> {
     let regs = outside_critical_section(known.memory, stopped, regs)?;
-    let status = proc.status()?;
     let deliverable = (status.sig_pending | status.shared_pending) & !status.sig_blocked != 0;
     Ok(blocked::unbroken(&regs, deliverable))
 }

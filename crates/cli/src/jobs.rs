@@ -6,6 +6,8 @@ use rustix::process::{Pid, test_kill_process};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use stillpoint_image::Bytes;
+use stillpoint_linux::host::boot_id;
+use stillpoint_linux::proc::{Proc, Stat};
 use stillpoint_linux::supervise::inherited_streams;
 use stillpoint_store::{Claim, Running, Store};
 
@@ -54,7 +56,7 @@ pub fn store_failure(error: stillpoint_store::Error) -> Failure {
 /// The record of a job that runs as process `pid`, supervised by this process.
 pub fn running_record(pid: u32, command: Vec<Bytes>, restored_from: Option<u64>) -> Result<Running> {
     let start_of = |pid| -> Result<u64> {
-        let stat = Stat::of(pid).ok_or_else(|| Failure::failed(format!("process {pid} ended")))?;
+        let stat = stat_of(pid).ok_or_else(|| Failure::failed(format!("process {pid} ended")))?;
         Ok(stat.start_time)
     };
     let supervisor_pid = std::process::id();
@@ -72,18 +74,13 @@ pub fn running_record(pid: u32, command: Vec<Bytes>, restored_from: Option<u64>)
     })
 }
 
-fn boot_id() -> String {
-    let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id");
-    id.map(|s| s.trim().to_string()).unwrap_or_default()
-}
-
 /// Whether the process of a record is still there (and not another one that got its pid).
 pub fn is_alive(record: &Running) -> bool {
     record.boot_id == boot_id() && is_process(record.pid, record.start_time)
 }
 
 fn is_process(pid: u32, start_time: u64) -> bool {
-    Stat::of(pid).is_some_and(|s| s.start_time == start_time && s.state != 'Z')
+    stat_of(pid).is_some_and(|s| s.start_time == start_time && s.state != b'Z')
 }
 
 /// The process of a job, if it runs. A damaged record is that of no process.
@@ -96,26 +93,8 @@ pub fn running(store: &Store, job: &str) -> Result<Option<Running>> {
     }
 }
 
-/// Fields of `/proc/PID/stat`.
-#[derive(Debug)]
-struct Stat {
-    name: String,
-    state: char,
-    start_time: u64,
-}
-
-impl Stat {
-    fn of(pid: u32) -> Option<Self> {
-        let bytes = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
-        let text = String::from_utf8_lossy(&bytes);
-        let (head, rest) = text.rsplit_once(") ")?; // the name may hold anything, parentheses included
-        let fields: Vec<&str> = rest.split_whitespace().collect(); // from field 3 of proc_pid_stat(5)
-        Some(Self {
-            name: head.split_once(" (")?.1.to_string(),
-            state: fields.first()?.chars().next()?,
-            start_time: fields.get(19)?.parse().ok()?,
-        })
-    }
+fn stat_of(pid: u32) -> Option<Stat> {
+    Proc::process(pid).and_then(|p| p.stat()).ok()
 }
 
 /// What a TARGET turned out to be.
@@ -164,7 +143,7 @@ fn process(store: &Store, text: &str) -> Result<Target> {
         return Err(no_such());
     }
     let pid = pid as u32;
-    let stat = Stat::of(pid).ok_or_else(no_such)?;
+    let stat = stat_of(pid).ok_or_else(no_such)?;
     for job in store.jobs().map_err(store_failure)? {
         let Some(record) = running(store, &job)? else { continue };
         if record.pid == pid {
@@ -177,7 +156,12 @@ fn process(store: &Store, text: &str) -> Result<Target> {
             return Ok(Target { pid: record.pid, job, note: Some(note), inherited: inherited(record) });
         }
     }
-    Ok(Target { pid, job: job_from(&format!("{}-{pid}", stat.name)), note: None, inherited: Vec::new() })
+    Ok(Target {
+        pid,
+        job: job_from(&format!("{}-{pid}", String::from_utf8_lossy(&stat.comm))),
+        note: None,
+        inherited: Vec::new(),
+    })
 }
 
 /// How long a supervisor may take to let go of the name of a job whose process has ended.

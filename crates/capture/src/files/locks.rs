@@ -42,7 +42,7 @@ pub(crate) fn signal_owner(scan: &mut Scan<'_>, d: &Description) -> Result<Optio
         _ if id == 0 => Some(0),
         0 => scan.inner_id(id),
         1 if id == scan.target.pid => scan.inner_id(id),
-        2 if id == scan.stat.group => Some(id),
+        2 if id == scan.stat.pgrp => Some(id),
         _ => None,
     };
     let Some(id) = inner else {

@@ -35,6 +35,7 @@ use std::collections::HashMap;
 use std::os::fd::BorrowedFd;
 use stillpoint_image::{Descriptor, FileKind, FileTable, OpenFile};
 use stillpoint_linux::descriptors::raise_descriptor_limit;
+use stillpoint_linux::proc::{Proc, Stat};
 use stillpoint_linux::sockets::UnixSocket;
 
 pub use contents::{copy_content, take_digests, take_digests_of};
@@ -113,11 +114,14 @@ pub struct Scan<'a> {
     unix: Option<HashMap<u32, UnixSocket>>,
     pub(crate) options: options::Defaults,
     pub(crate) same_network: bool,
-    pub(crate) stat: paths::ProcessStat,
+    /// The target's folder of `/proc`, and what `stat` tells there.
+    process: Proc,
+    pub(crate) stat: Stat,
 }
 
 impl<'a> Scan<'a> {
     fn new(builder: &'a mut Builder, target: &'a Target<'a>, all: &'a [Description]) -> Result<Self> {
+        let process = Proc::process(target.pid)?;
         let network = |pid: &str| std::fs::read_link(format!("/proc/{pid}/ns/net")).ok();
         Ok(Scan {
             base: builder.image.files.len() as u32,
@@ -131,7 +135,8 @@ impl<'a> Scan<'a> {
             unix: None,
             options: options::Defaults::default(),
             same_network: network(&target.pid.to_string()) == network("self"),
-            stat: paths::ProcessStat::read(target.pid)?,
+            stat: process.stat()?,
+            process,
         })
     }
 
@@ -148,8 +153,7 @@ impl<'a> Scan<'a> {
 
     /// Id of one of the target's threads (or of itself) as it sees it; `None` if it is no thread of the target.
     pub fn inner_id(&self, tid: u32) -> Option<u32> {
-        let status = std::fs::read_to_string(format!("/proc/{}/task/{tid}/status", self.target.pid)).ok()?;
-        status.lines().find_map(|l| l.strip_prefix("NSpid:"))?.split_whitespace().last()?.parse().ok()
+        Some(self.process.sibling(tid).ok()?.status().ok()?.own_tid())
     }
 
     /// What `sock_diag` says about a unix socket.

@@ -186,28 +186,3 @@ fn own_proc_path(scan: &Scan<'_>, below: &str) -> String {
     }
     path
 }
-
-/// What `/proc/PID/stat` says that matters for descriptors.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct ProcessStat {
-    /// Process group.
-    pub group: u32,
-    /// Device number of the controlling terminal, 0: none.
-    pub terminal: u64,
-}
-
-impl ProcessStat {
-    /// Reads it.
-    pub fn read(pid: u32) -> Result<Self> {
-        let path = format!("/proc/{pid}/stat");
-        let bytes = std::fs::read(&path).map_err(|e| Error::file(&path, e))?;
-        let text = String::from_utf8_lossy(&bytes).into_owned();
-        let damaged = || Error::Parse { path: path.clone().into(), line: text.clone() };
-        // The name, in parentheses, may hold anything.
-        let fields: Vec<&str> = text.rsplit_once(')').ok_or_else(damaged)?.1.split_whitespace().collect();
-        let number = |i: usize| fields.get(i).and_then(|f| f.parse::<i64>().ok()).ok_or_else(damaged);
-        let device = number(4)? as u32;
-        let (major, minor) = ((device >> 8) & 0xfff, (device & 0xff) | ((device >> 12) & 0xf_ff00));
-        Ok(ProcessStat { group: number(2)? as u32, terminal: rustix::fs::makedev(major, minor) })
-    }
-}

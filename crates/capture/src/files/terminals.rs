@@ -32,7 +32,7 @@ pub(crate) fn device(scan: &mut Scan<'_>, d: &Description) -> Result<Option<File
     if has_master(scan, d) {
         return slave(scan, d);
     }
-    if d.stat.st_rdev == scan.stat.terminal {
+    if d.stat.st_rdev == u64::from(scan.stat.tty) {
         return controlling(scan, d);
     }
     let why = "it is a terminal that is neither a standard stream nor the controlling terminal";
@@ -133,7 +133,7 @@ fn pty(scan: &mut Scan<'_>, master: &Description) -> Result<Option<u32>> {
         locked: tty::locked(&master.file)?,
         packet_mode: tty::packet_mode(&master.file)?,
         hung_up: poll_now(&master.file, libc::POLLIN)? & libc::POLLHUP != 0,
-        controlling: scan.stat.terminal == device,
+        controlling: u64::from(scan.stat.tty) == device,
     });
     scan.ptys.insert(number, row);
     Ok(Some(row))
