@@ -2,6 +2,17 @@
 # Formatting, lints and all tests. The last line is the sum: `N passed, N failed`.
 set -u
 cd "$(dirname "$0")/.." || exit 1
+
+# A program can have its old process id again only when somebody buries the dead: some containers have a first process
+# that does not. Then the tests run in a pid namespace with one that does.
+orphan=$(sh -c 'sleep 0.1 & echo $!')
+sleep 3
+if [ -z "${STILLPOINT_INIT:-}" ] && [ -e "/proc/$orphan" ] && unshare --pid --fork --mount-proc true 2>/dev/null; then
+    echo "the first process here leaves ended orphans about: testing in a pid namespace of our own"
+    export STILLPOINT_INIT=1
+    exec unshare --pid --fork --kill-child --mount-proc sh -c 'sh "$0"; exit $?' "$0"
+fi
+
 log=$(mktemp) || exit 1
 trap 'rm -f "$log"' EXIT
 failed=0

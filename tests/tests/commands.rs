@@ -7,6 +7,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
+use stillpoint_tests::stillpoint::binary;
 use stillpoint_tests::target::{Running, alone};
 use stillpoint_tests::{Build, Scratch, Stillpoint, Target, kernel, skipped, undisturbed_only, wait_for};
 
@@ -18,15 +19,16 @@ fn target(scenario: &str) -> String {
 
 /// Starts the command with pipes for its standard streams.
 fn piped(stillpoint: &Stillpoint, arguments: &[&str]) -> Child {
-    let command = stillpoint.command(arguments);
-    let mut clean = alone(command.get_program());
-    clean.args(command.get_args());
-    for (name, value) in command.get_envs() {
-        if let Some(value) = value {
-            clean.env(name, value);
-        }
-    }
-    clean.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("setsid")
+    let mut command = alone_like(&stillpoint.command(arguments), binary());
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("setsid")
+}
+
+/// Another program with the arguments and the environment of `command`, by itself.
+fn alone_like(command: &Command, program: &Path) -> Command {
+    let mut alone = alone(program);
+    alone.args(command.get_args());
+    alone.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    alone
 }
 
 /// Waits until a job can be named: a program may answer before the command has entered it among the jobs that run.
@@ -203,6 +205,32 @@ fn an_engine_that_does_not_exist_and_one_that_does() {
     let checkpoint = stillpoint.checkpoint(&pid, "job", &["--engine", "stop"]);
     assert_eq!(checkpoint.json["engine"], "stop");
     running.finish("after checkpoints");
+}
+
+/// In a container that was entered without a process group of its own, ours has no number there.
+#[test]
+fn a_process_group_from_outside_the_namespace() {
+    let script = r#"
+        "$0" run --name inside -- "$1" many "$2" >"$2/out" &
+        until grep -q ready "$2/out"; do sleep 0.01; done
+        "$0" checkpoint inside --kill || exit
+        wait
+        touch "$2/go"
+        "$0" restore inside && grep ok "$2/out"
+    "#;
+    if !kernel::is_root() || kernel::which("unshare").is_none() {
+        return skipped("needs root and unshare");
+    }
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let directory = scratch.directory("job");
+    let target = Target::new("threads", "many", Build::Dynamic).expect("cc");
+    let mut command = scratch.stillpoint().command(&["--pid", "--fork", "--kill-child", "--mount-proc"]);
+    command.args(["sh", "-c", script]).args([binary(), &target.program, &directory]);
+    let output = Stillpoint::wait(alone_like(&command, Path::new("unshare")), scratch.path()).ok();
+    assert!(output.stdout.contains("ok"), "{output}");
 }
 
 #[test]

@@ -44,6 +44,14 @@ impl std::fmt::Display for Refusal {
     }
 }
 
-fn list(refusals: &[Refusal]) -> String {
-    refusals.iter().map(|r| r.to_string()).collect::<Vec<_>>().join("\n")
+/// The refusals, a line for each reason with all that it holds for.
+pub fn list(refusals: &[Refusal]) -> String {
+    let mut lines: Vec<Refusal> = Vec::new();
+    for refusal in refusals {
+        match lines.iter_mut().find(|l| l.why == refusal.why && l.hint == refusal.hint) {
+            Some(line) => line.what += &format!(", {}", refusal.what),
+            None => lines.push(refusal.clone()),
+        }
+    }
+    lines.iter().map(|line| line.to_string()).collect::<Vec<_>>().join("\n")
 }

@@ -14,4 +14,4 @@ pub mod regions;
 
 pub use builder::{Builder, Content};
 pub use checkpoint::{Engine, Options, Progress, Report, checkpoint};
-pub use error::{Error, Refusal, Result};
+pub use error::{Error, Refusal, Result, list};

@@ -4,8 +4,9 @@
 use crate::failure::{Failure, Result};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
-use rustix::process::{Pid, getpgid, getpgrp, getsid};
+use rustix::process::Pid;
 use std::io::{PipeReader, PipeWriter, Write};
+use stillpoint_linux::proc::{Proc, Stat};
 use stillpoint_linux::supervise::{
     Change, Received, Signals, die_of, drop_inherited, forward, reap_orphans, stop_like, wait,
 };
@@ -49,7 +50,7 @@ impl Supervisor {
 
     /// If the job leads a process group of its own in our session, it gets the terminal whenever that is ours to give.
     pub fn with_terminal(mut self) -> Self {
-        self.terminal = self.group().filter(|&g| g != getpgrp()).and_then(|g| Foreground::of(g, self.pid));
+        self.terminal = Foreground::of(self.pid);
         self
     }
 
@@ -59,13 +60,9 @@ impl Supervisor {
         self
     }
 
-    fn group(&self) -> Option<Pid> {
-        getpgid(Pid::from_raw(self.pid as i32)).ok()
-    }
-
     /// Whether what the terminal sends to our process group has reached the job already.
     fn in_our_group(&self) -> bool {
-        self.group().is_none_or(|g| g == getpgrp())
+        relations(self.pid).zip(relations(std::process::id())).is_none_or(|(job, ours)| job.pgrp == ours.pgrp)
     }
 
     /// Passes signals and stops through until the job ends.
@@ -151,6 +148,12 @@ mod libc_signal {
     pub const TTOU: i32 = Signal::TTOU.as_raw();
 }
 
+/// Process group and session of a process. A group that was made outside our pid namespace is called 0 here (a first
+/// process that did not make one of its own is in such a group), and so is a session.
+fn relations(pid: u32) -> Option<Stat> {
+    Proc::process(pid).and_then(|p| p.stat()).ok()
+}
+
 /// The foreground of our terminal, lent to the process group of the job; it comes back on drop. All signals are
 /// blocked, SIGTTOU among them, so that a background process may do this too (tcsetpgrp(3)).
 #[derive(Debug)]
@@ -161,13 +164,15 @@ struct Foreground {
 }
 
 impl Foreground {
-    fn of(group: Pid, pid: u32) -> Option<Self> {
-        let session = getsid(Pid::from_raw(pid as i32)).ok()?;
-        if session != getsid(None).ok()? {
+    /// Nothing if the job is in our process group or not in our session, or if a group has no name here.
+    fn of(job: u32) -> Option<Self> {
+        let (job, ours) = (relations(job)?, relations(std::process::id())?);
+        if job.session != ours.session || job.pgrp == ours.pgrp {
             return None;
         }
-        let terminal = crate::terminal::controlling()?;
-        Some(Self { terminal, group, ours: getpgrp() })
+        let named = |group: u32| Pid::from_raw(group as i32);
+        let (group, ours) = (named(job.pgrp)?, named(ours.pgrp)?);
+        Some(Self { terminal: crate::terminal::controlling()?, group, ours })
     }
 
     /// Gives the foreground to the job if we have it.

@@ -33,8 +33,8 @@ pub fn run(common: &Common, args: &Checkpoint) -> Result<ExitCode> {
 fn failure(error: Error, target: &str) -> Failure {
     match error {
         Error::Refused(refusals) => {
-            let list: Vec<String> = refusals.iter().map(|r| format!("\n{r}")).collect();
-            Failure::refused(format!("cannot checkpoint {target}, which runs on unharmed:{}", list.concat()))
+            let list = stillpoint_capture::list(&refusals);
+            Failure::refused(format!("cannot checkpoint {target}, which runs on unharmed:\n{list}"))
         }
         Error::Target(what) => Failure::usage(what),
         Error::Store(e) => jobs::store_failure(e).within(&format!("checkpoint {target}")),

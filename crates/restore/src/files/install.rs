@@ -8,6 +8,7 @@ use std::os::fd::AsRawFd;
 use stillpoint_image::{
     Descriptor, EpollWatch, FileKind, FileOwner, FileTable, Image, LockKind, OpenFile, TimerFd,
 };
+use stillpoint_linux::proc::Proc;
 use stillpoint_linux::program::{Arg, Program, Run};
 use stillpoint_linux::{descriptors, tty, watches};
 
@@ -287,12 +288,22 @@ impl<'a> Finish<'a> {
 }
 
 fn owner_bytes(image: &Image, owner: &FileOwner) -> Vec<u8> {
+    const PROCESS: u32 = 1;
     const GROUP: u32 = 2;
     // A process that did not lead its group is in ours now.
     let leads = image.processes.first().is_some_and(|p| p.leads_group);
-    let id = match owner.kind {
-        GROUP if !leads => rustix::process::getpgrp().as_raw_nonzero().get() as u32,
-        _ => owner.id,
+    let (kind, id) = match owner.kind {
+        GROUP if !leads => match our_group() {
+            Some(group) => (GROUP, group),
+            // Our group has no name in this pid namespace: of its members, the program itself is told.
+            None => (PROCESS, image.processes.first().map_or(0, |p| p.pid)),
+        },
+        kind => (kind, owner.id),
     };
-    [owner.kind.to_ne_bytes(), id.to_ne_bytes()].concat()
+    [kind.to_ne_bytes(), id.to_ne_bytes()].concat()
+}
+
+fn our_group() -> Option<u32> {
+    let stat = Proc::process(std::process::id()).and_then(|p| p.stat()).ok()?;
+    (stat.pgrp != 0).then_some(stat.pgrp)
 }
