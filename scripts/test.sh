@@ -10,7 +10,7 @@ sleep 3
 if [ -z "${STILLPOINT_INIT:-}" ] && [ -e "/proc/$orphan" ] && unshare --pid --fork --mount-proc true 2>/dev/null; then
     echo "the first process here leaves ended orphans about: testing in a pid namespace of our own"
     export STILLPOINT_INIT=1
-    exec unshare --pid --fork --kill-child --mount-proc sh -c 'sh "$0"; exit $?' "$0"
+    exec unshare --pid --fork --kill-child --mount-proc sh -c 'sh scripts/test.sh; exit $?'
 fi
 
 log=$(mktemp) || exit 1
