@@ -4,6 +4,7 @@ use crate::blocked::{self, Earlier, Waiting};
 use crate::engine::precopy::Precopy;
 use crate::engine::stop::Stop;
 use crate::engine::tracking::Tracking;
+use crate::engine::wp::{Armed, Wp};
 use crate::engine::{self, Cut, Engine, Log, MemoryEngine, Running, Still};
 use crate::files::Outsiders;
 use crate::freeze::Frozen;
@@ -97,12 +98,13 @@ pub fn checkpoint(
 pub struct Session {
     pid: u32,
     tracking: Option<Tracking>,
+    armed: Option<Armed>,
 }
 
 impl Session {
     /// A session with a process; nothing is done to it before the first checkpoint.
     pub fn new(pid: u32) -> Self {
-        Session { pid, tracking: None }
+        Session { pid, tracking: None, armed: None }
     }
 
     /// Takes a checkpoint. Whatever fails, the process runs on unharmed and the store is as before.
@@ -115,7 +117,7 @@ impl Session {
         let pid = self.pid;
         // On a thread of its own: what it may still trace when it fails is let go of when it ends.
         std::thread::scope(|scope| {
-            let tracer = scope.spawn(|| take(pid, store, options, &mut self.tracking, progress));
+            let tracer = scope.spawn(|| take(pid, store, options, &mut self.tracking, &mut self.armed, progress));
             let joined = tracer.join();
             joined.unwrap_or_else(|_| Err(Error::Failed("the checkpoint failed inside stillpoint".into())))
         })
@@ -187,6 +189,7 @@ fn take(
     store: &Store,
     options: &Options,
     tracking: &mut Option<Tracking>,
+    armed: &mut Option<Armed>,
     progress: &(dyn Progress + Sync),
 ) -> Result<Report> {
     let start = Instant::now();
@@ -206,7 +209,7 @@ fn take(
         writer: Some(writer),
         log: Log::default(),
     };
-    let done = work.with_some_engine(tracking, base)?;
+    let done = work.with_some_engine(tracking, armed, base)?;
     if let Some(tracking) = tracking {
         tracking.base = Some((options.job.clone(), done.committed.id));
     }
@@ -252,11 +255,21 @@ struct Done {
 impl Work<'_> {
     /// Takes the checkpoint with the first engine that can. `base` is what an earlier checkpoint has of what
     /// `tracking` followed.
-    fn with_some_engine(&mut self, tracking: &mut Option<Tracking>, base: &[Extent]) -> Result<Done> {
+    fn with_some_engine(
+        &mut self,
+        tracking: &mut Option<Tracking>,
+        armed: &mut Option<Armed>,
+        base: &[Extent],
+    ) -> Result<Done> {
         let asked = self.options.engine;
         for engine in engine::order(asked) {
             let mut engine: Box<dyn MemoryEngine> = match engine {
                 Engine::Precopy => Box::new(Precopy::new(tracking, base.to_vec(), self.options.buffer)),
+                Engine::Wp => {
+                    // Memory is followed in one way only.
+                    *tracking = None;
+                    Box::new(Wp::new(armed, self.options.buffer))
+                }
                 _ => Box::new(Stop::default()),
             };
             let name = engine.engine().name();
@@ -289,7 +302,10 @@ impl Work<'_> {
             let (target, progress, log) = (self.target, self.progress, &mut self.log);
             let mut still = Still { target, frozen: &mut frozen, builder: &builder, writer, progress, log };
             match engine.cut(&mut still)? {
-                Cut::Taken => return self.complete(engine, builder, frozen).map(Some),
+                Cut::Taken => match self.complete(engine, builder, frozen) {
+                    Err(Error::Lost(why)) => self.log.tell(format!("an instant was lost: {why}")),
+                    done => return done.map(Some),
+                },
                 Cut::TooMuch => {
                     self.log.pauses.push(frozen.thaw());
                     self.earlier = earlier_calls(&builder.image, self.target);

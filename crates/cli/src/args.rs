@@ -108,6 +108,8 @@ pub enum EngineName {
     Auto,
     /// Pages are copied while the program runs, and the few that are left while it stands still
     Precopy,
+    /// Pages are protected, and the first write to one waits until it is copied
+    Wp,
     /// The program stands still while its memory is written
     Stop,
 }

@@ -113,10 +113,10 @@ impl Pages {
 
     /// Puts pages into a state, whatever they were.
     pub fn set(&mut self, range: Range, state: State) {
+        if state == State::Kept {
+            return self.forget(range);
+        }
         for (number, from, to) in parts(range) {
-            if state == State::Kept && !self.chunks.contains_key(&number) {
-                continue;
-            }
             let chunk = self.chunks.entry(number).or_default();
             self.unsaved -= chunk.unsaved.count(from, to);
             self.copying -= chunk.copying.count(from, to);
@@ -125,9 +125,41 @@ impl Pages {
             chunk.written.change(from, to, state == State::Written);
             self.unsaved += chunk.unsaved.count(from, to);
             self.copying += chunk.copying.count(from, to);
+        }
+    }
+
+    /// Pages become kept. The range may be huge: only chunks with other pages are looked at.
+    fn forget(&mut self, range: Range) {
+        let numbers = range.start / CHUNK..range.end().div_ceil(CHUNK);
+        let mut empty = Vec::new();
+        for (&number, chunk) in self.chunks.range_mut(numbers) {
+            let page = |address: u64| address.saturating_sub(number * CHUNK).min(CHUNK) / PAGE;
+            let (from, to) = (page(range.start), page(range.end()));
+            self.unsaved -= chunk.unsaved.count(from, to);
+            self.copying -= chunk.copying.count(from, to);
+            [&mut chunk.unsaved, &mut chunk.copying, &mut chunk.written]
+                .into_iter()
+                .for_each(|set| set.change(from, to, false));
             if chunk.unsaved.is_empty() && chunk.copying.is_empty() && chunk.written.is_empty() {
-                self.chunks.remove(&number);
+                empty.push(number);
             }
+        }
+        empty.iter().for_each(|number| drop(self.chunks.remove(number)));
+    }
+
+    /// Pages that are in a state become another.
+    pub fn change(&mut self, range: Range, from: State, to: State) {
+        let mut at = range.start;
+        while at < range.end() {
+            let state = self.state(at);
+            let mut end = at + PAGE;
+            while end < range.end() && self.state(end) == state {
+                end += PAGE;
+            }
+            if state == from {
+                self.set(Range { start: at, len: end - at }, to);
+            }
+            at = end;
         }
     }
 
