@@ -31,6 +31,7 @@ use pages::{CHUNK, State, push};
 use server::{Desk, Held};
 use std::sync::Arc;
 use std::thread::JoinHandle;
+use std::time::Instant;
 use stillpoint_image::{Owner, Range};
 use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::memory::Memory;
@@ -107,6 +108,7 @@ impl MemoryEngine for Wp<'_> {
     }
 
     fn cut(&mut self, still: &mut Still<'_>) -> Result<Cut> {
+        let began = Instant::now();
         let (plain, buffer) = (self.plain, self.buffer);
         let desk = self.armed()?.desk.clone();
         let mut held = desk.hold();
@@ -119,6 +121,7 @@ impl MemoryEngine for Wp<'_> {
             return Ok(Cut::TooMuch);
         }
         self.copied.copy(&still.target.memory, &others)?;
+        still.log.tell(format!("the cut took {:?}", began.elapsed()));
         held.saving = true;
         held.copies = Copies::new(buffer.saturating_sub(IN_FLIGHT));
         held.around = Around::new(if plain { 1 } else { LEAST_AROUND }, !plain);
