@@ -1,7 +1,5 @@
 //! Taking a checkpoint, from the first look at the target to the commit.
 
-use crate::blocked::{self, Waiting};
-use crate::files::Outsiders;
 use crate::freeze::Frozen;
 use crate::inspect::{Known, inspect};
 use crate::regions::private_regions;
@@ -12,9 +10,8 @@ use rustix::time::{ClockId, clock_gettime};
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant, SystemTime};
-use stillpoint_image::{BlockedCall, Image, Owner, PAGE, PathFile, Range, Usage};
+use stillpoint_image::{BlockedCall, Image, Meta, Owner, PAGE, PathFile, Range, Usage};
 use stillpoint_linux::host;
-use stillpoint_linux::inject::find_gadgets;
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::pagemap::Pagemap;
 use stillpoint_linux::proc::{Proc, TaskFlags};
@@ -141,9 +138,6 @@ impl Target {
         let id = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or_else(gone)?;
         let pidfd = pidfd_open(id, PidfdFlags::empty()).map_err(|_| gone())?;
         let process = attributes::target::find(pid)?;
-        let mut builder = Builder::new();
-        attributes::target::examine(&mut builder, &process)?;
-        refuse_if_needed(&mut builder)?;
         Ok(Target { pidfd, process, memory: Memory::open(pid)?, pagemap: Pagemap::open(pid)? })
     }
 }
@@ -151,31 +145,24 @@ impl Target {
 fn take(pid: u32, store: &Store, options: &Options, progress: &(dyn Progress + Sync)) -> Result<Report> {
     let start = Instant::now();
     let target = Target::open(pid)?;
-    let maps = target.process.maps()?;
-    let code = maps.iter().filter(|v| v.prot & libc::PROT_EXEC as u32 != 0);
-    let code: Vec<_> = code.filter(|v| v.name != b"[vsyscall]").map(|v| (v.start, v.end)).collect();
-    let gadgets = find_gadgets(&target.memory, &code);
     let mut builder = Builder::new();
     let mut writer = store.begin(&options.job)?;
     let last = store.load(&options.job, None).ok().map(|c| c.image);
     let earlier = last.as_ref().map(|l| earlier_calls(l, &target)).unwrap_or_default();
-    let mut outsiders = Outsiders::scan(&[pid]);
-    let nameless: Vec<u64> = maps.iter().filter(|v| v.shared && v.deleted).map(|v| v.ino).collect();
-    outsiders.scan_memory(&[pid], &nameless);
-    let waiting = observe(&target.process)?;
-    let mut frozen = Frozen::freeze(&target.process)?;
-    let known = Known {
-        process: &target.process,
-        pidfd: target.pidfd.as_fd(),
-        memory: &target.memory,
-        inherited: &options.inherited,
-        outsiders: &outsiders,
-        pagemap: &target.pagemap,
-        gadgets,
-        waiting: &waiting,
-        earlier: &earlier,
-    };
     describe(&mut builder.image, options, &target)?;
+    let clocks = Clocks::of(&target.process);
+    let known = Known::learn(
+        &mut builder,
+        &target.process,
+        target.pidfd.as_fd(),
+        &target.memory,
+        &target.pagemap,
+        &options.inherited,
+        earlier,
+    )?;
+    refuse_if_needed(&mut builder)?;
+    let mut frozen = Frozen::freeze(&target.process)?;
+    clocks.stamp(&mut builder.image.meta);
     inspect(&mut builder, &mut frozen, &known)?;
     refuse_if_needed(&mut builder)?;
     copy_all(&mut builder, &mut writer, &target, progress)?;
@@ -234,24 +221,13 @@ fn reuse_digests(builder: &mut Builder, last: Option<&Image>) {
     }
 }
 
-/// What the threads are waiting for, before they are stopped.
-fn observe(process: &Proc) -> Result<HashMap<u32, Waiting>> {
-    let mut all = HashMap::new();
-    for tid in process.threads()? {
-        if let Ok(thread) = process.sibling(tid) {
-            all.insert(tid, blocked::observe(&thread));
-        }
-    }
-    Ok(all)
-}
-
 /// The interrupted calls of the job's newest checkpoint, with the time that is left now, if it is of this process.
 fn earlier_calls(last: &Image, target: &Target) -> HashMap<u32, BlockedCall> {
     let (Some(process), Ok(status)) = (last.processes.first(), target.process.status()) else {
         return HashMap::new();
     };
     let same_boot = last.meta.host.boot_id == host::boot_id();
-    let now = clocks(&target.process).0;
+    let now = Clocks::of(&target.process).now().0;
     if !same_boot || process.pid != status.own_pid() {
         return HashMap::new();
     }
@@ -264,26 +240,42 @@ fn earlier_calls(last: &Image, target: &Target) -> HashMap<u32, BlockedCall> {
     calls.collect()
 }
 
-/// The target's monotonic and boot time, nanoseconds.
-fn clocks(process: &Proc) -> (i64, i64) {
-    let theirs = process.time_offsets().ok().flatten().unwrap_or_default();
-    let own =
-        Proc::process(std::process::id()).and_then(|p| p.time_offsets()).ok().flatten().unwrap_or_default();
-    let now = |clock| {
-        let t = clock_gettime(clock);
-        t.tv_sec * 1_000_000_000 + t.tv_nsec
-    };
-    (now(ClockId::Monotonic) - own.0 + theirs.0, now(ClockId::Boottime) - own.1 + theirs.1)
+/// The target's monotonic and boot time: nanoseconds by which they are ahead of ours.
+struct Clocks {
+    ahead: (i64, i64),
 }
 
+impl Clocks {
+    /// Of a process. They stay the same as long as it lives.
+    fn of(process: &Proc) -> Self {
+        let theirs = process.time_offsets().ok().flatten().unwrap_or_default();
+        let own = Proc::process(std::process::id()).and_then(|p| p.time_offsets()).ok().flatten();
+        let own = own.unwrap_or_default();
+        Clocks { ahead: (theirs.0 - own.0, theirs.1 - own.1) }
+    }
+
+    fn now(&self) -> (i64, i64) {
+        let now = |clock| {
+            let t = clock_gettime(clock);
+            t.tv_sec * 1_000_000_000 + t.tv_nsec
+        };
+        (now(ClockId::Monotonic) + self.ahead.0, now(ClockId::Boottime) + self.ahead.1)
+    }
+
+    /// Notes the moment of the cut.
+    fn stamp(&self, meta: &mut Meta) {
+        meta.taken_ns = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos() as u64;
+        (meta.monotonic_ns, meta.boottime_ns) = self.now();
+    }
+}
+
+/// Describes what is the same at any moment. (The command line is a note for people.)
 fn describe(image: &mut Image, options: &Options, target: &Target) -> Result<()> {
     let meta = &mut image.meta;
     meta.job.clone_from(&options.job);
     meta.label.clone_from(&options.label);
     meta.engine = options.engine.name().into();
-    meta.taken_ns = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos() as u64;
     meta.command = target.process.cmdline()?.into_iter().map(Into::into).collect();
-    (meta.monotonic_ns, meta.boottime_ns) = clocks(&target.process);
     meta.host = stillpoint_image::Host {
         machine: host::machine(),
         kernel: host::kernel(),
