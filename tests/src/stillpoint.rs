@@ -128,11 +128,17 @@ impl Stillpoint {
         files
     }
 
-    /// A command to be started.
+    /// A command to be started. `STILLPOINT_TEST_ENGINE` chooses the engine of checkpoints that do not choose one.
     pub fn command<S: AsRef<OsStr>>(&self, arguments: &[S]) -> Command {
         let mut command = Command::new(binary());
+        command.args(arguments);
+        if let Some(engine) = std::env::var_os("STILLPOINT_TEST_ENGINE")
+            && arguments.first().is_some_and(|a| a.as_ref() == "checkpoint")
+            && !arguments.iter().any(|a| a.as_ref() == "--engine")
+        {
+            command.arg("--engine").arg(engine);
+        }
         command
-            .args(arguments)
             .env("STILLPOINT_STORE", &self.store)
             .env(MARK, &self.mark)
             .stdin(Stdio::null());

@@ -98,13 +98,13 @@ impl MemoryEngine for Wp<'_> {
 
     fn prepare(&mut self, running: &mut Running<'_>) -> Result<()> {
         *self.armed = None;
-        let (armed, plain) = (Armed::start(running)?, self.plain);
-        let armed = self.armed.insert(armed);
-        if !plain {
-            armed.arm(running)?;
-        }
+        *self.armed = Some(Armed::start(running)?);
         self.copied.reserve(self.buffer);
         Ok(())
+    }
+
+    fn converge(&mut self, running: &mut Running<'_>) -> Result<()> {
+        if self.plain { Ok(()) } else { self.armed()?.arm(running) }
     }
 
     fn cut(&mut self, still: &mut Still<'_>) -> Result<Cut> {
