@@ -87,7 +87,7 @@ pub fn checkpoint(
     options: &Options,
     progress: &(dyn Progress + Sync),
 ) -> Result<Report> {
-    Session::new(pid).checkpoint(store, options, progress)
+    Session { lasting: false, ..Session::new(pid) }.checkpoint(store, options, progress)
 }
 
 /// One process from checkpoint to checkpoint: while the session lives, the kernel notes what the process writes, and
@@ -97,12 +97,14 @@ pub struct Session {
     pid: u32,
     tracking: Option<Tracking>,
     armed: Option<Armed>,
+    /// There will be further checkpoints.
+    lasting: bool,
 }
 
 impl Session {
     /// A session with a process; nothing is done to it before the first checkpoint.
     pub fn new(pid: u32) -> Self {
-        Session { pid, tracking: None, armed: None }
+        Session { pid, tracking: None, armed: None, lasting: true }
     }
 
     /// Takes a checkpoint. Whatever fails, the process runs on unharmed and the store is as before.
@@ -112,10 +114,10 @@ impl Session {
         options: &Options,
         progress: &(dyn Progress + Sync),
     ) -> Result<Report> {
-        let pid = self.pid;
+        let (pid, lasting) = (self.pid, self.lasting);
         // On a thread of its own: what it may still trace when it fails is let go of when it ends.
         std::thread::scope(|scope| {
-            let tracer = scope.spawn(|| take(pid, store, options, &mut self.tracking, &mut self.armed, progress));
+            let tracer = scope.spawn(|| take(pid, store, options, lasting, &mut self.tracking, &mut self.armed, progress));
             let joined = tracer.join();
             joined.unwrap_or_else(|_| Err(Error::Failed("the checkpoint failed inside stillpoint".into())))
         })
@@ -193,6 +195,7 @@ fn take(
     pid: u32,
     store: &Store,
     options: &Options,
+    lasting: bool,
     tracking: &mut Option<Tracking>,
     armed: &mut Option<Armed>,
     progress: &(dyn Progress + Sync),
@@ -202,7 +205,9 @@ fn take(
     let writer = store.begin(&options.job)?;
     let last = store.load(&options.job, None).ok();
     // Whatever fails from here on, the next checkpoint starts afresh.
-    let base = tracking.as_mut().and_then(|t| t.base.take()).filter(|_| !options.full);
+    let noted = tracking.as_mut().and_then(|t| t.base.take());
+    let waited = armed.as_mut().and_then(|a| a.base.take());
+    let base = noted.or(waited).filter(|_| !options.full);
     let is_base = |l: &&Checkpoint| base == Some((l.image.meta.job.clone(), l.image.meta.id));
     let base = last.as_ref().filter(is_base).map(|l| l.pages.extents.as_slice()).unwrap_or_default();
     let mut work = Work {
@@ -214,9 +219,12 @@ fn take(
         writer: Some(writer),
         log: Log::default(),
     };
-    let done = work.with_some_engine(tracking, armed, base)?;
+    let done = work.with_some_engine(tracking, armed, base, lasting)?;
     if let Some(tracking) = tracking {
         tracking.base = Some((options.job.clone(), done.committed.id));
+    }
+    if let Some(armed) = armed {
+        armed.base = Some((options.job.clone(), done.committed.id));
     }
     let Done { committed, pause, engine, notes } = done;
     Ok(Report {
@@ -265,6 +273,7 @@ impl<'a> Work<'a> {
         tracking: &mut Option<Tracking>,
         armed: &mut Option<Armed>,
         base: &[Extent],
+        lasting: bool,
     ) -> Result<Done> {
         let asked = self.options.engine;
         // Nothing is done to a program that must be refused.

@@ -19,7 +19,7 @@ mod copies;
 mod pages;
 mod server;
 
-use super::tracking::open_inside;
+use super::tracking::{open_inside, writes_unnoticed};
 use super::{Copied, Cut, Engine, MemoryEngine, Running, Still};
 use crate::brief::stop_briefly;
 use crate::checkpoint::{Progress, Target};
@@ -29,10 +29,10 @@ use around::Around;
 use copies::Copies;
 use pages::{CHUNK, State, push};
 use server::{Desk, Held};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
-use stillpoint_image::{Owner, Range};
+use stillpoint_image::{Extent, Owner, PAGE, Range};
 use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::pagemap::{Category, Pagemap, Query, Run};
@@ -45,6 +45,8 @@ const SERVERS: usize = 2;
 const PIECE: u64 = 4 << 20;
 /// Holes up to this size, bytes, get page tables (4 KiB for each 2 MiB), so that they need not be looked at in the cut.
 const SMALL_HOLE: u64 = 8 * CHUNK;
+/// More runs than this in a piece are protected all at once.
+const MANY: usize = 16;
 /// Rounds of protecting what was written meanwhile, at most.
 const ROUNDS: usize = 8;
 /// So few written pages are left for the cut that another round would not be worth it.
@@ -65,25 +67,39 @@ pub(crate) struct Armed {
     covered: Vec<Range>,
     /// All that was followed.
     followed: Vec<Range>,
+    /// Own pages that there were before the cut.
+    own: Vec<Range>,
+    /// Own pages that were found at the cut where nothing was known.
+    found: Vec<Range>,
+    /// The checkpoint (job and number) that has every page that was not written since; none before the first.
+    pub base: Option<(String, u64)>,
 }
 
 /// At work on one checkpoint.
 #[derive(Debug)]
 pub(crate) struct Wp<'t> {
     armed: &'t mut Option<Armed>,
+    /// Writers wait, and are noted, also after this checkpoint.
+    lasting: bool,
+    /// What the base checkpoint has.
+    base: Vec<Extent>,
     /// Bytes that may be on their way.
     buffer: u64,
     plain: bool,
     /// Pages that are copied in the cut: what cannot be protected.
     copied: Copied,
     tries: usize,
+    /// The checkpoint is complete, as far as private memory is concerned.
+    done: bool,
 }
 
 impl<'t> Wp<'t> {
-    /// With what the session has armed; `buffer` bytes may be on their way to the store.
-    pub fn new(armed: &'t mut Option<Armed>, buffer: u64) -> Self {
+    /// With what the session has armed, and `base` what the checkpoint has that it is relative to; `buffer` bytes may be
+    /// on their way to the store. `lasting`: there will be further checkpoints.
+    pub fn new(armed: &'t mut Option<Armed>, base: Vec<Extent>, buffer: u64, lasting: bool) -> Self {
         let plain = std::env::var_os("STILLPOINT_WP").is_some_and(|v| v == "plain");
-        Wp { armed, buffer, plain, copied: Copied::default(), tries: 0 }
+        let lasting = lasting && !plain;
+        Wp { armed, lasting, base, buffer, plain, copied: Copied::default(), tries: 0, done: false }
     }
 
     fn armed(&mut self) -> Result<&mut Armed> {
@@ -97,8 +113,15 @@ impl MemoryEngine for Wp<'_> {
     }
 
     fn prepare(&mut self, running: &mut Running<'_>) -> Result<()> {
-        *self.armed = None;
-        *self.armed = Some(Armed::start(running)?);
+        // What a device writes past the page tables is not noted.
+        if self.base.is_empty() || writes_unnoticed(running.target.pid)? {
+            *self.armed = None;
+        }
+        let base = std::mem::take(&mut self.base);
+        match self.armed {
+            Some(_) => base.iter().filter(|e| e.owner == Owner::Space(0)).try_for_each(|e| running.writer.reuse(e))?,
+            None => *self.armed = Some(Armed::start(running)?),
+        }
         self.copied.reserve(self.buffer);
         Ok(())
     }
@@ -109,7 +132,7 @@ impl MemoryEngine for Wp<'_> {
 
     fn cut(&mut self, still: &mut Still<'_>) -> Result<Cut> {
         let began = Instant::now();
-        let (plain, buffer) = (self.plain, self.buffer);
+        let (plain, buffer, lasting) = (self.plain, self.buffer, self.lasting);
         let desk = self.armed()?.desk.clone();
         let mut held = desk.hold();
         let spans = spans(&still.builder.image.spaces[0]);
@@ -123,16 +146,20 @@ impl MemoryEngine for Wp<'_> {
         self.copied.copy(&still.target.memory, &others)?;
         still.log.tell(format!("the cut took {:?}", began.elapsed()));
         held.saving = true;
+        held.keep = lasting;
         held.copies = Copies::new(buffer.saturating_sub(IN_FLIGHT));
-        held.around = Around::new(if plain { 1 } else { LEAST_AROUND }, !plain);
+        // What is released counts as written at the next checkpoint; if there is none, it is saved anyway.
+        held.around = Around::new(if plain || lasting { 1 } else { LEAST_AROUND }, !plain);
         Ok(Cut::Taken)
     }
 
     fn finish(&mut self, running: &mut Running<'_>) -> Result<()> {
         self.copied.put(running.writer)?;
         self.tries += 1;
-        self.armed()?.save(running)?;
-        *self.armed = None;
+        let others: Vec<Range> = self.copied.ranges.iter().map(|r| r.0).collect();
+        let own = self.armed()?.save(running)?;
+        running.writer.keep_only(Owner::Space(0), union([own, others].concat()));
+        self.done = true;
         Ok(())
     }
 
@@ -143,7 +170,9 @@ impl MemoryEngine for Wp<'_> {
 
 impl Drop for Wp<'_> {
     fn drop(&mut self) {
-        *self.armed = None;
+        if !(self.lasting && self.done) {
+            *self.armed = None;
+        }
     }
 }
 
@@ -155,8 +184,15 @@ impl Armed {
         let (userfault, pause) = stop_briefly(target, running.earlier, open)?;
         running.log.pauses.push(pause);
         let desk = Desk::new(userfault, Memory::open(target.pid)?, Pagemap::open(target.pid)?)?;
-        let mut armed =
-            Armed { desk: Arc::new(desk), servers: Vec::new(), covered: Vec::new(), followed: Vec::new() };
+        let mut armed = Armed {
+            desk: Arc::new(desk),
+            servers: Vec::new(),
+            covered: Vec::new(),
+            followed: Vec::new(),
+            own: Vec::new(),
+            found: Vec::new(),
+            base: None,
+        };
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         for _ in 0..SERVERS.min(processors) {
             let desk = armed.desk.clone();
@@ -168,6 +204,13 @@ impl Armed {
 
     /// Protects everything while the program runs.
     fn arm(&mut self, running: &mut Running<'_>) -> Result<()> {
+        let mut held = self.desk.hold();
+        held.changed.clear();
+        held.attentive = true;
+        drop(held);
+        self.covered.clear();
+        self.followed.clear();
+        self.own.clear();
         let spans = spans_of_maps(&running.target.process.maps()?);
         for span in spans.iter().filter(|s| can_wait(s)) {
             if self.follow(span.range) {
@@ -197,7 +240,8 @@ impl Armed {
 
     /// Protects what there is in a mapping, and fills the page tables around it with marks.
     fn arm_span(&mut self, span: Range) -> Result<()> {
-        let there = self.scan(span, Query { any: Category::PRESENT | Category::SWAPPED, ..Query::default() })?;
+        let there = self.scan(span, there())?;
+        self.own.extend(there.iter().map(range));
         for covered in cover(&there, span) {
             let mut at = covered.start;
             while at < covered.end() {
@@ -217,27 +261,38 @@ impl Armed {
     /// 2. A page that appears between the two looks is protected by then: without a page there is a mark.
     /// 3. A page that is dropped and appears again after that is not, and does not tell; but dropping it does.
     fn arm_piece(&self, piece: Range) -> Result<()> {
-        let report = Category::PRESENT | Category::SWAPPED | Category::ZERO;
-        let bare = self.scan(piece, Query { all: Category::WRITTEN, none: Category::GUARD, report, ..Query::default() })?;
+        let bare = Query {
+            all: Category::WRITTEN,
+            none: Category::GUARD,
+            report: Category::PRESENT | Category::SWAPPED | Category::ZERO,
+            ..Query::default()
+        };
+        let bare = self.scan(piece, bare)?;
         let mut held = self.desk.hold();
+        if bare.len() > MANY {
+            // What is protected already stays so.
+            self.desk.protect(&mut held, piece);
+        }
         for run in &bare {
-            self.desk.protect(&mut held, range(run));
+            if bare.len() <= MANY {
+                self.desk.protect(&mut held, range(run));
+            }
             held.pages.change(range(run), State::Written, State::Unsaved);
             if run.categories.contains(Category::SWAPPED) {
                 held.pages.set(range(run), State::Unsaved);
             }
         }
-        let swaps = if swaps() { Category::PRESENT | Category::SWAPPED } else { Category::PRESENT };
-        let there = Query {
-            any: swaps,
+        let present = Query {
+            any: if swaps() { Category::PRESENT | Category::SWAPPED } else { Category::PRESENT },
             none: Category::ZERO | Category::GUARD,
             report: Category::WRITTEN,
             ..Query::default()
         };
-        for run in self.scan(piece, there)? {
+        let bare: Vec<Range> = bare.iter().map(range).collect();
+        for run in self.scan(piece, present)? {
             let written = run.categories.contains(Category::WRITTEN);
             let state = if written { State::Written } else { State::Unsaved };
-            held.pages.set(range(&run), state);
+            within_sorted(&bare, range(&run)).for_each(|part| held.pages.set(part, state));
         }
         Ok(())
     }
@@ -247,7 +302,7 @@ impl Armed {
         let mut held = self.desk.hold();
         let runs = held.pages.arm();
         runs.iter().for_each(|run| self.desk.protect(&mut held, *run));
-        runs.iter().map(|r| r.len).sum::<u64>() / stillpoint_image::PAGE
+        runs.iter().map(|r| r.len).sum::<u64>() / PAGE
     }
 
     /// With the program at rest: everything of it is unsaved and protected from here on. Returns what cannot be
@@ -255,6 +310,7 @@ impl Armed {
     fn cut(&mut self, held: &mut Held<'_>, spans: &[Span]) -> Result<Vec<(Range, bool)>> {
         let mut others = Vec::new();
         let changed = std::mem::take(&mut held.changed);
+        self.found.clear();
         let mut end = 0;
         for span in spans {
             let waits = can_wait(span) && self.cut_span(held, span.range, &changed)?;
@@ -281,7 +337,7 @@ impl Armed {
         // A mapping that has replaced another is not followed, and the kernel says so.
         let same = known.first().is_some_and(|c| {
             let page = RemoteAddr(c.start);
-            self.desk.userfault.protect(page, RemoteAddr(page.0 + stillpoint_image::PAGE)).is_ok()
+            self.desk.userfault.protect(page, RemoteAddr(page.0 + PAGE)).is_ok()
         });
         if !same && !self.follow(span) {
             return Ok(false);
@@ -297,34 +353,38 @@ impl Armed {
     }
 
     /// Protects the pages that there are in a range where nothing was known.
-    fn cut_hole(&self, held: &mut Held<'_>, hole: Range) -> Result<()> {
-        let any = Category::PRESENT | Category::SWAPPED;
-        let there = Query { any, none: Category::ZERO | Category::GUARD, ..Query::default() };
+    fn cut_hole(&mut self, held: &mut Held<'_>, hole: Range) -> Result<()> {
         held.pages.set(hole, State::Kept);
-        for run in self.scan(hole, there)? {
+        for run in self.scan(hole, there())? {
             held.pages.set(range(&run), State::Unsaved);
             self.desk.protect(held, range(&run));
+            self.found.push(range(&run));
         }
         Ok(())
     }
 
-    /// Brings all pages of the cut to the store.
-    fn save(&self, running: &mut Running<'_>) -> Result<()> {
+    /// Brings all unsaved pages of the cut to the store; returns all own pages that there were at the cut.
+    fn save(&self, running: &mut Running<'_>) -> Result<Vec<Range>> {
         self.nothing_unnoticed()?;
-        running.progress.start(self.desk.hold().pages.unsaved() * stillpoint_image::PAGE);
-        let source = Sweep { desk: &self.desk, progress: running.progress };
+        running.progress.start(self.desk.hold().pages.unsaved() * PAGE);
+        let source = Sweep { desk: &self.desk, progress: running.progress, put: Mutex::default() };
         running.writer.put_from(Owner::Space(0), Zeros::Omit, &source).map_err(|e| match e {
             PutError::Fill(why) => Error::Lost(why),
             PutError::Store(e) => Error::Store(e),
         })?;
         self.same_program(running.target)?;
-        let held = self.desk.hold();
+        let mut held = self.desk.hold();
+        self.desk.stop_saving(&mut held);
+        held.attentive = false;
         let f = held.figures;
         running.log.tell(format!(
             "{} writes waited, {} of them for a copy, {} for room; {} pages were copied for them, {} KiB at a time",
             f.waited, f.copied, f.held_back, f.pages, held.copies.most_used() >> 10
         ));
-        Ok(())
+        let kept = self.covered.iter().flat_map(|c| within_sorted(&self.own, *c));
+        let mut own: Vec<Range> = kept.chain(self.found.iter().copied()).collect();
+        own.extend(source.put.into_inner().unwrap_or_else(PoisonError::into_inner));
+        Ok(own)
     }
 
     /// Where every page is noted that appears, each one that is not protected must have been.
@@ -334,7 +394,7 @@ impl Armed {
         for covered in &self.covered {
             for run in self.scan(*covered, query)? {
                 let held = self.desk.hold();
-                let mut pages = (run.start..run.end).step_by(stillpoint_image::PAGE as usize);
+                let mut pages = (run.start..run.end).step_by(PAGE as usize);
                 let noted = |page: u64| {
                     held.pages.state(page) == State::Written
                         || held.changed.iter().any(|c| (c.start..c.end()).contains(&page))
@@ -354,7 +414,7 @@ impl Armed {
         let now = Pagemap::open(target.pid)?;
         let mut held = self.desk.hold();
         for span in &self.followed {
-            let page = Range { start: span.start, len: stillpoint_image::PAGE };
+            let page = Range { start: span.start, len: PAGE };
             self.desk.protect(&mut held, page);
             let mut runs: Vec<Run> = Vec::new();
             let (start, end) = (RemoteAddr(page.start), RemoteAddr(page.end()));
@@ -403,6 +463,8 @@ impl Drop for Armed {
 struct Sweep<'a> {
     desk: &'a Desk,
     progress: &'a (dyn Progress + Sync),
+    /// What was put so far.
+    put: Mutex<Vec<Range>>,
 }
 
 impl Source for Sweep<'_> {
@@ -411,6 +473,7 @@ impl Source for Sweep<'_> {
     fn next(&self, buffer: &mut [u8]) -> Result<Vec<Range>, String> {
         let runs = self.desk.next(buffer)?;
         self.progress.advance(runs.iter().map(|r| r.len).sum());
+        self.put.lock().unwrap_or_else(PoisonError::into_inner).extend(&runs);
         Ok(runs)
     }
 }
@@ -423,6 +486,12 @@ fn can_wait(span: &Span) -> bool {
 /// Whether pages can be swapped out at all.
 fn swaps() -> bool {
     std::fs::read_to_string("/proc/swaps").is_ok_and(|s| s.lines().count() > 1)
+}
+
+/// Pages that a mapping of memory has of its own.
+fn there() -> Query {
+    let any = Category::PRESENT | Category::SWAPPED;
+    Query { any, none: Category::ZERO | Category::GUARD, ..Query::default() }
 }
 
 /// Runs of pages, rounded to whole page tables, with the small holes between them, within a mapping.
@@ -448,6 +517,28 @@ fn within(ranges: &[Range], span: Range) -> Vec<Range> {
     let mut parts: Vec<Range> = ranges.iter().filter_map(clip).collect();
     parts.sort_unstable_by_key(|r| r.start);
     parts
+}
+
+/// As [`within`], of ranges that are ascending and apart.
+fn within_sorted(ranges: &[Range], span: Range) -> impl Iterator<Item = Range> {
+    let first = ranges.partition_point(|r| r.end() <= span.start);
+    ranges[first..].iter().take_while(move |r| r.start < span.end()).map(move |r| {
+        let (start, end) = (r.start.max(span.start), r.end().min(span.end()));
+        Range { start, len: end - start }
+    })
+}
+
+/// All ranges, ascending and apart.
+fn union(mut ranges: Vec<Range>) -> Vec<Range> {
+    ranges.sort_unstable_by_key(|r| r.start);
+    let mut union: Vec<Range> = Vec::new();
+    for range in ranges {
+        match union.last_mut() {
+            Some(last) if range.start <= last.end() => last.len = last.len.max(range.end() - last.start),
+            _ => union.push(range),
+        }
+    }
+    union
 }
 
 /// The parts of a span that are in none of some ranges within it (ascending).

@@ -179,21 +179,21 @@ impl Pages {
         runs
     }
 
-    /// The run of unsaved pages around an unsaved one that lies in the aligned window of `pages` pages (a power of
-    /// two, at most 512). It is being copied from now on.
-    pub fn claim_around(&mut self, address: u64, pages: u64) -> Range {
+    /// The run of pages in the same state around a page that lies in the aligned window of `pages` pages (a power of
+    /// two). They are in another state from now on.
+    pub fn take_around(&mut self, address: u64, pages: u64, to: State) -> Range {
         let window = address - address % (pages * PAGE);
-        let is_unsaved = |a: u64| self.state(a) == State::Unsaved;
+        let state = self.state(address);
         let mut start = address;
-        while start > window && is_unsaved(start - PAGE) {
+        while start > window && self.state(start - PAGE) == state {
             start -= PAGE;
         }
         let mut end = address + PAGE;
-        while end < window + pages * PAGE && is_unsaved(end) {
+        while end < window + pages * PAGE && self.state(end) == state {
             end += PAGE;
         }
         let run = Range { start, len: end - start };
-        self.set(run, State::Copying);
+        self.set(run, to);
         run
     }
 
@@ -306,17 +306,17 @@ mod tests {
                         prop_assert_eq!(&armed, &written);
                         written.iter().for_each(|p| drop(model.insert(*p, State::Unsaved)));
                     }
-                    Step::Around(page, shift) if model[&page] == State::Unsaved => {
+                    Step::Around(page, shift) => {
                         let window = page >> shift << shift;
-                        let unsaved = |p: &u64| model.get(p) == Some(&State::Unsaved);
-                        let below = (window..page).rev().take_while(unsaved).count() as u64;
-                        let above = (page..window + (1 << shift)).take_while(unsaved).count() as u64;
-                        let run = pages.claim_around(page * PAGE, 1 << shift);
+                        let before = model[&page];
+                        let same = |p: &u64| model.get(p).copied().unwrap_or(State::Kept) == before;
+                        let below = (window..page).rev().take_while(same).count() as u64;
+                        let above = (page..window + (1 << shift)).take_while(same).count() as u64;
+                        let run = pages.take_around(page * PAGE, 1 << shift, State::Copying);
                         let expected: Vec<u64> = (page - below..page + above).collect();
                         prop_assert_eq!(pages_of(&[run]), expected.clone());
                         expected.iter().for_each(|p| drop(model.insert(*p, State::Copying)));
                     }
-                    Step::Around(..) => {}
                     Step::From(page, most, runs) => {
                         let claimed = pages.claim_from(page * PAGE, most * PAGE, runs);
                         let unsaved: Vec<u64> = model

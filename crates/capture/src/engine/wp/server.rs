@@ -60,7 +60,9 @@ pub(super) struct Shelf {
     held_back: Vec<u64>,
     pub copies: Copies,
     pub around: Around,
-    /// Where pages were dropped or moved since the last cut.
+    /// A checkpoint is under way.
+    pub attentive: bool,
+    /// Where pages were dropped or moved during this checkpoint, since the cut if there has been one.
     pub changed: Vec<Range>,
     /// Where the sweep is.
     pub cursor: u64,
@@ -99,6 +101,7 @@ impl Desk {
             held_back: Vec::new(),
             copies: Copies::new(0),
             around: Around::new(1, false),
+            attentive: false,
             changed: Vec::new(),
             cursor: 0,
             lost: None,
@@ -167,6 +170,7 @@ impl Desk {
                     held.figures.waited += 1;
                     held.queue.push_back(page.0);
                 }
+                _ if !held.attentive => {}
                 Event::Dropped { start, end } => {
                     held.changed.push(Range { start: start.0, len: end.0 - start.0 });
                 }
@@ -191,11 +195,17 @@ impl Desk {
                 (true, State::Unsaved) => {
                     let room = held.copies.room() / PAGE;
                     let window = held.around.pages(page).min(1 << room.ilog2());
-                    let run = held.pages.claim_around(page, window);
+                    let run = held.pages.take_around(page, window, State::Copying);
                     held.copies.take_room(run.len);
                     held.figures.copied += 1;
                     held.figures.pages += run.len / PAGE;
                     return Some(run);
+                }
+                // While it is being armed, what is released has to be protected again.
+                (saving, State::Kept) if saving || !held.attentive => {
+                    let window = held.around.pages(page);
+                    let run = held.pages.take_around(page, window, State::Written);
+                    self.release(held, run);
                 }
                 _ => self.let_write(held, page),
             }
