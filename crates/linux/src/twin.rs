@@ -34,7 +34,6 @@
 //! (getrusage(2), `RUSAGE_CHILDREN`).
 
 use crate::arch::{ERESTARTNOINTR, Regs};
-use crate::bpf::FilteredCall;
 use crate::inject::{Site, Visit, failed, remote_error};
 use crate::memory::Memory;
 use crate::proc::Proc;
@@ -54,24 +53,23 @@ pub fn site_data_len(xstate_len: usize) -> usize {
     arch::home_frame_len(xstate_len)
 }
 
-/// The calls that the forking thread and the copies make, for seccomp filters to judge: name, call.
-pub fn calls(gadgets: arch::Gadgets) -> Vec<(&'static str, FilteredCall)> {
-    let ip = gadgets.call.0 + 2;
-    let call = |name, nr, args: [u64; 3]| {
-        (name, FilteredCall { nr, ip, args: [args[0], args[1], args[2], 0, 0, 0] })
-    };
+/// The calls that the forking thread and the copies make, for seccomp filters to judge: number and arguments (0 where
+/// they are addresses or not yet known).
+pub fn calls() -> Vec<(i64, [u64; 6])> {
+    let call = |nr, [a, b, c]: [u64; 3]| (nr, [a, b, c, 0, 0, 0]);
     vec![
-        call("clone", libc::SYS_clone, [BETWEEN, 0, 0]),
-        call("clone", libc::SYS_clone, [TWIN, 0, 0]),
-        call("wait4", libc::SYS_wait4, [0, 0, WAIT_ALL]),
-        call("close_range", libc::SYS_close_range, ALL_DESCRIPTORS),
-        call("setsid", libc::SYS_setsid, [0; 3]),
-        call("madvise", libc::SYS_madvise, [0, 0, libc::MADV_DONTNEED as u64]),
-        call("exit_group", libc::SYS_exit_group, [0; 3]),
+        call(libc::SYS_clone, [BETWEEN, 0, 0]),
+        call(libc::SYS_clone, [TWIN, 0, 0]),
+        call(libc::SYS_wait4, [0, 0, WAIT_ALL]),
+        call(libc::SYS_close_range, ALL_DESCRIPTORS),
+        call(libc::SYS_setsid, [0; 3]),
+        call(libc::SYS_munmap, [0; 3]),
+        call(libc::SYS_madvise, [0, 0, libc::MADV_DONTNEED as u64]),
+        call(libc::SYS_exit_group, [0; 3]),
     ]
 }
 
-/// Arguments of `close_range`.
+/// Arguments of `close_range`: all of a table that becomes our own.
 const ALL_DESCRIPTORS: [u64; 3] = [0, u32::MAX as u64, libc::CLOSE_RANGE_UNSHARE as u64];
 
 /// The twin: stopped, ours, gone when this is dropped or when we die.
@@ -143,6 +141,15 @@ impl Twin {
     pub fn release(&mut self, start: RemoteAddr, len: u64) -> Result<()> {
         let args = [start.0, len, libc::MADV_DONTNEED as u64, 0, 0, 0];
         self.puppet.expect("madvise", libc::SYS_madvise, args).map(drop)
+    }
+
+    /// Lets go of a mapping, such as one that the twin shares with the program: what it holds of a file, or of what is
+    /// locked or sealed there, ends then as the program expects. The main stack and the gadgets are needed.
+    ///
+    /// # Errors
+    /// As [`Twin::release`].
+    pub fn unmap(&mut self, start: RemoteAddr, len: u64) -> Result<()> {
+        self.puppet.expect("munmap", libc::SYS_munmap, [start.0, len, 0, 0, 0, 0]).map(drop)
     }
 
     /// Whether it still is what it was. A twin that was killed (memory was short) cannot be read; what was read

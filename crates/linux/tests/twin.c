@@ -1,7 +1,7 @@
 // A program that must not notice that it is forked. Threads write memory in a fixed order, so that each instant of it
 // can be told from a mixture of two; the main thread asks for children that it does not have.
 //
-// twin MEBIBYTES [limited]
+// twin MEBIBYTES [limited|ignoring|watchful]
 #define _GNU_SOURCE
 #include <errno.h>
 #include <pthread.h>
@@ -68,13 +68,17 @@ int main(int argc, char **argv) {
   for (int i = 0; i < WRITERS; i++) {
     regions[i] = map(PAGES * 4096, MAP_PRIVATE);
   }
-  struct sigaction action = {.sa_handler = on_signal, .sa_flags = SA_RESTART};
+  const char *kind = argc > 2 ? argv[2] : "";
+  int ignoring = !strcmp(kind, "ignoring");
+  // A watchful one looks for children of any kind, also while we are at work.
+  int options = strcmp(kind, "watchful") ? 0 : __WALL;
+  struct sigaction action = {.sa_handler = ignoring ? SIG_IGN : on_signal, .sa_flags = SA_RESTART};
   sigaction(SIGCHLD, &action, 0);
   for (uintptr_t i = 0; i < WRITERS; i++) {
     pthread_t thread;
     pthread_create(&thread, 0, writer, (void *)i);
   }
-  if (argc > 2 && !strcmp(argv[2], "limited")) {
+  if (!strcmp(kind, "limited")) {
     struct rlimit one = {1, 1};
     setrlimit(RLIMIT_NPROC, &one);
     if (setuid(54321)) {
@@ -86,7 +90,7 @@ int main(int argc, char **argv) {
   fflush(stdout);
   for (;;) {
     int status;
-    if (waitpid(-1, &status, 0) != -1 || errno != ECHILD) {
+    if (waitpid(-1, &status, options) != -1 || errno != ECHILD) {
       report->wrong++;
     }
     report->looks++;

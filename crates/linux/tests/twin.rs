@@ -219,7 +219,11 @@ fn it_is_the_instant_of_the_fork() {
 
 #[test]
 fn the_program_notices_nothing() {
-    let program = Program::start(&["16"]);
+    ["", "ignoring", "watchful"].iter().for_each(|kind| notices_nothing(kind));
+}
+
+fn notices_nothing(kind: &str) {
+    let program = Program::start(&["16", kind]);
     let before = program.facts();
     for _ in 0..50 {
         let mut twin = fork(program.pid(), |_, _| {}).unwrap();
@@ -253,6 +257,10 @@ fn what_is_released_is_given_back_and_the_rest_stays() {
     let half = (len / 2) as usize;
     assert_eq!(read(twin.memory(), filler, len)[half..], all[half..]);
     assert_eq!(read(&program.memory(), filler, len), all);
+    let shared = twin.memory().read_u64(RemoteAddr(program.addresses[0]));
+    assert!(shared.is_ok());
+    twin.unmap(RemoteAddr(program.addresses[0]), PAGE).unwrap();
+    assert!(twin.memory().read_u64(RemoteAddr(program.addresses[0])).is_err());
     // A twin that somebody else ends is noticed.
     rustix::process::kill_process(
         rustix::process::Pid::from_raw(twin.pid() as i32).unwrap(),
@@ -280,6 +288,32 @@ fn a_program_that_may_have_no_more_processes_gets_none() {
 }
 
 #[test]
+fn a_group_that_may_have_no_more_processes_gets_none() {
+    let program = Program::start(&["1"]);
+    let before = program.facts();
+    let group = PathBuf::from(format!("/sys/fs/cgroup/pids/stillpoint-twin-{}", program.pid()));
+    let prepared = std::fs::create_dir(&group)
+        .and_then(|()| std::fs::write(group.join("cgroup.procs"), program.pid().to_string()));
+    if prepared.is_err() {
+        eprintln!("not tried: no control group for process ids could be made");
+        return;
+    }
+    // Three threads; then none more, or the process between but not the twin, or both.
+    // A twin that nobody has buried yet still counts: only one.
+    for (limit, rounds, possible) in [(3, 5, false), (4, 5, false), (5, 1, true)] {
+        std::fs::write(group.join("pids.max"), limit.to_string()).unwrap();
+        for _ in 0..rounds {
+            let forked = fork(program.pid(), |_, _| {});
+            let errno = forked.map(Twin::end).map_err(|e| e.errno()).err();
+            assert_eq!(errno, (!possible).then_some(Some(libc::EAGAIN)), "limit {limit}");
+            program.unharmed(&before, "after a refusal");
+        }
+    }
+    drop(program);
+    std::fs::remove_dir(group).unwrap();
+}
+
+#[test]
 fn a_program_that_job_control_stopped_stays_stopped() {
     let program = Program::start(&["1"]);
     let before = program.facts();
@@ -295,6 +329,20 @@ fn a_program_that_job_control_stopped_stays_stopped() {
         rustix::process::kill_process(pid, rustix::process::Signal::CONT).unwrap();
         program.unharmed(&before, "after a stop");
     }
+}
+
+#[test]
+fn a_sleeper_sleeps_on_for_the_rest_of_its_time() {
+    let start = Instant::now();
+    let mut child = Command::new("sleep").arg("1.5").stdin(Stdio::null()).spawn().unwrap();
+    std::thread::sleep(Duration::from_millis(100));
+    for _ in 0..5 {
+        fork(child.id(), |_, _| {}).unwrap().end().unwrap();
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    assert!(child.wait().unwrap().success());
+    let slept = start.elapsed().as_secs_f64();
+    assert!((1.4..3.0).contains(&slept), "slept {slept} s instead of 1.5");
 }
 
 /// A process that makes a twin of the program, waiting for a word before it begins.
