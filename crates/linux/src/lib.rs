@@ -33,6 +33,7 @@ pub mod spawn;
 pub mod supervise;
 pub mod tty;
 pub mod twin;
+pub mod userfault;
 pub mod watches;
 
 pub use error::{Error, Result};
