@@ -174,9 +174,8 @@ impl Userfault {
     pub fn faults(&self, faults: &mut Vec<Fault>) -> Result<()> {
         let mut messages = [Message::default(); 64];
         // SAFETY: the kernel writes whole `struct uffd_msg`s, no more than fit (userfaultfd(2)).
-        let n = unsafe {
-            libc::read(self.fd.as_raw_fd(), messages.as_mut_ptr().cast(), size_of_val(&messages))
-        };
+        let n =
+            unsafe { libc::read(self.fd.as_raw_fd(), messages.as_mut_ptr().cast(), size_of_val(&messages)) };
         if n < 0 {
             let e = std::io::Error::last_os_error();
             return match e.raw_os_error() {
@@ -185,10 +184,11 @@ impl Userfault {
             };
         }
         let told = &messages[..n as usize / size_of::<Message>()];
-        faults.extend(told.iter().filter(|m| u32::from(m.event) == UFFD_EVENT_PAGEFAULT).map(|m| Fault {
-            page: RemoteAddr(m.address & !4095),
-            thread: m.thread,
-        }));
+        faults.extend(
+            told.iter()
+                .filter(|m| u32::from(m.event) == UFFD_EVENT_PAGEFAULT)
+                .map(|m| Fault { page: RemoteAddr(m.address & !4095), thread: m.thread }),
+        );
         Ok(())
     }
 
