@@ -1,6 +1,7 @@
 //! Taking a checkpoint, from the first look at the target to the commit.
 
 use crate::blocked::Earlier;
+use crate::engine::fork::Fork;
 use crate::engine::precopy::Precopy;
 use crate::engine::stop::Stop;
 use crate::engine::tracking::Tracking;
@@ -264,6 +265,7 @@ impl<'a> Work<'a> {
         for engine in engine::order(asked) {
             let mut engine: Box<dyn MemoryEngine> = match engine {
                 Engine::Precopy => Box::new(Precopy::new(tracking, base.to_vec(), self.options.buffer)),
+                Engine::Fork => Box::new(Fork::new(self.options.buffer)),
                 _ => Box::new(Stop::default()),
             };
             let name = engine.engine().name();
@@ -273,17 +275,12 @@ impl<'a> Work<'a> {
                     self.log.tell(format!("{name} is not possible: {e}"));
                     continue;
                 }
-                Err(Error::Failed(why)) => {
-                    return Err(Error::Failed(format!(
-                        "the engine {name} is not possible: {why} (auto takes another)"
-                    )));
-                }
+                Err(Error::Failed(why)) => return Err(impossible(name, &why)),
                 Err(e) => return Err(e),
             }
             if let Some(done) = self.with(&mut *engine)? {
                 return Ok(done);
             }
-            self.log.tell(format!("{name} does not get ahead of the program"));
         }
         Err(Error::Failed(format!("the engine {} cannot save this program", asked.name())))
     }
@@ -295,14 +292,22 @@ impl<'a> Work<'a> {
             let Some(writer) = &mut self.writer else { return Ok(None) };
             let (target, progress, log) = (self.target, self.progress, &mut self.log);
             let mut still = Still { target, frozen: &mut frozen, builder: &builder, writer, progress, log };
-            match engine.cut(&mut still)? {
-                Cut::Taken => return self.complete(engine, builder, frozen).map(Some),
-                Cut::TooMuch => {
-                    self.log.pauses.push(frozen.thaw());
-                    self.earlier = earlier_calls(&builder.image, self.target);
+            let cut = engine.cut(&mut still)?;
+            if cut == Cut::Taken {
+                return self.complete(engine, builder, frozen).map(Some);
+            }
+            self.log.pauses.push(frozen.thaw());
+            self.earlier = earlier_calls(&builder.image, self.target);
+            let name = engine.engine().name();
+            if let Cut::Impossible(why) = cut {
+                if self.options.engine != Engine::Auto {
+                    return Err(impossible(name, &why));
                 }
+                self.log.tell(format!("{name} is not possible: {why}"));
+                return Ok(None);
             }
             if !engine.try_again() {
+                self.log.tell(format!("{name} does not get ahead of the program"));
                 return Ok(None);
             }
             self.prepare(engine)?;
@@ -388,6 +393,10 @@ impl<'a> Work<'a> {
         let pause = pause.unwrap_or_default();
         Ok(Done { committed, pause, engine: engine.engine(), notes: Vec::new() })
     }
+}
+
+fn impossible(engine: &str, why: &str) -> Error {
+    Error::Failed(format!("the engine {engine} is not possible: {why} (auto takes another)"))
 }
 
 /// Waits until a killed process is no more (though its parent may not have noticed yet).

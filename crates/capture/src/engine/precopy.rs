@@ -183,7 +183,7 @@ fn put_what_is_there(
 
 /// Pages copied at the cut, in memory that was there before.
 #[derive(Debug, Default)]
-struct Copied {
+pub(super) struct Copied {
     bytes: Vec<u8>,
     ranges: Vec<(Range, bool)>,
 }
@@ -195,7 +195,7 @@ impl Copied {
         self.bytes.clear();
     }
 
-    fn copy(&mut self, memory: &Memory, ranges: &[(Range, bool)]) -> Result<()> {
+    pub fn copy(&mut self, memory: &Memory, ranges: &[(Range, bool)]) -> Result<()> {
         let total: u64 = ranges.iter().map(|(r, _)| r.len).sum();
         self.bytes.resize(total as usize, 0);
         let from: Vec<(u64, u64)> = ranges.iter().map(|(r, _)| (r.start, r.len)).collect();
@@ -204,7 +204,7 @@ impl Copied {
         Ok(())
     }
 
-    fn put(&self, writer: &mut Writer) -> Result<()> {
+    pub fn put(&self, writer: &mut Writer) -> Result<()> {
         let mut at = 0;
         for (range, zeros_matter) in &self.ranges {
             let bytes = &self.bytes[at..at + range.len as usize];
