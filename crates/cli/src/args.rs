@@ -110,6 +110,8 @@ pub enum EngineName {
     Precopy,
     /// A copy-on-write twin of the program is made, and read while the program runs on
     Fork,
+    /// Pages are protected, and the first write to one waits until it is copied
+    Wp,
     /// The program stands still while its memory is written
     Stop,
 }
