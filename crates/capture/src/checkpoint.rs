@@ -23,8 +23,12 @@ use stillpoint_store::{PutError, Store, Writer, Zeros};
 /// How memory is saved.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Engine {
-    /// The program stands still while its memory is written.
     #[default]
+    Auto,
+    Precopy,
+    Wp,
+    Fork,
+    /// The program stands still while its memory is written.
     Stop,
 }
 
@@ -32,6 +36,10 @@ impl Engine {
     /// Its name.
     pub fn name(self) -> &'static str {
         match self {
+            Engine::Auto => "auto",
+            Engine::Precopy => "precopy",
+            Engine::Wp => "wp",
+            Engine::Fork => "fork",
             Engine::Stop => "stop",
         }
     }
@@ -56,6 +64,8 @@ pub struct Options {
     pub label: Option<String>,
     /// How memory is saved.
     pub engine: Engine,
+    pub buffer: u64,
+    pub full: bool,
     /// Kill the program once the checkpoint is committed; it does not run in between.
     pub kill: bool,
     /// Pipes, sockets and terminals besides its standard streams that the program was started with: descriptor, and
@@ -86,12 +96,34 @@ pub struct Report {
     pub written_bytes: u64,
     /// How long the program stood still.
     pub pause: Duration,
+    pub other_pauses: Vec<Duration>,
+    pub incremental: bool,
+    pub story: Vec<String>,
     /// How long it all took.
     pub wall: Duration,
     /// Name of the engine.
     pub engine: &'static str,
     /// Remarks for the user.
     pub notes: Vec<String>,
+}
+
+#[derive(Debug)]
+pub struct Session {
+    pid: u32,
+}
+
+impl Session {
+    pub fn new(pid: u32) -> Self {
+        Session { pid }
+    }
+    pub fn checkpoint(
+        &mut self,
+        store: &Store,
+        options: &Options,
+        progress: &(dyn Progress + Sync),
+    ) -> Result<Report> {
+        checkpoint(self.pid, store, options, progress)
+    }
 }
 
 /// Takes a checkpoint of a process. Whatever fails, the process runs on unharmed and the store is as before.
@@ -204,7 +236,10 @@ fn take(pid: u32, store: &Store, options: &Options, progress: &(dyn Progress + S
         written_bytes: committed.written_bytes,
         pause,
         wall: start.elapsed(),
-        engine: options.engine.name(),
+        engine: "stop",
+        other_pauses: Vec::new(),
+        incremental: false,
+        story: Vec::new(),
         notes: Vec::new(),
     })
 }

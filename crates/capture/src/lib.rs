@@ -13,5 +13,5 @@ pub mod mappings;
 pub mod regions;
 
 pub use builder::{Builder, Content};
-pub use checkpoint::{Engine, Options, Progress, Report, checkpoint};
+pub use checkpoint::{Engine, Options, Progress, Report, Session, checkpoint};
 pub use error::{Error, Refusal, Result, list};

@@ -1,8 +1,9 @@
 //! `stillpoint restore`: a program comes back from the store.
 
-use crate::args::{Common, Files, Restore};
+use crate::args::{Common, Files, Periodic, Restore};
+use crate::checkpointer::Beside;
 use crate::commands::private::{self, Inside};
-use crate::commands::run::Record;
+use crate::commands::run::{Record, start_checkpointer};
 use crate::detach::{Answer, Detached, detach};
 use crate::failure::{Failure, Result};
 use crate::progress::Bar;
@@ -82,6 +83,8 @@ pub(super) struct Revived {
     pub(super) meta: Meta,
     pub(super) stdio: Stdio,
     pub(super) job: String,
+    pub(super) store: Store,
+    pub(super) periodic: Periodic,
 }
 
 impl Revived {
@@ -93,11 +96,13 @@ impl Revived {
         let checkpoint = store.load(&name.job, name.id).map_err(jobs::store_failure)?;
         let (claim, mut notes) = claim(&store, &name.job)?;
         let signals = Signals::take()?;
-        let again = Again { store: &store, checkpoint: &checkpoint, args, stdio, quiet: common.json };
+        let job = claim.job().to_string();
+        let again =
+            Again { store: &store, job: &job, checkpoint: &checkpoint, args, stdio, quiet: common.json };
         let watch = GiveUp::watch(&signals, relay)?;
         let record_of = |pid| {
             let command = checkpoint.image.meta.command.clone();
-            jobs::running_record(pid, command, Some(checkpoint.image.meta.id))
+            jobs::running_record(pid, command, Some(checkpoint.image.meta.id), &args.periodic)
         };
         // Whoever hears of the program by something it does finds it in the store.
         let restored = again.restore(&mut |pid| {
@@ -120,30 +125,49 @@ impl Revived {
                     signals,
                     meta: checkpoint.image.meta.clone(),
                     stdio,
-                    job: String::new(),
+                    job: job.clone(),
+                    store: store.clone(),
+                    periodic: args.periodic.clone(),
                 }
             }
         };
-        revived.job = claim.job().to_string();
         let record = record_of(revived.back.pid);
-        let record = record.and_then(|running| Record::write(store.clone(), claim, &running));
+        let record = record.and_then(|running| Record::write(store.clone(), claim, running));
         // The program runs already: it is worth more than its record.
-        revived.record =
+        let record =
             record.map_err(|e| notes.push(format!("stillpoint ls will not show it: {}", e.what))).ok();
+        // Process 1 of a private pid namespace has opened the socket already.
+        let is_inside = revived.inside.is_some();
+        revived.record = record.map(|r| if is_inside { r } else { r.with_control() });
+        notes.extend(revived.record.iter().flat_map(|r| r.notes.clone()));
         revived.back.notes.splice(0..0, notes);
         Ok(revived)
     }
 
     /// Supervises the program to its end, and ends like it.
-    fn supervise(self, settings: Option<terminal::Settings>) -> Result<ExitCode> {
+    fn supervise(mut self, settings: Option<terminal::Settings>) -> Result<ExitCode> {
+        let checkpointer = self.checkpointer();
         let Child { pid, pidfd } = self.child;
         let supervisor = Supervisor::new(self.signals, pid, pidfd);
         let supervisor = if self.stdio == Stdio::Current { supervisor.with_terminal() } else { supervisor };
-        let end = supervisor.watch();
+        let end = supervisor.with_checkpointer(checkpointer).watch();
         let end = end.map(|end| self.inside.map_or(end, |inside| inside.end(end)));
         drop(settings);
         drop(self.record);
         end?.follow()
+    }
+
+    /// Starts the process that takes its checkpoints, unless process 1 of its pid namespace has one.
+    fn checkpointer(&mut self) -> Option<Beside> {
+        if self.inside.is_some() {
+            return None;
+        }
+        match &mut self.record {
+            Some(record) => record.checkpointer(self.child.pid, &self.periodic),
+            None => {
+                start_checkpointer(&self.store, &self.job, self.child.pid, Vec::new(), &self.periodic, None)
+            }
+        }
     }
 
     fn answer(&self) -> Answer {
@@ -199,9 +223,11 @@ fn short(ms: f64) -> String {
 
 /// All that a restore needs; it may be tried a second time.
 pub(super) struct Again<'a> {
-    store: &'a Store,
+    pub(super) store: &'a Store,
+    /// The name that it runs under.
+    pub(super) job: &'a str,
     pub(super) checkpoint: &'a Checkpoint,
-    args: &'a Restore,
+    pub(super) args: &'a Restore,
     pub(super) stdio: Stdio,
     quiet: bool,
 }
