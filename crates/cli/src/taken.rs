@@ -94,6 +94,11 @@ impl Taken {
         self.wall
     }
 
+    /// Name of the engine.
+    pub fn engine(&self) -> &str {
+        &self.engine
+    }
+
     /// What the user hears: the program is process `pid` to them, and the store is at `store`.
     pub fn answer(&self, asked: &Asked, pid: u32, store: &std::path::Path) -> Answer {
         let Taken { job, id, .. } = self;

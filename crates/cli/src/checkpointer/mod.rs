@@ -30,15 +30,6 @@ const BUFFER: u64 = 16 << 20;
 /// How long clients may take to hear the outcome once the job has ended.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Why the work is over.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Over {
-    /// The job has ended.
-    Ended,
-    /// We were asked to leave.
-    Asked,
-}
-
 /// What there is to do.
 #[derive(Debug)]
 pub struct Work {
@@ -61,23 +52,20 @@ pub struct Work {
 }
 
 impl Work {
-    /// Does it until it is over; what was begun is brought to an end.
-    pub fn serve(self, signals: &Signals) -> Result<Over> {
+    /// Does it until the job ends or we are told to leave; what was begun is brought to an end.
+    pub fn serve(self, signals: &Signals) -> Result<()> {
         let desk = Desk::open(self.taker())?;
         let clients = Clients::default();
         if let Some(listener) = &self.listener {
             listener.set_nonblocking(true).map_err(|e| Failure::failed(format!("control socket: {e}")))?;
         }
         let mut beat = self.periodic.every.map(|every| Beat::new(Instant::now(), every));
-        let over = loop {
+        loop {
             let mut sources = vec![self.pidfd.as_fd(), signals.as_fd()];
             sources.extend(self.listener.as_ref().map(AsFd::as_fd));
             wait(&sources, beat.map(|b| b.left(Instant::now())))?;
-            if has_ended(self.pidfd.as_fd()) {
-                break Over::Ended;
-            }
-            if self.is_told_to_leave(signals)? {
-                break Over::Asked;
+            if has_ended(self.pidfd.as_fd()) || self.is_told_to_leave(signals)? {
+                break;
             }
             if let Some(listener) = &self.listener {
                 clients.accept(listener, &desk);
@@ -86,9 +74,8 @@ impl Work {
             if beat.as_mut().is_some_and(|b| b.ticks(Instant::now()) > 0) && desk.is_idle() {
                 desk.tick(self.periodic_checkpoint());
             }
-        };
-        self.bring_to_an_end(&desk, &clients, signals)?;
-        Ok(over)
+        }
+        self.bring_to_an_end(&desk, &clients, signals)
     }
 
     fn taker(&self) -> Taker {

@@ -1,7 +1,7 @@
 //! `stillpoint adopt`: a program that runs already becomes a job, with a supervisor that is not its parent.
 
-use crate::args::{Adopt, Common};
-use crate::checkpointer::{Over, Work};
+use crate::args::{Adopt, Common, Periodic};
+use crate::checkpointer::Work;
 use crate::commands::run::Record;
 use crate::detach::{Answer, Detached, background_stdio, detach};
 use crate::failure::{Failure, Result};
@@ -11,6 +11,7 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde_json::json;
 use std::process::ExitCode;
 use stillpoint_image::Bytes;
+use stillpoint_linux::proc::Proc;
 use stillpoint_linux::supervise::Signals;
 use stillpoint_store::Running;
 
@@ -51,7 +52,7 @@ struct Adopted {
     signals: Signals,
     pid: u32,
     pidfd: OwnedFd,
-    args_periodic: crate::args::Periodic,
+    periodic: Periodic,
 }
 
 impl Adopted {
@@ -71,12 +72,11 @@ impl Adopted {
         let name = args.name.clone().unwrap_or(target.job);
         let claim = jobs::claim(&store, &name)?;
         let signals = Signals::take()?;
-        let process = stillpoint_linux::proc::Proc::process(pid)?;
-        let command = process.cmdline()?.into_iter().map(Bytes).collect();
+        let command = Proc::process(pid)?.cmdline()?.into_iter().map(Bytes).collect();
         let running = jobs::running_record(pid, command, None, &args.periodic)?;
         let running = Running { adopted: true, inherited: Vec::new(), ..running };
         let record = Record::write(store, claim, running)?.with_control();
-        Ok(Self { record, signals, pid, pidfd, args_periodic: args.periodic.clone() })
+        Ok(Self { record, signals, pid, pidfd, periodic: args.periodic.clone() })
     }
 
     fn answer(&self) -> Answer {
@@ -102,21 +102,23 @@ impl Adopted {
             pid: self.pid,
             pidfd: self.pidfd,
             inherited: Vec::new(),
-            periodic: self.args_periodic,
+            periodic: self.periodic,
             listener: self.record.take_control(),
             heeds_signals: true,
         };
         let over = work.serve(&self.signals);
         drop(self.record);
-        match over? {
-            Over::Ended | Over::Asked => Ok(ExitCode::SUCCESS),
-        }
+        over.map(|()| ExitCode::SUCCESS)
     }
 }
 
 /// Whether it can be the target of a checkpoint at all.
 fn check(pid: u32) -> Result<()> {
     use stillpoint_capture::Error;
+    let program = |pid| Proc::process(pid).and_then(|p| p.link("exe"));
+    if program(pid).ok() == program(std::process::id()).ok() {
+        return Err(Failure::usage(format!("process {pid} is stillpoint itself")));
+    }
     match stillpoint_capture::attributes::target::find(pid) {
         Ok(_) => Ok(()),
         Err(e @ Error::Target(_)) => Err(Failure::usage(e)),

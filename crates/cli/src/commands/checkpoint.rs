@@ -8,6 +8,7 @@ use crate::progress::Bar;
 use crate::taken::{Asked, Taken, failure};
 use crate::{jobs, output};
 use std::process::ExitCode;
+use stillpoint_capture::Engine;
 use stillpoint_store::Store;
 
 /// Runs the command.
@@ -28,7 +29,7 @@ pub fn run(common: &Common, args: &Checkpoint) -> Result<ExitCode> {
         take(&store, &target, &asked, &bar)?
     };
     if args.incremental && !taken.incremental {
-        taken.notes.push(why_complete(&target, &asked));
+        taken.notes.push(why_complete(&target, &asked, &taken));
     }
     taken.notes.splice(0..0, target.note);
     if args.verbose && !common.json {
@@ -57,8 +58,9 @@ fn take(store: &Store, target: &Target, asked: &Asked, bar: &Bar) -> Result<Take
 }
 
 /// Why a checkpoint that should be incremental is not.
-fn why_complete(target: &Target, asked: &Asked) -> String {
+fn why_complete(target: &Target, asked: &Asked, taken: &Taken) -> String {
     let why = match &target.running {
+        _ if taken.engine() == Engine::Stop.name() => "the engine stop saves everything".into(),
         None => format!(
             "nobody follows what process {} writes (stillpoint adopt {0} makes it a job whose supervisor does)",
             target.pid
