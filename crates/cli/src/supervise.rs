@@ -64,9 +64,8 @@ impl Supervisor {
     }
 
     /// This one takes the job's checkpoints.
-    pub fn with_checkpointer(mut self, checkpointer: Option<Beside>) -> Self {
-        self.checkpointer = checkpointer;
-        self
+    pub fn with_checkpointer(self, checkpointer: Option<Beside>) -> Self {
+        Self { checkpointer, ..self }
     }
 
     /// Whether what the terminal sends to our process group has reached the job already.
@@ -84,13 +83,13 @@ impl Supervisor {
                 }
                 return Ok(end);
             }
-            self.checkpointer = self.checkpointer.and_then(Beside::alive);
+            self.checkpointer.iter_mut().for_each(Beside::attend);
             if self.init {
-                let ours: Vec<u32> = self.checkpointer.iter().map(Beside::pid).chain([self.pid]).collect();
-                reap_orphans(&ours)?;
+                let checkpointer = self.checkpointer.as_ref().and_then(Beside::pid);
+                reap_orphans(&checkpointer.into_iter().chain([self.pid]).collect::<Vec<_>>())?;
             }
             let mut sources = vec![self.signals.as_fd(), self.pidfd.as_fd()];
-            sources.extend(self.checkpointer.as_ref().map(AsFd::as_fd));
+            sources.extend(self.checkpointer.as_ref().and_then(Beside::source));
             wait_for(&sources)?;
             while let Some(signal) = self.signals.next()? {
                 if self.is_for_job(&signal) {
@@ -141,6 +140,8 @@ impl Supervisor {
             }
             terminal.take_back();
         }
+        // The job can be checkpointed while it is stopped, and we cannot see to it then.
+        self.checkpointer.iter_mut().for_each(Beside::start);
         stop_like(signal);
         self.give_terminal();
     }

@@ -9,7 +9,7 @@
 mod beside;
 pub mod desk;
 
-pub use beside::{Beside, inherited};
+pub use beside::{Beside, Errand, inherited};
 
 use crate::args::{EngineName, Periodic};
 use crate::control::server::Clients;

@@ -2,7 +2,8 @@
 //! supervisor.
 
 use super::restore::{Again, Back, Revived, failure, start_pump};
-use super::run::{all_complete, start_checkpointer};
+use super::run::all_complete;
+use crate::checkpointer::{Beside, Errand};
 use crate::control;
 use crate::failure::{Failure, Result};
 use crate::supervise::{End, GiveUp, Supervisor, let_go};
@@ -88,7 +89,6 @@ fn outside(again: &Again<'_>, signals: Signals, child: Child, line: Inside, word
         meta: again.checkpoint.image.meta.clone(),
         stdio: again.stdio,
         job: again.job.to_string(),
-        store: again.store.clone(),
         periodic: again.args.periodic.clone(),
     })
 }
@@ -117,9 +117,10 @@ fn inside(again: &Again<'_>, signals: Signals, mut line: PipeWriter) -> Result<i
     say(&Word::Back(Back::of(r.pid, r.pages, r.skeleton, r.loaded, notes)));
     let_go(r.stdin_pump.is_some())?;
     r.stdin_pump.map(start_pump).transpose()?;
-    let periodic = &again.args.periodic;
-    let checkpointer = start_checkpointer(again.store, again.job, r.pid, inherited, periodic, listener);
-    let supervisor = Supervisor::new(signals, r.pid, r.pidfd).with_checkpointer(checkpointer);
+    let (store, job) = (again.store.clone(), again.job.to_string());
+    let errand = Errand { store, job, pid: r.pid, inherited, periodic: again.args.periodic.clone() };
+    let checkpointer = Beside::new(errand, listener);
+    let supervisor = Supervisor::new(signals, r.pid, r.pidfd).with_checkpointer(Some(checkpointer));
     let end = supervisor.with_orphans().watch()?;
     match end {
         End::Exited(code) => Ok(code),

@@ -3,7 +3,7 @@
 use crate::args::{Common, Files, Periodic, Restore};
 use crate::checkpointer::Beside;
 use crate::commands::private::{self, Inside};
-use crate::commands::run::{Record, start_checkpointer};
+use crate::commands::run::Record;
 use crate::detach::{Answer, Detached, detach};
 use crate::failure::{Failure, Result};
 use crate::progress::Bar;
@@ -83,7 +83,6 @@ pub(super) struct Revived {
     pub(super) meta: Meta,
     pub(super) stdio: Stdio,
     pub(super) job: String,
-    pub(super) store: Store,
     pub(super) periodic: Periodic,
 }
 
@@ -126,7 +125,6 @@ impl Revived {
                     meta: checkpoint.image.meta.clone(),
                     stdio,
                     job: job.clone(),
-                    store: store.clone(),
                     periodic: args.periodic.clone(),
                 }
             }
@@ -157,17 +155,10 @@ impl Revived {
         end?.follow()
     }
 
-    /// Starts the process that takes its checkpoints, unless process 1 of its pid namespace has one.
+    /// Who takes its checkpoints; process 1 of a private pid namespace has its own.
     fn checkpointer(&mut self) -> Option<Beside> {
-        if self.inside.is_some() {
-            return None;
-        }
-        match &mut self.record {
-            Some(record) => record.checkpointer(self.child.pid, &self.periodic),
-            None => {
-                start_checkpointer(&self.store, &self.job, self.child.pid, Vec::new(), &self.periodic, None)
-            }
-        }
+        let record = self.record.as_mut().filter(|_| self.inside.is_none())?;
+        Some(record.checkpointer(self.child.pid, &self.periodic))
     }
 
     fn answer(&self) -> Answer {

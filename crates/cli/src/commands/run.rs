@@ -1,7 +1,7 @@
 //! `stillpoint run`: a program becomes a job.
 
 use crate::args::{Common, Periodic, Run};
-use crate::checkpointer::Beside;
+use crate::checkpointer::{Beside, Errand};
 use crate::detach::{Answer, Detached, Relay, background_stdio, detach, stays};
 use crate::failure::{Failure, Result};
 use crate::names::job_from;
@@ -72,7 +72,7 @@ impl Started {
     fn supervise(mut self) -> Result<ExitCode> {
         let checkpointer = self.record.checkpointer(self.child.pid, &self.periodic);
         let supervisor = Supervisor::new(self.signals, self.child.pid, self.child.pidfd);
-        let end = supervisor.with_checkpointer(checkpointer).watch();
+        let end = supervisor.with_checkpointer(Some(checkpointer)).watch();
         drop(self.record);
         end?.follow()
     }
@@ -164,33 +164,22 @@ impl Record {
         self.listener.take()
     }
 
-    /// Starts the process that takes the job's checkpoints.
-    pub fn checkpointer(&mut self, pid: u32, periodic: &Periodic) -> Option<Beside> {
-        let (listener, inherited) = (self.take_control(), jobs::inherited(&self.running));
-        start_checkpointer(&self.store, self.claim.job(), pid, inherited, periodic, listener)
+    /// Who takes its checkpoints.
+    pub fn checkpointer(&mut self, pid: u32, periodic: &Periodic) -> Beside {
+        let errand = Errand {
+            store: self.store.clone(),
+            job: self.claim.job().to_string(),
+            pid,
+            inherited: jobs::inherited(&self.running),
+            periodic: periodic.clone(),
+        };
+        Beside::new(errand, self.take_control())
     }
 }
 
 /// A job whose checkpointer cannot be asked.
 pub fn all_complete(why: &Failure) -> String {
     format!("checkpoints that are asked for will all be complete ones: {}", why.what)
-}
-
-/// Starts the process that takes a job's checkpoints; if that fails, the store tells why, and the job goes on without.
-pub fn start_checkpointer(
-    store: &Store,
-    job: &str,
-    pid: u32,
-    inherited: Vec<(u32, Vec<u8>)>,
-    periodic: &Periodic,
-    listener: Option<UnixListener>,
-) -> Option<Beside> {
-    let started = Beside::start(store, job, pid, inherited, periodic, listener);
-    let tell = |failure: Failure| {
-        let failing = Some((output::now_ns(), failure.what));
-        let _ = store.set_trouble(job, &Trouble { failing, slow: None });
-    };
-    started.map_err(tell).ok()
 }
 
 impl Drop for Record {
