@@ -72,9 +72,8 @@ fn serve(stream: UnixStream, desk: &Desk, waiting: &Weak<()>) -> std::io::Result
 
 /// Only the owner of the store may ask, and root; the permissions of folder and socket say the same.
 fn check_peer(stream: &UnixStream) -> Result<()> {
-    let peer = rustix::net::sockopt::socket_peercred(stream)
-        .map_err(|e| Failure::failed(format!("SO_PEERCRED: {e}")))?;
-    match peer.uid.is_root() || peer.uid == rustix::process::geteuid() {
+    let user = stillpoint_linux::sockets::peer_user(stream)?;
+    match user == 0 || user == rustix::process::geteuid().as_raw() {
         true => Ok(()),
         false => Err(Failure::usage("the job belongs to another user")),
     }
