@@ -3,14 +3,11 @@
 use crate::args::{Common, Release};
 use crate::failure::{Failure, Result};
 use crate::{jobs, output};
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde_json::json;
 use std::process::ExitCode;
-use std::time::Duration;
 use stillpoint_store::Running;
-
-/// How often is looked whether the supervisor has let go.
-const INTERVAL: Duration = Duration::from_millis(5);
 
 /// Runs the command.
 pub fn run(common: &Common, args: &Release) -> Result<ExitCode> {
@@ -24,10 +21,7 @@ pub fn run(common: &Common, args: &Release) -> Result<ExitCode> {
         return Err(Failure::usage(format!("job {job} was not adopted: its supervisor is its parent")));
     }
     tell_supervisor(&running)?;
-    // What it has begun is brought to its end. One that was killed long ago has left its record.
-    while jobs::is_supervised(&running) {
-        std::thread::sleep(INTERVAL);
-    }
+    // One that was killed has left its record.
     if store.running(job).is_ok_and(|now| now.as_ref() == Some(&running)) {
         store.clear_running(job).map_err(jobs::store_failure)?;
     }
@@ -38,17 +32,20 @@ pub fn run(common: &Common, args: &Release) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Asks the supervisor to leave, as anybody could with `kill`.
+/// Asks the supervisor to leave, as anybody could with `kill`, and waits until it has: what it has begun is brought to
+/// its end.
 fn tell_supervisor(running: &Running) -> Result<()> {
     let pid = i32::try_from(running.supervisor_pid).ok().and_then(Pid::from_raw);
     let pidfd = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
     // Once we hold it, the process is the one that the record means, or it is not.
     let Some(pidfd) = pidfd.filter(|_| jobs::is_supervised(running)) else { return Ok(()) };
+    let failed = |e| Failure::failed(format!("process {}: {e}", running.supervisor_pid));
     for signal in [Signal::TERM, Signal::CONT] {
         match pidfd_send_signal(&pidfd, signal) {
             Ok(()) | Err(rustix::io::Errno::SRCH) => {}
-            Err(e) => return Err(Failure::failed(format!("process {}: {e}", running.supervisor_pid))),
+            Err(e) => return Err(failed(e)),
         }
     }
+    while poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], None) == Err(rustix::io::Errno::INTR) {}
     Ok(())
 }
