@@ -207,6 +207,10 @@ fn take(
     let base = tracking.as_mut().and_then(|t| t.base.take()).filter(|_| !options.full);
     let is_base = |l: &&Checkpoint| base == Some((l.image.meta.job.clone(), l.image.meta.id));
     let base = last.as_ref().filter(is_base).map(|l| l.pages.extents.as_slice()).unwrap_or_default();
+    if base.is_empty() {
+        // What counts as unwritten is what some checkpoint has; without that one, everything must be saved.
+        *tracking = None;
+    }
     let mut work = Work {
         options,
         target: &target,
@@ -231,7 +235,7 @@ fn take(
         other_pauses: work.log.pauses,
         wall: start.elapsed(),
         engine: engine.name(),
-        incremental: !base.is_empty(),
+        incremental: !base.is_empty() && engine == Engine::Precopy,
         story: work.log.story,
         notes,
     })
