@@ -128,20 +128,17 @@ impl Stillpoint {
         files
     }
 
-    /// A command to be started. `STILLPOINT_TEST_ENGINE` chooses the engine of checkpoints that do not choose one.
+    /// A command to be started. `STILLPOINT_ENGINE` is the memory engine of checkpoints for which the test asks none.
     pub fn command<S: AsRef<OsStr>>(&self, arguments: &[S]) -> Command {
         let mut command = Command::new(binary());
         command.args(arguments);
-        if let Some(engine) = std::env::var_os("STILLPOINT_TEST_ENGINE")
-            && arguments.first().is_some_and(|a| a.as_ref() == "checkpoint")
-            && !arguments.iter().any(|a| a.as_ref() == "--engine")
-        {
+        let is = |a: &S, word: &str| a.as_ref() == OsStr::new(word);
+        let takes_any = arguments.first().is_some_and(|a| is(a, "checkpoint"))
+            && !arguments.iter().any(|a| is(a, "--engine"));
+        if let (true, Some(engine)) = (takes_any, std::env::var_os("STILLPOINT_ENGINE")) {
             command.arg("--engine").arg(engine);
         }
-        command
-            .env("STILLPOINT_STORE", &self.store)
-            .env(MARK, &self.mark)
-            .stdin(Stdio::null());
+        command.env("STILLPOINT_STORE", &self.store).env(MARK, &self.mark).stdin(Stdio::null());
         command
     }
 

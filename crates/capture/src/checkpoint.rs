@@ -1,6 +1,7 @@
 //! Taking a checkpoint, from the first look at the target to the commit.
 
 use crate::blocked::Earlier;
+use crate::engine::fork::Fork;
 use crate::engine::precopy::Precopy;
 use crate::engine::stop::Stop;
 use crate::engine::tracking::Tracking;
@@ -117,7 +118,8 @@ impl Session {
         let (pid, lasting) = (self.pid, self.lasting);
         // On a thread of its own: what it may still trace when it fails is let go of when it ends.
         std::thread::scope(|scope| {
-            let tracer = scope.spawn(|| take(pid, store, options, lasting, &mut self.tracking, &mut self.armed, progress));
+            let tracer = scope
+                .spawn(|| take(pid, store, options, lasting, &mut self.tracking, &mut self.armed, progress));
             let joined = tracer.join();
             joined.unwrap_or_else(|_| Err(Error::Failed("the checkpoint failed inside stillpoint".into())))
         })
@@ -210,6 +212,10 @@ fn take(
     let base = noted.or(waited).filter(|_| !options.full);
     let is_base = |l: &&Checkpoint| base == Some((l.image.meta.job.clone(), l.image.meta.id));
     let base = last.as_ref().filter(is_base).map(|l| l.pages.extents.as_slice()).unwrap_or_default();
+    if base.is_empty() {
+        // What counts as unwritten is what some checkpoint has; without that one, everything must be saved.
+        (*tracking, *armed) = (None, None);
+    }
     let mut work = Work {
         options,
         target: &target,
@@ -237,7 +243,7 @@ fn take(
         other_pauses: work.log.pauses,
         wall: start.elapsed(),
         engine: engine.name(),
-        incremental: !base.is_empty(),
+        incremental: !base.is_empty() && engine == Engine::Precopy,
         story: work.log.story,
         notes,
     })
@@ -279,13 +285,18 @@ impl<'a> Work<'a> {
         // Nothing is done to a program that must be refused.
         self.learn()?;
         for engine in engine::order(asked) {
+            // Memory is followed in one way only.
+            if engine != Engine::Precopy {
+                *tracking = None;
+            }
+            if engine != Engine::Wp {
+                *armed = None;
+            }
+            let base = if tracking.is_some() || armed.is_some() { base.to_vec() } else { Vec::new() };
             let mut engine: Box<dyn MemoryEngine> = match engine {
-                Engine::Precopy => Box::new(Precopy::new(tracking, base.to_vec(), self.options.buffer)),
-                Engine::Wp => {
-                    // Memory is followed in one way only.
-                    *tracking = None;
-                    Box::new(Wp::new(armed, self.options.buffer))
-                }
+                Engine::Precopy => Box::new(Precopy::new(tracking, base, self.options.buffer)),
+                Engine::Fork => Box::new(Fork::new(self.options.buffer)),
+                Engine::Wp => Box::new(Wp::new(armed, base, self.options.buffer, lasting)),
                 _ => Box::new(Stop::default()),
             };
             let name = engine.engine().name();
@@ -295,17 +306,12 @@ impl<'a> Work<'a> {
                     self.log.tell(format!("{name} is not possible: {e}"));
                     continue;
                 }
-                Err(Error::Failed(why)) => {
-                    return Err(Error::Failed(format!(
-                        "the engine {name} is not possible: {why} (auto takes another)"
-                    )));
-                }
+                Err(Error::Failed(why)) => return Err(impossible(name, &why)),
                 Err(e) => return Err(e),
             }
             if let Some(done) = self.with(&mut *engine)? {
                 return Ok(done);
             }
-            self.log.tell(format!("{name} does not get ahead of the program"));
         }
         Err(Error::Failed(format!("the engine {} cannot save this program", asked.name())))
     }
@@ -317,17 +323,26 @@ impl<'a> Work<'a> {
             let Some(writer) = &mut self.writer else { return Ok(None) };
             let (target, progress, log) = (self.target, self.progress, &mut self.log);
             let mut still = Still { target, frozen: &mut frozen, builder: &builder, writer, progress, log };
-            match engine.cut(&mut still)? {
-                Cut::Taken => match self.complete(engine, builder, frozen) {
+            let cut = engine.cut(&mut still)?;
+            if cut == Cut::Taken {
+                match self.complete(engine, builder, frozen) {
                     Err(Error::Lost(why)) => self.log.tell(format!("an instant was lost: {why}")),
                     done => return done.map(Some),
-                },
-                Cut::TooMuch => {
-                    self.log.pauses.push(frozen.thaw());
-                    self.earlier = earlier_calls(&builder.image, self.target);
                 }
+            } else {
+                self.log.pauses.push(frozen.thaw());
+                self.earlier = earlier_calls(&builder.image, self.target);
+            }
+            let name = engine.engine().name();
+            if let Cut::Impossible(why) = cut {
+                if self.options.engine != Engine::Auto {
+                    return Err(impossible(name, &why));
+                }
+                self.log.tell(format!("{name} is not possible: {why}"));
+                return Ok(None);
             }
             if !engine.try_again() {
+                self.log.tell(format!("{name} does not get ahead of the program"));
                 return Ok(None);
             }
             self.prepare(engine)?;
@@ -396,6 +411,7 @@ impl<'a> Work<'a> {
         let mut pause = None;
         if !self.options.kill {
             pause = frozen.take().map(Frozen::thaw);
+            self.earlier = earlier_calls(&builder.image, self.target);
         }
         self.running(|running| engine.finish(running))?;
         files::take_digests_of(&mut builder, Usage::Read)?;
@@ -413,6 +429,10 @@ impl<'a> Work<'a> {
         let pause = pause.unwrap_or_default();
         Ok(Done { committed, pause, engine: engine.engine(), notes: Vec::new() })
     }
+}
+
+fn impossible(engine: &str, why: &str) -> Error {
+    Error::Failed(format!("the engine {engine} is not possible: {why} (auto takes another)"))
 }
 
 /// Waits until a killed process is no more (though its parent may not have noticed yet).

@@ -4,6 +4,7 @@
 //! program runs, makes the instant recoverable while it stands still, and brings the pages to the store while it runs
 //! again.
 
+pub mod fork;
 pub mod precopy;
 pub mod stop;
 pub mod tracking;
@@ -51,8 +52,8 @@ impl Engine {
 /// The engines to try, one after the other, where `asked` was asked for.
 pub(crate) fn order(asked: Engine) -> Vec<Engine> {
     match asked {
-        Engine::Auto | Engine::Precopy => vec![Engine::Precopy, Engine::Stop],
-        Engine::Wp => vec![Engine::Wp],
+        Engine::Auto => vec![Engine::Precopy, Engine::Fork, Engine::Stop],
+        Engine::Precopy => vec![Engine::Precopy, Engine::Fork, Engine::Stop],
         other => vec![other],
     }
 }
@@ -94,12 +95,14 @@ impl Log {
 }
 
 /// How a cut went.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Cut {
     /// The instant is recoverable: the program may run on.
     Taken,
     /// It would take too long: the program must run on first, and another engine take over.
     TooMuch,
+    /// It cannot be done with this program, for this reason: another engine must take over.
+    Impossible(String),
 }
 
 /// A memory engine, at work on one checkpoint.

@@ -119,7 +119,10 @@ impl MemoryEngine for Wp<'_> {
         }
         let base = std::mem::take(&mut self.base);
         match self.armed {
-            Some(_) => base.iter().filter(|e| e.owner == Owner::Space(0)).try_for_each(|e| running.writer.reuse(e))?,
+            Some(_) => base
+                .iter()
+                .filter(|e| e.owner == Owner::Space(0))
+                .try_for_each(|e| running.writer.reuse(e))?,
             None => *self.armed = Some(Armed::start(running)?),
         }
         self.copied.reserve(self.buffer);
@@ -343,7 +346,8 @@ impl Armed {
             return Ok(false);
         }
         let bare = within(changed, span);
-        let known: Vec<Range> = known.iter().flat_map(|k| without(*k, &within(&bare, *k))).filter(|_| same).collect();
+        let known: Vec<Range> =
+            known.iter().flat_map(|k| without(*k, &within(&bare, *k))).filter(|_| same).collect();
         for hole in without(span, &known) {
             self.cut_hole(held, hole)?;
         }
@@ -418,7 +422,11 @@ impl Armed {
             self.desk.protect(&mut held, page);
             let mut runs: Vec<Run> = Vec::new();
             let (start, end) = (RemoteAddr(page.start), RemoteAddr(page.end()));
-            let query = Query { any: Category::PRESENT | Category::SWAPPED, none: Category::WRITTEN, ..Query::default() };
+            let query = Query {
+                any: Category::PRESENT | Category::SWAPPED,
+                none: Category::WRITTEN,
+                ..Query::default()
+            };
             now.scan(start, end, query, &mut runs)?;
             let _ = self.desk.userfault.release(start, end);
             held.pages.change(page, State::Kept, State::Written);

@@ -246,17 +246,16 @@ impl Desk {
             return Ok(());
         }
         let (start, end) = (runs[0].start, runs[runs.len() - 1].end());
-        Err(format!("memory between {start:#x} and {end:#x} was unmapped, dropped or moved before it was saved"))
+        Err(format!(
+            "memory between {start:#x} and {end:#x} was unmapped, dropped or moved before it was saved"
+        ))
     }
 
     /// Whether all pages of some runs (ascending) exist and have been protected all the time. (Only what is released
     /// here can be written, and only a cut protects pages again.)
     fn protected(&self, runs: &[Range]) -> crate::Result<bool> {
-        let there = Query {
-            none: Category::WRITTEN,
-            any: Category::PRESENT | Category::SWAPPED,
-            ..Query::default()
-        };
+        let there =
+            Query { none: Category::WRITTEN, any: Category::PRESENT | Category::SWAPPED, ..Query::default() };
         let mut found: Vec<Run> = Vec::new();
         let mut rest = runs;
         while let [first, ..] = rest {
@@ -353,7 +352,9 @@ impl Desk {
     fn sweep(&self, runs: &[Range], bytes: &mut [u8]) -> Result<(), String> {
         let result = self.read(runs, bytes);
         let mut held = self.hold();
-        let of_ours = |page: &u64| runs.get(runs.partition_point(|r| r.end() <= *page)).is_some_and(|r| r.start <= *page);
+        let of_ours = |page: &u64| {
+            runs.get(runs.partition_point(|r| r.end() <= *page)).is_some_and(|r| r.start <= *page)
+        };
         let waiting = std::mem::take(&mut held.waiting);
         let (ours, others): (Vec<u64>, _) = waiting.into_iter().partition(of_ours);
         held.waiting = others;
