@@ -45,6 +45,8 @@ const SERVERS: usize = 2;
 const PIECE: u64 = 4 << 20;
 /// Holes up to this size, bytes, get page tables (4 KiB for each 2 MiB), so that they need not be looked at in the cut.
 const SMALL_HOLE: u64 = 8 * CHUNK;
+/// What is new, or changes its place, may soon be gone: so much of it, bytes, is copied in the cut rather than protected.
+const EAGER: u64 = 1 << 20;
 /// More runs than this in a piece are protected all at once.
 const MANY: usize = 16;
 /// Rounds of protecting what was written meanwhile, at most.
@@ -88,6 +90,8 @@ pub(crate) struct Wp<'t> {
     plain: bool,
     /// Pages that are copied in the cut: what cannot be protected.
     copied: Copied,
+    /// What was gone before it was saved, in an instant that was lost.
+    fleeting: Vec<Range>,
     tries: usize,
     /// The checkpoint is complete, as far as private memory is concerned.
     done: bool,
@@ -99,7 +103,17 @@ impl<'t> Wp<'t> {
     pub fn new(armed: &'t mut Option<Armed>, base: Vec<Extent>, buffer: u64, lasting: bool) -> Self {
         let plain = std::env::var_os("STILLPOINT_WP").is_some_and(|v| v == "plain");
         let lasting = lasting && !plain;
-        Wp { armed, lasting, base, buffer, plain, copied: Copied::default(), tries: 0, done: false }
+        Wp {
+            armed,
+            lasting,
+            base,
+            buffer,
+            plain,
+            copied: Copied::default(),
+            fleeting: Vec::new(),
+            tries: 0,
+            done: false,
+        }
     }
 
     fn armed(&mut self) -> Result<&mut Armed> {
@@ -139,7 +153,9 @@ impl MemoryEngine for Wp<'_> {
         let desk = self.armed()?.desk.clone();
         let mut held = desk.hold();
         let spans = spans(&still.builder.image.spaces[0]);
-        let others = self.armed()?.cut(&mut held, &spans)?;
+        let eager = if plain { 0 } else { EAGER };
+        held.changed.extend(&self.fleeting);
+        let others = self.armed()?.cut(&mut held, &spans, eager)?;
         let bytes: u64 = others.iter().map(|(r, _)| r.len).sum();
         if bytes > 4 * buffer {
             still.log.tell(format!("{} MiB are in pages that cannot be protected", bytes >> 20));
@@ -160,7 +176,12 @@ impl MemoryEngine for Wp<'_> {
         self.copied.put(running.writer)?;
         self.tries += 1;
         let others: Vec<Range> = self.copied.ranges.iter().map(|r| r.0).collect();
-        let own = self.armed()?.save(running)?;
+        let saved = self.armed()?.save(running);
+        if saved.is_err() {
+            let gone = std::mem::take(&mut self.armed()?.desk.hold().gone);
+            self.fleeting.extend(gone);
+        }
+        let own = saved?;
         running.writer.keep_only(Owner::Space(0), union([own, others].concat()));
         self.done = true;
         Ok(())
@@ -295,7 +316,7 @@ impl Armed {
         for run in self.scan(piece, present)? {
             let written = run.categories.contains(Category::WRITTEN);
             let state = if written { State::Written } else { State::Unsaved };
-            within_sorted(&bare, range(&run)).for_each(|part| held.pages.set(part, state));
+            within(&bare, range(&run)).for_each(|part| held.pages.set(part, state));
         }
         Ok(())
     }
@@ -308,61 +329,77 @@ impl Armed {
         runs.iter().map(|r| r.len).sum::<u64>() / PAGE
     }
 
-    /// With the program at rest: everything of it is unsaved and protected from here on. Returns what cannot be
-    /// protected, and whether zeros matter there.
-    fn cut(&mut self, held: &mut Held<'_>, spans: &[Span]) -> Result<Vec<(Range, bool)>> {
-        let mut others = Vec::new();
-        let changed = std::mem::take(&mut held.changed);
+    /// With the program at rest: everything of it is unsaved and protected from here on. Returns what is to be copied
+    /// before it runs on, and whether zeros matter there: what cannot be protected, and what may not stay for long.
+    fn cut(&mut self, held: &mut Held<'_>, spans: &[Span], eager: u64) -> Result<Vec<(Range, bool)>> {
+        let changed = union(std::mem::take(&mut held.changed));
+        let mut cutting = Cutting { changed, eager, ..Cutting::default() };
         self.found.clear();
         let mut end = 0;
         for span in spans {
-            let waits = can_wait(span) && self.cut_span(held, span.range, &changed)?;
-            if waits {
+            if can_wait(span) && self.cut_span(held, span.range, &mut cutting)? {
                 held.pages.set(Range { start: end, len: span.range.start - end }, State::Kept);
                 end = span.range.end();
             } else {
                 let mut own = Vec::new();
                 own_pages(&self.desk.pagemap, span, &mut own)?;
-                others.extend(own.into_iter().map(|r| (r, span.zeros_matter)));
+                cutting.copy.extend(own.into_iter().map(|r| (r, span.zeros_matter)));
             }
         }
         held.pages.set(Range { start: end, len: u64::MAX / CHUNK * CHUNK - end }, State::Kept);
         let runs = held.pages.arm();
         runs.iter().for_each(|run| self.desk.protect(held, *run));
+        self.covered = cutting.covered;
+        held.urgent.extend(cutting.urgent);
         held.cursor = 0;
         held.figures = server::Figures::default();
-        Ok(others)
+        Ok(cutting.copy)
     }
 
     /// Looks for pages that have appeared in a mapping without being noted. False if it cannot be followed.
-    fn cut_span(&mut self, held: &mut Held<'_>, span: Range, changed: &[Range]) -> Result<bool> {
-        let known = within(&self.covered, span);
+    fn cut_span(&mut self, held: &mut Held<'_>, span: Range, cutting: &mut Cutting) -> Result<bool> {
+        let covered: Vec<Range> = within(&self.covered, span).collect();
         // A mapping that has replaced another is not followed, and the kernel says so.
-        let same = known.first().is_some_and(|c| {
+        let same = covered.first().is_some_and(|c| {
             let page = RemoteAddr(c.start);
             self.desk.userfault.protect(page, RemoteAddr(page.0 + PAGE)).is_ok()
         });
         if !same && !self.follow(span) {
             return Ok(false);
         }
-        let bare = within(changed, span);
-        let known: Vec<Range> =
-            known.iter().flat_map(|k| without(*k, &within(&bare, *k))).filter(|_| same).collect();
-        for hole in without(span, &known) {
-            self.cut_hole(held, hole)?;
+        if !same && !within(&self.followed, span).any(|f| f == span) {
+            // It was not there a moment ago, and may be gone a moment later.
+            self.cut_hole(held, span, Some(cutting))?;
+            return Ok(true);
         }
-        self.covered.retain(|c| c.end() <= span.start || span.end() <= c.start);
-        self.covered.extend(known);
+        let known: Vec<Range> =
+            covered.iter().flat_map(|c| without(*c, within(&cutting.changed, *c))).collect();
+        let known = if same { known } else { Vec::new() };
+        for hole in without(span, known.iter().copied()) {
+            let fleeting = within(&cutting.changed, hole).next().is_some();
+            self.cut_hole(held, hole, fleeting.then_some(&mut *cutting))?;
+        }
+        cutting.covered.extend(known);
         Ok(true)
     }
 
-    /// Protects the pages that there are in a range where nothing was known.
-    fn cut_hole(&mut self, held: &mut Held<'_>, hole: Range) -> Result<()> {
+    /// Protects the pages that there are in a range where nothing was known. If it is `fleeting`, it comes first.
+    fn cut_hole(&mut self, held: &mut Held<'_>, hole: Range, fleeting: Option<&mut Cutting>) -> Result<()> {
         held.pages.set(hole, State::Kept);
-        for run in self.scan(hole, there())? {
-            held.pages.set(range(&run), State::Unsaved);
-            self.desk.protect(held, range(&run));
-            self.found.push(range(&run));
+        let runs: Vec<Range> = self.scan(hole, there())?.iter().map(range).collect();
+        let bytes: u64 = runs.iter().map(|r| r.len).sum();
+        self.found.extend(&runs);
+        if let Some(cutting) = fleeting {
+            if bytes <= cutting.eager {
+                cutting.eager -= bytes;
+                cutting.copy.extend(runs.into_iter().map(|r| (r, false)));
+                return Ok(());
+            }
+            cutting.urgent.extend(&runs);
+        }
+        for run in runs {
+            held.pages.set(run, State::Unsaved);
+            self.desk.protect(held, run);
         }
         Ok(())
     }
@@ -385,7 +422,7 @@ impl Armed {
             "{} writes waited, {} of them for a copy, {} for room; {} pages were copied for them, {} KiB at a time",
             f.waited, f.copied, f.held_back, f.pages, held.copies.most_used() >> 10
         ));
-        let kept = self.covered.iter().flat_map(|c| within_sorted(&self.own, *c));
+        let kept = self.covered.iter().flat_map(|c| within(&self.own, *c));
         let mut own: Vec<Range> = kept.chain(self.found.iter().copied()).collect();
         own.extend(source.put.into_inner().unwrap_or_else(PoisonError::into_inner));
         Ok(own)
@@ -467,6 +504,21 @@ impl Drop for Armed {
     }
 }
 
+/// A cut under way.
+#[derive(Debug, Default)]
+struct Cutting {
+    /// Where pages were dropped or moved since all was protected.
+    changed: Vec<Range>,
+    /// Where every page that appears is noted.
+    covered: Vec<Range>,
+    /// To be copied before the program runs on, and whether zeros matter there.
+    copy: Vec<(Range, bool)>,
+    /// Bytes that may be copied although they can be protected.
+    eager: u64,
+    /// To be swept first.
+    urgent: Vec<Range>,
+}
+
 /// The sweep, with what it tells the user.
 struct Sweep<'a> {
     desk: &'a Desk,
@@ -516,19 +568,8 @@ fn cover(runs: &[Run], span: Range) -> Vec<Range> {
     covered
 }
 
-/// The parts of ranges that lie within a span, ascending.
-fn within(ranges: &[Range], span: Range) -> Vec<Range> {
-    let clip = |r: &Range| {
-        let (start, end) = (r.start.max(span.start), r.end().min(span.end()));
-        (start < end).then(|| Range { start, len: end - start })
-    };
-    let mut parts: Vec<Range> = ranges.iter().filter_map(clip).collect();
-    parts.sort_unstable_by_key(|r| r.start);
-    parts
-}
-
-/// As [`within`], of ranges that are ascending and apart.
-fn within_sorted(ranges: &[Range], span: Range) -> impl Iterator<Item = Range> {
+/// The parts of ranges (ascending, apart) that lie within a span.
+fn within(ranges: &[Range], span: Range) -> impl Iterator<Item = Range> {
     let first = ranges.partition_point(|r| r.end() <= span.start);
     ranges[first..].iter().take_while(move |r| r.start < span.end()).map(move |r| {
         let (start, end) = (r.start.max(span.start), r.end().min(span.end()));
@@ -549,8 +590,8 @@ fn union(mut ranges: Vec<Range>) -> Vec<Range> {
     union
 }
 
-/// The parts of a span that are in none of some ranges within it (ascending).
-fn without(span: Range, ranges: &[Range]) -> Vec<Range> {
+/// The parts of a span that are in none of some ranges within it (ascending, apart).
+fn without(span: Range, ranges: impl Iterator<Item = Range>) -> Vec<Range> {
     let mut parts = Vec::new();
     let mut at = span.start;
     for range in ranges {

@@ -197,15 +197,19 @@ impl Pages {
         run
     }
 
-    /// The first runs of unsaved pages at or behind an address, at most `most` bytes and `runs` runs. They are being
-    /// copied from now on.
-    pub fn claim_from(&mut self, address: u64, most: u64, runs: usize) -> Vec<Range> {
+    /// The first runs of unsaved pages in a range, at most `most` bytes and `runs` runs. They are being copied from now
+    /// on.
+    pub fn claim(&mut self, range: Range, most: u64, runs: usize) -> Vec<Range> {
         let mut claimed: Vec<Range> = Vec::new();
         let mut left = most / PAGE * PAGE;
-        'chunks: for (number, chunk) in self.chunks.range(address / CHUNK..) {
-            let first = if *number == address / CHUNK { address / PAGE % PAGES } else { 0 };
+        let numbers = range.start / CHUNK..range.end().div_ceil(CHUNK);
+        'chunks: for (number, chunk) in self.chunks.range(numbers) {
+            let first = if *number == range.start / CHUNK { range.start / PAGE % PAGES } else { 0 };
             for run in runs_of(&chunk.unsaved, *number, first) {
-                let run = Range { start: run.start, len: run.len.min(left) };
+                if range.end() <= run.start {
+                    break 'chunks;
+                }
+                let run = Range { start: run.start, len: run.len.min(left).min(range.end() - run.start) };
                 left -= run.len;
                 push(&mut claimed, run);
                 if left == 0 || claimed.len() >= runs {
@@ -267,7 +271,7 @@ mod tests {
         Set(u64, u64, u8),
         Arm,
         Around(u64, u32),
-        From(u64, u64, usize),
+        Claim(u64, u64, u64, usize),
     }
 
     fn step() -> impl Strategy<Value = Step> {
@@ -276,7 +280,7 @@ mod tests {
             4 => (page.clone(), 1..200u64, 0..4u8).prop_map(|(p, n, s)| Step::Set(p, n, s)),
             1 => Just(Step::Arm),
             3 => (page.clone(), 0..7u32).prop_map(|(p, w)| Step::Around(p, w)),
-            2 => (page, 1..300u64, 1..20usize).prop_map(|(p, n, r)| Step::From(p, n, r)),
+            2 => (page, 1..600u64, 1..300u64, 1..20usize).prop_map(|(p, l, n, r)| Step::Claim(p, l, n, r)),
         ]
     }
 
@@ -297,14 +301,14 @@ mod tests {
                 match step {
                     Step::Set(page, count, number) => {
                         pages.set(Range { start: page * PAGE, len: count * PAGE }, state(number));
-                        (page..page + count).for_each(|p| drop(model.insert(p, state(number))));
+                        (page..page + count).for_each(|p| { model.insert(p, state(number)); });
                     }
                     Step::Arm => {
                         let armed = pages_of(&pages.arm());
                         let written: Vec<u64> =
                             model.iter().filter(|(_, s)| **s == State::Written).map(|(p, _)| *p).collect();
                         prop_assert_eq!(&armed, &written);
-                        written.iter().for_each(|p| drop(model.insert(*p, State::Unsaved)));
+                        written.iter().for_each(|p| { model.insert(*p, State::Unsaved); });
                     }
                     Step::Around(page, shift) => {
                         let window = page >> shift << shift;
@@ -315,17 +319,18 @@ mod tests {
                         let run = pages.take_around(page * PAGE, 1 << shift, State::Copying);
                         let expected: Vec<u64> = (page - below..page + above).collect();
                         prop_assert_eq!(pages_of(&[run]), expected.clone());
-                        expected.iter().for_each(|p| drop(model.insert(*p, State::Copying)));
+                        expected.iter().for_each(|p| { model.insert(*p, State::Copying); });
                     }
-                    Step::From(page, most, runs) => {
-                        let claimed = pages.claim_from(page * PAGE, most * PAGE, runs);
+                    Step::Claim(page, len, most, runs) => {
+                        let range = Range { start: page * PAGE, len: len * PAGE };
+                        let claimed = pages.claim(range, most * PAGE, runs);
                         let unsaved: Vec<u64> = model
-                            .range(page..).filter(|(_, s)| **s == State::Unsaved).map(|(p, _)| *p).collect();
+                            .range(page..page + len).filter(|(_, s)| **s == State::Unsaved).map(|(p, _)| *p).collect();
                         let got = pages_of(&claimed);
                         prop_assert_eq!(&got[..], &unsaved[..got.len()]);
                         let whole = got.len() == unsaved.len() || got.len() as u64 == most;
                         prop_assert!(whole || claimed.len() >= runs);
-                        got.iter().for_each(|p| drop(model.insert(*p, State::Copying)));
+                        got.iter().for_each(|p| { model.insert(*p, State::Copying); });
                     }
                 }
                 for (page, state) in &model {

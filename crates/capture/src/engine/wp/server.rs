@@ -66,9 +66,33 @@ pub(super) struct Shelf {
     pub changed: Vec<Range>,
     /// Where the sweep is.
     pub cursor: u64,
-    /// Why the instant cannot be saved any more.
+    /// What it takes first.
+    pub urgent: Vec<Range>,
+    /// Why the instant cannot be saved any more, and what was gone.
     pub lost: Option<String>,
+    pub gone: Vec<Range>,
     pub figures: Figures,
+}
+
+impl Shelf {
+    /// Unsaved pages for the sweep, at most `most` bytes.
+    fn claim(&mut self, most: u64) -> Vec<Range> {
+        while let Some(first) = self.urgent.last() {
+            let runs = self.pages.claim(*first, most, RUNS);
+            if !runs.is_empty() {
+                return runs;
+            }
+            self.urgent.pop();
+        }
+        for start in [self.cursor, 0] {
+            let runs = self.pages.claim(Range { start, len: u64::MAX - start }, most, RUNS);
+            if let Some(last) = runs.last() {
+                self.cursor = last.end();
+                return runs;
+            }
+        }
+        Vec::new()
+    }
 }
 
 /// What all threads share.
@@ -104,7 +128,9 @@ impl Desk {
             attentive: false,
             changed: Vec::new(),
             cursor: 0,
+            urgent: Vec::new(),
             lost: None,
+            gone: Vec::new(),
             figures: Figures::default(),
         };
         let (stop, copied) = (AtomicBool::new(false), Condvar::new());
@@ -227,9 +253,9 @@ impl Desk {
         let mut held = self.hold();
         match result {
             Ok(()) => held.copies.push(run, bytes),
-            Err(why) => {
+            Err(gone) => {
                 held.copies.give_room(run.len);
-                self.give_up(&mut held, why);
+                let _ = self.give_up(&mut held, gone);
             }
         }
         held.waiting.retain(|page| !(run.start..run.end()).contains(page));
@@ -238,17 +264,15 @@ impl Desk {
         self.copied.notify_all();
     }
 
-    /// Reads contents of claimed pages; the reason if they are not certainly those of the cut.
-    fn read(&self, runs: &[Range], bytes: &mut [u8]) -> Result<(), String> {
+    /// Reads contents of claimed pages; tells runs whose contents are not certainly those of the cut.
+    fn read(&self, runs: &[Range], bytes: &mut [u8]) -> Result<(), Vec<Range>> {
         let from: Vec<(u64, u64)> = runs.iter().map(|r| (r.start, r.len)).collect();
         let read = self.memory.read_many(&from, bytes);
         if read.is_ok() && self.protected(runs).unwrap_or(false) {
             return Ok(());
         }
-        let (start, end) = (runs[0].start, runs[runs.len() - 1].end());
-        Err(format!(
-            "memory between {start:#x} and {end:#x} was unmapped, dropped or moved before it was saved"
-        ))
+        let gone = |run: &&Range| !self.protected(&[**run]).unwrap_or(false);
+        Err(runs.iter().filter(gone).copied().collect())
     }
 
     /// Whether all pages of some runs (ascending) exist and have been protected all the time. (Only what is released
@@ -273,9 +297,13 @@ impl Desk {
     }
 
     /// The instant is lost: from now on writes are only noted.
-    pub fn give_up(&self, held: &mut Held<'_>, why: String) {
-        held.lost.get_or_insert(why);
+    fn give_up(&self, held: &mut Held<'_>, gone: Vec<Range>) -> String {
+        let first = gone.first().map_or(0, |run| run.start);
+        let why = format!("memory at {first:#x} was unmapped, dropped or moved before it was saved");
+        held.gone.extend(gone);
+        held.lost.get_or_insert(why.clone());
         self.stop_saving(held);
+        why
     }
 
     /// Whoever waits for a copy or for room goes on; from now on writes are only noted.
@@ -367,11 +395,8 @@ impl Desk {
                 self.release(&mut held, *run);
             }
         }
-        if let Err(why) = &result {
-            self.give_up(&mut held, why.clone());
-        }
         self.copied.notify_all();
-        result
+        result.map_err(|gone| self.give_up(&mut held, gone))
     }
 }
 
@@ -388,13 +413,8 @@ impl Source for Desk {
             if !held.copies.is_empty() {
                 return Ok(self.take_copies(held, buffer));
             }
-            let cursor = held.cursor;
-            let mut runs = held.pages.claim_from(cursor, buffer.len() as u64, RUNS);
-            if runs.is_empty() && held.pages.unsaved() > 0 {
-                runs = held.pages.claim_from(0, buffer.len() as u64, RUNS);
-            }
-            if let Some(last) = runs.last() {
-                held.cursor = last.end();
+            let runs = held.claim(buffer.len() as u64);
+            if !runs.is_empty() {
                 drop(held);
                 let len: u64 = runs.iter().map(|r| r.len).sum();
                 self.sweep(&runs, &mut buffer[..len as usize])?;
