@@ -243,7 +243,7 @@ fn take(
         other_pauses: work.log.pauses,
         wall: start.elapsed(),
         engine: engine.name(),
-        incremental: !base.is_empty() && engine == Engine::Precopy,
+        incremental: !base.is_empty() && matches!(engine, Engine::Precopy | Engine::Wp),
         story: work.log.story,
         notes,
     })

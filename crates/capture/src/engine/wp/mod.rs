@@ -45,7 +45,10 @@ const SERVERS: usize = 2;
 const PIECE: u64 = 4 << 20;
 /// Holes up to this size, bytes, get page tables (4 KiB for each 2 MiB), so that they need not be looked at in the cut.
 const SMALL_HOLE: u64 = 8 * CHUNK;
-/// What is new, or changes its place, may soon be gone: so much of it, bytes, is copied in the cut rather than protected.
+/// The cut may copy so much, bytes, however small the buffer is to be.
+const AT_MOST: u64 = 32 << 20;
+/// What is new, or changes its place, may soon be gone: so much of it, bytes, is copied in the cut rather than
+/// protected; four times as much at each try.
 const EAGER: u64 = 1 << 20;
 /// More runs than this in a piece are protected all at once.
 const MANY: usize = 16;
@@ -153,11 +156,11 @@ impl MemoryEngine for Wp<'_> {
         let desk = self.armed()?.desk.clone();
         let mut held = desk.hold();
         let spans = spans(&still.builder.image.spaces[0]);
-        let eager = if plain { 0 } else { EAGER };
+        let eager = if plain { 0 } else { EAGER << (2 * self.tries) };
         held.changed.extend(&self.fleeting);
         let others = self.armed()?.cut(&mut held, &spans, eager)?;
         let bytes: u64 = others.iter().map(|(r, _)| r.len).sum();
-        if bytes > 4 * buffer {
+        if bytes > buffer.max(AT_MOST) {
             still.log.tell(format!("{} MiB are in pages that cannot be protected", bytes >> 20));
             self.tries = TRIES;
             return Ok(Cut::TooMuch);
@@ -173,7 +176,6 @@ impl MemoryEngine for Wp<'_> {
     }
 
     fn finish(&mut self, running: &mut Running<'_>) -> Result<()> {
-        self.copied.put(running.writer)?;
         self.tries += 1;
         let others: Vec<Range> = self.copied.ranges.iter().map(|r| r.0).collect();
         let saved = self.armed()?.save(running);
@@ -182,6 +184,7 @@ impl MemoryEngine for Wp<'_> {
             self.fleeting.extend(gone);
         }
         let own = saved?;
+        self.copied.put(running.writer)?;
         running.writer.keep_only(Owner::Space(0), union([own, others].concat()));
         self.done = true;
         Ok(())
