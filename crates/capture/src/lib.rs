@@ -11,6 +11,7 @@ pub mod freeze;
 pub mod inspect;
 pub mod mappings;
 pub mod regions;
+mod visits;
 
 pub use builder::{Builder, Content};
 pub use checkpoint::{Engine, Options, Progress, Report, checkpoint};

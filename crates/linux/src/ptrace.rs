@@ -312,6 +312,14 @@ impl Stopped {
         ptrace(libc::PTRACE_INTERRUPT, self.tid, 0, 0).map(drop).map_err(|e| failed("interrupt", self.tid, e))
     }
 
+    /// The thread, which is about to be given a signal, without that signal.
+    pub fn without_signal(self) -> Self {
+        match self.stop {
+            Stop::Signal(_) => Stopped { stop: Stop::Interrupt, ..self },
+            _ => self,
+        }
+    }
+
     /// Lets it go for good.
     pub fn detach(self) -> Result<()> {
         let signal = match self.stop {
