@@ -13,7 +13,7 @@ use std::collections::HashMap;
 use std::os::fd::BorrowedFd;
 use stillpoint_image::{BlockedCall, Thread, Usage};
 use stillpoint_linux::arch::{self, Gadgets, Regs};
-use stillpoint_linux::descriptors::raise_descriptor_limit;
+use stillpoint_linux::descriptors::make_room;
 use stillpoint_linux::inject::{find_gadgets, outside_critical_section};
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::pagemap::Pagemap;
@@ -69,7 +69,9 @@ impl<'a> Known<'a> {
         let mut outsiders = Outsiders::scan(&[pid]);
         let nameless: Vec<u64> = maps.iter().filter(|v| v.shared && v.deleted).map(|v| v.ino).collect();
         outsiders.scan_memory(&[pid], &nameless);
-        raise_descriptor_limit()?;
+        // One for each descriptor of the program, several for each thread.
+        let (fds, tids) = (process.list("fd")?.len(), process.threads()?.len());
+        make_room(fds + 8 * tids + 64);
         let (mut threads, mut waiting) = (HashMap::new(), HashMap::new());
         for tid in process.threads()? {
             // A thread that ends meanwhile, or for which we have no descriptors left, is none of those known.
@@ -80,10 +82,39 @@ impl<'a> Known<'a> {
         }
         let examined = target::examine(builder, process)?;
         #[rustfmt::skip]
-        let known = Known {
+        let mut known = Known {
             process, pidfd, memory, pagemap, inherited, examined, threads, outsiders, gadgets, waiting, earlier,
         };
+        if builder.refusals.is_empty() {
+            known.rehearse();
+            // The rehearsal may have taken a while.
+            known.examined = target::examine(builder, process)?;
+        }
         Ok(known)
+    }
+
+    /// Goes through most of [`inspect`] while the program runs, and forgets what it finds: what is then done in the
+    /// freeze is done for the second time, with code, memory and the kernel's tables of names at hand.
+    fn rehearse(&self) {
+        let mut builder = Builder::new();
+        let target = self.target(false);
+        for files in self.threads.values() {
+            let _ = files.look().and_then(|look| attributes::thread::thread(files.tid(), &look));
+        }
+        if let (Ok(stat), Ok(status)) = (self.process.stat(), self.process.status()) {
+            let _ = attributes::process::process(self.process, &stat, &status);
+            let _ = attributes::process::space(self.process, &stat);
+        }
+        let _ = capture_mappings(&mut builder, &target, self.process, self.pagemap);
+        let _ = files::capture_files(&mut builder, &target);
+        for (name, usage) in [("exe", Usage::Read), ("cwd", Usage::Path), ("root", Usage::Path)] {
+            let _ = link(&mut builder, self.process, name, usage);
+        }
+    }
+
+    fn target(&self, frozen: bool) -> files::Target<'_> {
+        let (pidfd, inherited, outsiders) = (self.pidfd, self.inherited, &self.outsiders);
+        files::Target { pid: self.process.pid(), pidfd, frozen, inherited, outsiders }
     }
 }
 
@@ -111,13 +142,7 @@ pub fn inspect(builder: &mut Builder, frozen: &mut Frozen, known: &Known<'_>) ->
     if !builder.refusals.is_empty() {
         return Ok(());
     }
-    let target = files::Target {
-        pid: frozen.pid,
-        pidfd: known.pidfd,
-        frozen: true,
-        inherited: known.inherited,
-        outsiders: &known.outsiders,
-    };
+    let target = known.target(true);
     space.mappings = capture_mappings(builder, &target, known.process, known.pagemap)?;
     process.table = files::capture_files(builder, &target)?;
     process.exe = link(builder, known.process, "exe", Usage::Read)?;

@@ -202,11 +202,10 @@ impl Stopped {
 
     /// Extended state in the standard XSAVE format.
     pub fn xstate(&self) -> Result<Vec<u8>> {
-        let mut state = vec![0u8; 16 << 10];
+        let mut state = [0u8; 16 << 10];
         let mut iov = libc::iovec { iov_base: state.as_mut_ptr().cast(), iov_len: state.len() };
         self.regset(libc::PTRACE_GETREGSET, NT_X86_XSTATE, &mut iov)?;
-        state.truncate(iov.iov_len);
-        Ok(state)
+        Ok(state[..iov.iov_len].to_vec())
     }
 
     /// Sets the extended state.
