@@ -138,6 +138,9 @@ impl Target {
         let id = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or_else(gone)?;
         let pidfd = pidfd_open(id, PidfdFlags::empty()).map_err(|_| gone())?;
         let process = attributes::target::find(pid)?;
+        let mut builder = Builder::new();
+        attributes::target::leader_ended(&mut builder, &process)?;
+        refuse_if_needed(&mut builder)?;
         Ok(Target { pidfd, process, memory: Memory::open(pid)?, pagemap: Pagemap::open(pid)? })
     }
 }

@@ -13,7 +13,7 @@
 //! The order of setting registers and mask matters as in [`crate::inject`]: registers first when leaving, mask first
 //! when coming home, so that at each moment the frame repairs the other.
 
-use crate::arch::{self, BATCH_LAST_ARGS, BATCH_WORDS, Regs};
+use crate::arch::{self, BATCH_WORDS, Regs};
 use crate::inject::{Planted, Site, failed, remote_error};
 use crate::program::{Arg, Call, OnError, Outcome, Program};
 use crate::ptrace::{Seized, Stop, Stopped};
@@ -66,15 +66,13 @@ impl Signal {
     }
 }
 
-/// Whether the batch loop can run a program: no call takes other last arguments than it sets, and results are used as
-/// first ones only.
+/// Whether the batch loop can run a program: no call takes more than four arguments, the others being zero, and results
+/// are used as first ones only.
 pub fn can_run(program: &Program) -> bool {
-    let is_value = |arg: &Arg, value| *arg == Arg::Value(value);
     program.calls.iter().all(|call| {
         let [_, middle @ .., a4, a5] = &call.args;
-        let [v4, v5] = BATCH_LAST_ARGS;
-        let last = (is_value(a4, v4) || is_value(a4, 0)) && is_value(a5, v5);
-        last && !middle.iter().any(|arg| matches!(arg, Arg::Result(_)))
+        let zero = Arg::Value(0);
+        *a4 == zero && *a5 == zero && !middle.iter().any(|arg| matches!(arg, Arg::Result(_)))
     })
 }
 
@@ -109,6 +107,7 @@ impl<'a> Site<'a> {
         signal: Signal,
         program: &'a Program,
     ) -> Result<Away<'a>> {
+        debug_assert!(can_run(program));
         let (base, frame_len) = self.slot(slot);
         let (table, room) =
             if in_data { (self.data().0, self.data_len()) } else { (base + frame_len, frame_len as usize) };

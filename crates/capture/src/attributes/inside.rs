@@ -160,7 +160,7 @@ fn ask_timer(p: &mut Program, info: PosixTimerInfo) -> TimerQuery {
 fn ask_locking(p: &mut Program, at: u64) -> LockQuery {
     let flags = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE) as u64;
     let access = (libc::PROT_READ | libc::PROT_WRITE) as u64;
-    let map = [at, PAGE, access, flags, u64::MAX, 0].map(Arg::Value);
+    let map = [at, PAGE, access, flags].map(Arg::Value);
     let map = p.attempt("mmap", libc::SYS_mmap, map);
     let present = p.room(1);
     p.attempt("mincore", libc::SYS_mincore, [map.into(), PAGE.into(), present]);

@@ -281,8 +281,8 @@ std::arch::global_asm!(
     ".popsection",
 );
 
-// The batch loop, which a lent thread runs. rbx: next entry, rbp: end of the table, rsp: the frame home; r8 and r9 stay
-// as they are. An entry is six words: nr (overwritten by the result), the address of the first argument, three more
+// The batch loop, which a lent thread runs. rbx: next entry, rbp: end of the table, rsp: the frame home; r8 and r9 are
+// zero. An entry is six words: nr (overwritten by the result), the address of the first argument, three more
 // arguments, and room for the first one. It ends by returning home.
 std::arch::global_asm!(
     ".pushsection .text",
@@ -336,10 +336,6 @@ pub fn program_loop() -> &'static [u8] {
 
 /// Words of an entry of the table that the batch loop executes.
 pub const BATCH_WORDS: usize = 6;
-/// The arguments, fifth and sixth, that all calls of a batch have in common: right for an anonymous mapping, and of no
-/// meaning to calls of up to four arguments.
-pub const BATCH_LAST_ARGS: [u64; 2] = [u64::MAX, 0];
-
 /// The batch loop's machine code, and the offset in it of the instruction behind its system call. It is
 /// position-independent.
 pub fn batch_loop() -> (&'static [u8], u64) {
@@ -354,8 +350,7 @@ pub fn batch_loop() -> (&'static [u8], u64) {
 
 /// Registers that run the batch `[table, end)` with the batch loop at `code` and go home through the frame at `home`.
 pub fn batch_regs(base: &Regs, code: RemoteAddr, table: u64, end: u64, home: u64) -> Regs {
-    let [a4, a5] = BATCH_LAST_ARGS;
-    Regs { rbx: table, rbp: end, ..base.for_call(code, home, 0, [0, 0, 0, 0, a4, a5]) }
+    Regs { rbx: table, rbp: end, ..base.for_call(code, home, 0, [0; 6]) }
 }
 
 /// Whether a thread with this extended state may read and write memory of protection key 0, which all memory has that
