@@ -72,23 +72,26 @@ impl<'a> Known<'a> {
         // One for each descriptor of the program, several for each thread.
         let (fds, tids) = (process.list("fd")?.len(), process.threads()?.len());
         make_room(fds + 8 * tids + 64);
-        let (mut threads, mut waiting) = (HashMap::new(), HashMap::new());
+        let mut threads = HashMap::new();
         for tid in process.threads()? {
             // A thread that ends meanwhile, or for which we have no descriptors left, is none of those known.
             if let Ok(files) = process.sibling(tid).map_err(Error::from).and_then(ThreadFiles::open) {
-                waiting.insert(tid, blocked::observe(&files.folder));
                 threads.insert(tid, files);
             }
         }
         let examined = target::examine(builder, process)?;
         #[rustfmt::skip]
         let mut known = Known {
-            process, pidfd, memory, pagemap, inherited, examined, threads, outsiders, gadgets, waiting, earlier,
+            process, pidfd, memory, pagemap, inherited, examined, threads, outsiders, gadgets, earlier,
+            waiting: HashMap::new(),
         };
         if builder.refusals.is_empty() {
             known.rehearse();
             // The rehearsal may have taken a while.
             known.examined = target::examine(builder, process)?;
+            // Last of all, so that it is the same sleep that the freeze interrupts.
+            let waiting = known.threads.iter().map(|(&tid, files)| (tid, blocked::observe(&files.folder)));
+            known.waiting = waiting.collect();
         }
         Ok(known)
     }

@@ -172,7 +172,8 @@ pub fn examine(builder: &mut Builder, target: &Proc) -> Result<Examined> {
 pub fn leader_ended(builder: &mut Builder, target: &Proc) -> Result<bool> {
     let ended = matches!(target.stat()?.state, b'Z' | b'X');
     if ended {
-        let why = "it has ended while other threads go on; a process cannot be rebuilt without its main thread";
+        let why =
+            "it has ended while other threads go on; a process cannot be rebuilt without its main thread";
         builder.refuse("the main thread", why, "");
     }
     Ok(ended)
