@@ -95,7 +95,7 @@ fn read(still: &mut Still) -> (Process, AddressSpace) {
     let mut p = read_process::process(&folder, &stat, &status).unwrap();
     let mut space = read_process::space(&folder, &stat).unwrap();
     let timers = folder.timers().unwrap();
-    let query = ProcessQuery::new(&folder.status().unwrap(), &timers);
+    let query = ProcessQuery::new(&folder.status().unwrap(), &timers, None);
     let outcome = still.run(0, query.program());
     query.decode(&outcome, &still.tids, &mut builder, &mut p, &mut space);
     let query = ThreadQuery::new();
