@@ -64,16 +64,14 @@ fn permitted(
     gadgets: Gadgets,
     calls: &[(i64, [u64; 6])],
 ) -> Result<(), String> {
-    let mut builder = crate::Builder::new();
-    let mut look = || {
-        let mut thread = attributes::thread::thread(&process.sibling(frozen.pid)?)?;
-        attributes::thread::stopped(&mut builder, &frozen.threads[0], &mut thread)?;
-        Ok::<Thread, Error>(thread)
-    };
-    let thread = look().map_err(|e| e.to_string())?;
-    if thread.seccomp_strict {
+    let status = process.status().map_err(|e| e.to_string())?;
+    if status.seccomp == 1 {
         return Err("it is in strict seccomp mode".into());
     }
+    let mut builder = crate::Builder::new();
+    let mut thread = Thread::default();
+    let told = attributes::thread::stopped(&mut builder, &frozen.threads[0], status.seccomp, &mut thread);
+    told.map_err(|e| e.to_string())?;
     if let Some(refusal) = builder.refusals.first() {
         return Err(refusal.why.clone());
     }

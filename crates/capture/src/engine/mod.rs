@@ -111,6 +111,11 @@ pub(crate) trait MemoryEngine {
     /// is told, and another takes over.
     fn prepare(&mut self, running: &mut Running<'_>) -> Result<()>;
 
+    /// The cut comes next: a last chance to make it short.
+    fn converge(&mut self, _: &mut Running<'_>) -> Result<()> {
+        Ok(())
+    }
+
     /// Makes this instant recoverable. The program stands still: nothing is written to the medium here.
     fn cut(&mut self, still: &mut Still<'_>) -> Result<Cut>;
 
