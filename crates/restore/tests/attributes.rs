@@ -175,7 +175,7 @@ fn a_rich_programs_attributes_are_given_to_a_blank_one() {
     let folder = target::find(rich.tids[0]).unwrap();
     let mut builder = Builder::new();
     target::examine(&mut builder, &folder).unwrap();
-    target::mappings(&mut builder, &folder, &folder.smaps().unwrap(), false);
+    target::mappings(&mut builder, &folder, &folder.smaps().unwrap());
     assert_eq!(builder.refusals, []);
     let (mut p, space) = read(&mut Still::new(&rich));
     is_rich(&p, &space);
