@@ -211,6 +211,10 @@ fn take(
         // What counts as unwritten is what some checkpoint has; without that one, everything must be saved.
         *tracking = None;
     }
+    if base.is_empty() {
+        // What counts as unwritten is what some checkpoint has; without that one, everything must be saved.
+        *tracking = None;
+    }
     let mut work = Work {
         options,
         target: &target,
