@@ -83,7 +83,8 @@ impl Cuts {
         history.extend(life.through("job", true));
         running.kill();
 
-        for n in [history.len() - 1, scratch.random().below(history.len() as u64) as usize] {
+        let any = scratch.random().below(history.len() as u64) as usize;
+        for n in [history.len() - 1, any] {
             let running = life.restore(&history[n]);
             life.pause();
             life.ends(running, expected.as_deref(), &format!("restored from {}", history[n].json));
@@ -149,8 +150,9 @@ impl Life<'_> {
             (!Path::new(&format!("/proc/{}", self.pid)).exists()).then_some(())
         });
         let _ = std::fs::remove_file(self.directory.join("go"));
-        let pid = self.stillpoint.restore_detached(&checkpoint.name(), &[]);
-        assert_eq!(pid, self.pid, "its old process id");
+        let output = self.stillpoint.run(&["restore", &checkpoint.name(), "--detach", "--json"]).ok();
+        let pid = output.json()["pid"].as_u64().unwrap_or_default() as u32;
+        assert_eq!(pid, self.pid, "its old process id: {output}");
         Running::restored(pid, self.directory)
     }
 

@@ -8,7 +8,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, LazyLock, Mutex, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How a C program is built.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -222,9 +222,12 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        if self.child.is_some() {
-            kernel::kill(self.pid, kernel::SIGKILL);
-            self.reap();
+        let Some(mut child) = self.child.take() else { return };
+        kernel::kill(self.pid, kernel::SIGKILL);
+        // Whoever traces it, and hangs, keeps it from its end: it is waited for, but not for ever.
+        let until = Instant::now() + Duration::from_secs(5);
+        while matches!(child.try_wait(), Ok(None)) && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(1));
         }
     }
 }
