@@ -69,7 +69,8 @@ impl Cuts {
         }
         let (pid, directory) = (running.pid, running.directory().to_owned());
         let stillpoint = scratch.stillpoint();
-        let life = Life { cuts: self, scratch: &scratch, stillpoint: &stillpoint, pid, directory: &directory };
+        let life =
+            Life { cuts: self, scratch: &scratch, stillpoint: &stillpoint, pid, directory: &directory };
         life.pause();
         if undisturbed_only() {
             return life.ends(running, expected.as_deref(), "undisturbed");
@@ -131,7 +132,8 @@ impl Life<'_> {
     fn checkpoint(&self, target: &str) -> Checkpoint {
         let kinds = engine::kinds();
         let kind = kinds[self.scratch.random().below(kinds.len() as u64) as usize];
-        let mut arguments = vec!["checkpoint", target, "--name", "job", "--json", "--engine", self.cuts.engine];
+        let mut arguments =
+            vec!["checkpoint", target, "--name", "job", "--json", "--engine", self.cuts.engine];
         arguments.extend(kind);
         for _ in 0..400 {
             let output = self.stillpoint.run(&arguments);

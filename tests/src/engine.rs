@@ -10,7 +10,8 @@ pub const ENGINES: &[&str] = &["stop", "precopy", "wp", "fork", "auto"];
 /// Whether the command knows this engine.
 pub fn offered(engine: &str) -> bool {
     static OFFERED: OnceLock<Vec<&'static str>> = OnceLock::new();
-    let known = |engine: &&str| !said(&["checkpoint", "no-such-job", "--engine", engine]).contains("--engine");
+    let known =
+        |engine: &&str| !said(&["checkpoint", "no-such-job", "--engine", engine]).contains("--engine");
     OFFERED.get_or_init(|| ENGINES.iter().copied().filter(known).collect()).contains(&engine)
 }
 

@@ -215,7 +215,8 @@ impl Facts {
 /// the process has children of its own).
 pub fn traces_of_us(pid: u32, has_children: bool) -> Vec<String> {
     let mut traces = Vec::new();
-    let smaps = String::from_utf8_lossy(&fs::read(format!("/proc/{pid}/smaps")).unwrap_or_default()).into_owned();
+    let smaps =
+        String::from_utf8_lossy(&fs::read(format!("/proc/{pid}/smaps")).unwrap_or_default()).into_owned();
     let mut mapping = "";
     for line in smaps.lines() {
         match line.strip_prefix("VmFlags:") {
@@ -223,7 +224,9 @@ pub fn traces_of_us(pid: u32, has_children: bool) -> Vec<String> {
                 traces.push(format!("watched: {mapping} {flags}"));
             }
             Some(_) => {}
-            None if line.split(' ').next().is_some_and(|f| f.contains('-') && !f.ends_with(':')) => mapping = line,
+            None if line.split(' ').next().is_some_and(|f| f.contains('-') && !f.ends_with(':')) => {
+                mapping = line
+            }
             None => {}
         }
     }

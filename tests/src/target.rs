@@ -2,6 +2,7 @@
 
 use crate::kernel;
 use crate::scratch::MARK;
+use crate::stillpoint::{Stillpoint, binary};
 use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::fs::File;
@@ -109,6 +110,39 @@ impl Target {
         let running = Running::new(child, directory);
         running.await_ready();
         running
+    }
+}
+
+/// A job in the background, with its supervisor.
+#[derive(Debug)]
+pub struct Job {
+    /// The target.
+    pub running: Running,
+    /// Process id of its supervisor.
+    pub supervisor: u32,
+}
+
+impl Target {
+    /// Starts it by `run --detach` as the job `name`, and waits until it is ready.
+    #[track_caller]
+    pub fn start_job(&self, stillpoint: &Stillpoint, name: &str, directory: &Path) -> Job {
+        let out =
+            File::create(directory.join("out")).unwrap_or_else(|e| panic!("{}: {e}", directory.display()));
+        let mut command = alone(binary());
+        command.args(["run", "--name", name, "--detach", "--json", "--"]);
+        command.arg(&self.program).arg(&self.scenario).arg(directory).current_dir(directory);
+        let like = stillpoint.command::<&str>(&[]);
+        command.envs(like.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        // The job keeps standard output, so the report goes to standard error.
+        let done = command.stdin(Stdio::null()).stdout(out).stderr(Stdio::piped()).output();
+        let done = done.unwrap_or_else(|e| panic!("run: {e}"));
+        let report = String::from_utf8_lossy(&done.stderr).into_owned();
+        let json: serde_json::Value =
+            serde_json::from_str(report.trim()).unwrap_or_else(|e| panic!("run: {e}: {report}"));
+        let number = |key: &str| json[key].as_u64().unwrap_or_else(|| panic!("no {key} in {json}")) as u32;
+        let running = Running::restored(number("pid"), directory);
+        running.await_ready();
+        Job { running, supervisor: number("supervisor_pid") }
     }
 }
 

@@ -291,6 +291,29 @@ static void shared_file(void) {
   in_files(MAP_SHARED, write_file);
 }
 
+// --- some memory that stays, and a little of it that changes all the time
+
+static struct slots many;
+
+static void change_a_few(long me) {
+  (void)me;
+  for (int n = 0; n < 4; n++) {
+    long i = any(&many.random, many.count);
+    slots_hold(&many, i, 1);
+    many.seed[i] = many.random << 12 | 1;
+    fill(many.at + i * PAGE, PAGE, many.seed[i]);
+  }
+  nap(0.002);
+}
+
+static void lasting(void) {
+  many = slots_in(map_anon(16 * MIB), 16 * MIB / PAGE, 1);
+  slots_fill(&many);
+  void (*const one[])(long) = {change_a_few};
+  together(one, 1);
+  slots_hold(&many, 0, many.count);
+}
+
 SCENARIOS({"sequences", sequences}, {"shared_anonymous", shared_anonymous}, {"mapped_twice", mapped_twice},
           {"rolling", rolling}, {"queue", queue}, {"swapped_pages", swapped_pages}, {"private_file", private_file},
-          {"shared_file", shared_file})
+          {"shared_file", shared_file}, {"lasting", lasting})
