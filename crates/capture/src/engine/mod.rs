@@ -4,6 +4,7 @@
 //! program runs, makes the instant recoverable while it stands still, and brings the pages to the store while it runs
 //! again.
 
+pub mod fork;
 pub mod precopy;
 pub mod stop;
 pub mod tracking;
@@ -49,7 +50,8 @@ impl Engine {
 /// The engines to try, one after the other, where `asked` was asked for.
 pub(crate) fn order(asked: Engine) -> Vec<Engine> {
     match asked {
-        Engine::Auto | Engine::Precopy => vec![Engine::Precopy, Engine::Stop],
+        Engine::Auto => vec![Engine::Precopy, Engine::Fork, Engine::Stop],
+        Engine::Precopy => vec![Engine::Precopy, Engine::Stop],
         other => vec![other],
     }
 }
@@ -91,12 +93,14 @@ impl Log {
 }
 
 /// How a cut went.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Cut {
     /// The instant is recoverable: the program may run on.
     Taken,
     /// It would take too long: the program must run on first, and another engine take over.
     TooMuch,
+    /// It cannot be done with this program, for this reason: another engine must take over.
+    Impossible(String),
 }
 
 /// A memory engine, at work on one checkpoint.
@@ -106,6 +110,11 @@ pub(crate) trait MemoryEngine {
     /// Gets ready while the program runs. An error means that the engine cannot be used for this program; the reason
     /// is told, and another takes over.
     fn prepare(&mut self, running: &mut Running<'_>) -> Result<()>;
+
+    /// The cut comes next: a last chance to make it short.
+    fn converge(&mut self, _: &mut Running<'_>) -> Result<()> {
+        Ok(())
+    }
 
     /// Makes this instant recoverable. The program stands still: nothing is written to the medium here.
     fn cut(&mut self, still: &mut Still<'_>) -> Result<Cut>;

@@ -17,6 +17,7 @@ pub fn run(common: &Common, args: &Checkpoint) -> Result<ExitCode> {
     let engine = match args.engine {
         EngineName::Auto => Engine::Auto,
         EngineName::Precopy => Engine::Precopy,
+        EngineName::Fork => Engine::Fork,
         EngineName::Stop => Engine::Stop,
     };
     let job = args.name.clone().unwrap_or(target.job);
