@@ -63,9 +63,10 @@ under! { stop precopy wp fork auto: {
     storms:
         heap,
         stacks,
-        forks.until_not_refused("child"),
-        spawns.until_not_refused("child"),
-        execs,
+        forks.until_not_refused(&["child"]),
+        spawns.until_not_refused(&["child"]),
+        // While another thread takes the main thread's place, there is none, and the one has its own descriptors.
+        execs.until_not_refused(&["main thread"]),
         threads,
     ;
     pages:
