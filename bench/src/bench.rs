@@ -18,6 +18,8 @@ pub struct Bench {
     pub engines: Vec<Engine>,
     /// Other tools that work here.
     pub peers: Vec<Box<dyn Tool>>,
+    /// Names of other tools that are not here, or do not work.
+    pub absent_peers: Vec<&'static str>,
     /// What is left out, and why.
     missing: Vec<String>,
 }
@@ -33,7 +35,8 @@ impl Bench {
         if engines.is_empty() {
             bail!("none of these engines exists: {}", plan.engines.join(", "));
         }
-        let (peers, mut missing) = tools::peers();
+        let (peers, absent_peers) = tools::peers();
+        let (absent_peers, mut missing): (Vec<_>, Vec<_>) = absent_peers.into_iter().unzip();
         if !absent.is_empty() {
             let names: Vec<_> = absent.iter().map(|e| e.name).collect();
             missing
@@ -42,7 +45,7 @@ impl Bench {
         for text in &missing {
             eprintln!("{text}");
         }
-        Ok(Bench { plan, programs, stillpoint, engines, peers, missing })
+        Ok(Bench { plan, programs, stillpoint, engines, peers, absent_peers, missing })
     }
 
     /// An empty section that names what is left out everywhere.

@@ -49,8 +49,12 @@ struct Case {
 }
 
 impl Case {
+    fn of(&self, name: &str) -> Option<&Measured> {
+        self.measured.iter().find(|(n, _)| n == name).map(|(_, m)| m)
+    }
+
     fn gap(&self, name: &str) -> Option<f64> {
-        self.measured.iter().find(|(n, _)| n == name).map(|(_, m)| m.gap.median())
+        self.of(name).map(|m| m.gap.median())
     }
 
     /// The engine with the shortest pause.
@@ -190,47 +194,54 @@ fn promises(bench: &Bench, cases: &[Case]) -> Vec<Promise> {
     let base = bench.base_size();
     let mut promises = Vec::new();
     if let Some(case) = find(base, WRITES) {
-        promises.push(at_most(case, 1.0));
+        promises.extend(at_most(case, 1.0));
         promises.extend(against_peers(bench, case));
         promises.extend(alone(case));
         let larger = bench.plan.sizes.iter().filter(|&&s| s > base).filter_map(|&s| find(s, WRITES));
         promises.extend(larger.map(|larger| by_size(case, larger)));
     }
-    promises.extend(find(base, MANY_WRITES).map(|case| at_most(case, 5.0)));
-    promises.extend(cases.iter().find(|c| c.load.threads == THREADS.threads).map(|case| at_most(case, 2.0)));
+    promises.extend(find(base, MANY_WRITES).into_iter().flat_map(|case| at_most(case, 5.0)));
+    let threads = cases.iter().find(|c| c.load.threads == THREADS.threads);
+    promises.extend(threads.into_iter().flat_map(|case| at_most(case, 2.0)));
     promises
 }
 
-/// A pause of a number of milliseconds, beside that of stop-and-copy.
-fn at_most(case: &Case, most: f64) -> Promise {
-    let (engine, gap) = case.usual();
-    let stop = case.gap("stop").filter(|_| engine != "stop");
-    Promise {
-        what: format!("pause of {} ({engine}): at most {most} ms", case.name()),
-        reached: Figure(gap, "ms"),
-        peer: stop.map(|gap| ("stop".into(), Figure(gap, "ms"))),
-        limit: Limit::AtMost(most),
-    }
+/// A pause of a number of milliseconds, beside that of stop-and-copy: as it was seen, and without what is the scheduler's.
+fn at_most(case: &Case, most: f64) -> [Promise; 2] {
+    let (engine, _) = case.usual();
+    let row = |how: &str, of: fn(&Measured) -> &Series| {
+        let median = |name: &str| Some(of(case.of(name)?).median());
+        let stop = median("stop").filter(|_| engine != "stop");
+        Promise {
+            what: format!("pause of {} ({engine}): at most {most} ms{how}", case.name()),
+            reached: Figure(median(engine).unwrap_or(f64::NAN), "ms"),
+            peer: stop.map(|pause| ("stop".into(), Figure(pause, "ms"))),
+            limit: Limit::AtMost(most),
+        }
+    };
+    [row("", |m| &m.gap), row(", not counting waits for a processor", |m| &m.stopped)]
 }
 
+/// Against tools in use; one that is not here has its row, too, without a verdict.
 fn against_peers(bench: &Bench, case: &Case) -> Vec<Promise> {
     let (engine, gap) = case.usual();
-    let row = |name: &str| {
-        let theirs = case.gap(name).unwrap_or(f64::NAN);
+    let row = |name: &str, theirs: Option<f64>| {
+        let shown = if theirs.is_some() { name.to_owned() } else { format!("{name} (not here)") };
         Promise {
             what: format!("pause of {} ({engine}): at least 1,000 × shorter than {name}'s", case.name()),
             reached: Figure(gap, "ms"),
-            peer: Some((name.to_owned(), Figure(theirs, "ms"))),
-            limit: Limit::TimesPeer(0.001),
+            peer: Some((shown, Figure(theirs.unwrap_or(f64::NAN), "ms"))),
+            limit: if theirs.is_some() { Limit::TimesPeer(0.001) } else { Limit::None },
         }
     };
-    bench.peers.iter().map(|p| row(p.name())).collect()
+    let measured = bench.peers.iter().map(|p| row(p.name(), case.gap(p.name())));
+    measured.chain(bench.absent_peers.iter().map(|name| row(name, None))).collect()
 }
 
 /// How much of the gap the machine makes by itself, and what the command's own stopwatch says.
 fn alone(case: &Case) -> Option<Promise> {
     let (engine, _) = case.usual();
-    let (_, measured) = case.measured.iter().find(|(name, _)| name == engine)?;
+    let measured = case.of(engine)?;
     Some(Promise {
         what: format!(
             "the same by the command's own stopwatch; the peer is the program left alone for {} ms",

@@ -34,14 +34,14 @@ pub struct Dump {
     pub durable: Duration,
 }
 
-/// The tools that are installed and work here, and for each other one why it is left out.
-pub fn peers() -> (Vec<Box<dyn Tool>>, Vec<String>) {
+/// The tools that are installed and work here, and for each other one its name and why it is left out.
+pub fn peers() -> (Vec<Box<dyn Tool>>, Vec<(&'static str, String)>) {
     let mut found = Vec::new();
     let mut missing = Vec::new();
-    for peer in [Criu::find(), Dmtcp::find()] {
+    for (name, peer) in [("CRIU", Criu::find()), ("DMTCP", Dmtcp::find())] {
         match peer {
             Ok(tool) => found.push(tool),
-            Err(why) => missing.push(format!("{why:#}")),
+            Err(why) => missing.push((name, format!("{why:#}"))),
         }
     }
     (found, missing)
