@@ -128,8 +128,10 @@ static inline void keep_largest(atomic_uint_least64_t *most, uint64_t value) {
     ;
 }
 
+// Nanoseconds; a shorter gap is taken as it is.
+enum { WORTH_A_LOOK = 30000 };
+
 static inline void note_gap(struct gaps *gaps, uint64_t gap) {
-  enum { WORTH_A_LOOK = 30000 };
   keep_largest(&gaps->longest, gap);
   if (gap < WORTH_A_LOOK) {
     keep_largest(&gaps->stopped, gap);

@@ -34,8 +34,11 @@ pub struct Dump {
     pub durable: Duration,
 }
 
-/// The tools that are installed and work here, and for each other one its name and why it is left out.
-pub fn peers() -> (Vec<Box<dyn Tool>>, Vec<(&'static str, String)>) {
+/// A tool's name and why it is left out.
+pub type Absent = (&'static str, String);
+
+/// The tools that are installed and work here, and those that are not or do not.
+pub fn peers() -> (Vec<Box<dyn Tool>>, Vec<Absent>) {
     let mut found = Vec::new();
     let mut missing = Vec::new();
     for (name, peer) in [("CRIU", Criu::find()), ("DMTCP", Dmtcp::find())] {
