@@ -10,6 +10,7 @@
 //!   return `EINTR` as they do after any stop: the kernel does not tell the time that is left, and the registers of
 //!   the program are not ours to change.
 
+use std::collections::HashMap;
 use stillpoint_image::BlockedCall;
 use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::arch::{Interrupted, Regs};
@@ -26,14 +27,32 @@ pub struct Waiting {
     seen_ns: u64,
 }
 
+/// The calls that an earlier stop of the same process found interrupted.
+#[derive(Clone, Debug, Default)]
+pub struct Earlier {
+    /// When that was, on the process's own monotonic clock, nanoseconds.
+    pub at_ns: i64,
+    /// By thread, as the process itself numbers them.
+    pub calls: HashMap<u32, BlockedCall>,
+}
+
+impl Earlier {
+    /// The calls with the time that is left at `now_ns`.
+    pub fn calls_at(&self, now_ns: i64) -> HashMap<u32, BlockedCall> {
+        let since = now_ns.saturating_sub(self.at_ns).max(0) as u64;
+        let later = |call: &BlockedCall| call.remaining_ns.and_then(|left| left.checked_sub(since));
+        self.calls.iter().map(|(&tid, c)| (tid, BlockedCall { remaining_ns: later(c), ..*c })).collect()
+    }
+}
+
 /// Looks at a running thread; called shortly before the freeze.
 pub fn observe(thread: &Proc) -> Waiting {
     match thread.syscall() {
         Ok(CurrentCall::Inside { nr, .. }) if has_restart_block(nr) => {}
         _ => return Waiting::default(),
     }
-    let seen_ns = monotonic_ns();
-    let asleep_ns = exec_start_ns(thread).and_then(|t| scheduler_now_ns()?.checked_sub(t));
+    let (seen_ns, scheduler_ns) = now_on_both_clocks();
+    let asleep_ns = exec_start_ns(thread).and_then(|t| scheduler_ns?.checked_sub(t));
     let wchan = String::from_utf8(thread.wchan().unwrap_or_default()).unwrap_or_default();
     Waiting { wchan, asleep_ns, seen_ns }
 }
@@ -45,6 +64,27 @@ fn exec_start_ns(thread: &Proc) -> Option<u64> {
 fn has_restart_block(nr: u64) -> bool {
     let known = [libc::SYS_nanosleep, libc::SYS_clock_nanosleep, libc::SYS_poll, libc::SYS_futex];
     known.contains(&(nr as i64)) || nr as i64 == libc::SYS_restart_syscall
+}
+
+/// Time now on the monotonic clock and on the scheduler's. On a busy machine we may lose the processor between the
+/// looks at the two: the closest pair of a few is taken.
+fn now_on_both_clocks() -> (u64, Option<u64>) {
+    const CLOSE: u64 = 2_000_000; // nanoseconds
+    let pair = || {
+        let before = monotonic_ns();
+        let scheduler = scheduler_now_ns();
+        let after = monotonic_ns();
+        (after - before, (after, scheduler))
+    };
+    let mut best = pair();
+    for _ in 0..8 {
+        if best.0 < CLOSE {
+            break;
+        }
+        let next = pair();
+        best = if next.0 < best.0 { next } else { best };
+    }
+    best.1
 }
 
 /// Time now on the clock of `se.exec_start`, the scheduler's: when this thread last went on a CPU, which is now.

@@ -1,10 +1,13 @@
 //! Taking a checkpoint, from the first look at the target to the commit.
 
-use crate::blocked::{self, Waiting};
+use crate::blocked::{self, Earlier, Waiting};
+use crate::engine::precopy::Precopy;
+use crate::engine::stop::Stop;
+use crate::engine::tracking::Tracking;
+use crate::engine::{self, Cut, Engine, Log, MemoryEngine, Running, Still};
 use crate::files::Outsiders;
 use crate::freeze::Frozen;
 use crate::inspect::{Known, inspect};
-use crate::regions::private_regions;
 use crate::{Builder, Error, Result, attributes, files};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
@@ -12,40 +15,14 @@ use rustix::time::{ClockId, clock_gettime};
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant, SystemTime};
-use stillpoint_image::{BlockedCall, Image, Owner, PAGE, PathFile, Range, Usage};
+use stillpoint_image::{Extent, Image, PAGE, PathFile, Usage};
+use stillpoint_linux::arch::Gadgets;
 use stillpoint_linux::host;
 use stillpoint_linux::inject::find_gadgets;
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::pagemap::Pagemap;
 use stillpoint_linux::proc::{Proc, TaskFlags};
-use stillpoint_store::{PutError, Store, Writer, Zeros};
-
-/// How memory is saved.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Engine {
-    /// The program stands still while its memory is written.
-    #[default]
-    Stop,
-}
-
-impl Engine {
-    /// Its name.
-    pub fn name(self) -> &'static str {
-        match self {
-            Engine::Stop => "stop",
-        }
-    }
-}
-
-impl std::str::FromStr for Engine {
-    type Err = String;
-    fn from_str(name: &str) -> Result<Self, String> {
-        match name {
-            "stop" => Ok(Engine::Stop),
-            _ => Err(format!("there is no engine {name:?}; there is: stop")),
-        }
-    }
-}
+use stillpoint_store::{Checkpoint, Committed, Store, Writer};
 
 /// What is asked of a checkpoint.
 #[derive(Clone, Debug)]
@@ -56,6 +33,10 @@ pub struct Options {
     pub label: Option<String>,
     /// How memory is saved.
     pub engine: Engine,
+    /// Memory that a checkpoint may use for pages on their way, bytes: what the cut copies, and what `wp` holds.
+    pub buffer: u64,
+    /// Save all pages, also those that an earlier checkpoint has.
+    pub full: bool,
     /// Kill the program once the checkpoint is committed; it does not run in between.
     pub kill: bool,
     /// Pipes, sockets and terminals besides its standard streams that the program was started with: descriptor, and
@@ -84,36 +65,68 @@ pub struct Report {
     pub pages: u64,
     /// Page data added to the store, bytes.
     pub written_bytes: u64,
-    /// How long the program stood still.
+    /// How long the program stood still at the cut.
     pub pause: Duration,
+    /// Other times at which it stood still, such as to begin to follow its writes.
+    pub other_pauses: Vec<Duration>,
     /// How long it all took.
     pub wall: Duration,
-    /// Name of the engine.
+    /// Name of the engine that it ended with.
     pub engine: &'static str,
+    /// Only what changed since an earlier checkpoint was saved.
+    pub incremental: bool,
+    /// Why this engine, and what it did, for those who want to know.
+    pub story: Vec<String>,
     /// Remarks for the user.
     pub notes: Vec<String>,
 }
 
-/// Takes a checkpoint of a process. Whatever fails, the process runs on unharmed and the store is as before.
+/// Takes one checkpoint of a process. Whatever fails, the process runs on unharmed and the store is as before.
 pub fn checkpoint(
     pid: u32,
     store: &Store,
     options: &Options,
     progress: &(dyn Progress + Sync),
 ) -> Result<Report> {
-    // On a thread of its own: what it may still trace when it fails is let go of when it ends.
-    std::thread::scope(|scope| {
-        let tracer = scope.spawn(|| take(pid, store, options, progress));
-        let joined = tracer.join();
-        joined.unwrap_or_else(|_| Err(Error::Failed("the checkpoint failed inside stillpoint".into())))
-    })
-    .map_err(|e| match e {
-        // Whatever could not be read or done, this is why.
-        Error::Kernel(_) | Error::Failed(_) | Error::Refused(_) if is_dying(pid) => {
-            Error::Failed(format!("process {pid} ended before its checkpoint was complete"))
-        }
-        e => e,
-    })
+    Session::new(pid).checkpoint(store, options, progress)
+}
+
+/// One process from checkpoint to checkpoint: while the session lives, the kernel notes what the process writes, and
+/// each further checkpoint saves only that. When the session ends (or dies), nothing stays behind in the process.
+#[derive(Debug)]
+pub struct Session {
+    pid: u32,
+    tracking: Option<Tracking>,
+}
+
+impl Session {
+    /// A session with a process; nothing is done to it before the first checkpoint.
+    pub fn new(pid: u32) -> Self {
+        Session { pid, tracking: None }
+    }
+
+    /// Takes a checkpoint. Whatever fails, the process runs on unharmed and the store is as before.
+    pub fn checkpoint(
+        &mut self,
+        store: &Store,
+        options: &Options,
+        progress: &(dyn Progress + Sync),
+    ) -> Result<Report> {
+        let pid = self.pid;
+        // On a thread of its own: what it may still trace when it fails is let go of when it ends.
+        std::thread::scope(|scope| {
+            let tracer = scope.spawn(|| take(pid, store, options, &mut self.tracking, progress));
+            let joined = tracer.join();
+            joined.unwrap_or_else(|_| Err(Error::Failed("the checkpoint failed inside stillpoint".into())))
+        })
+        .map_err(|e| match e {
+            // Whatever could not be read or done, this is why.
+            Error::Kernel(_) | Error::Failed(_) | Error::Refused(_) if is_dying(pid) => {
+                Error::Failed(format!("process {pid} ended before its checkpoint was complete"))
+            }
+            e => e,
+        })
+    }
 }
 
 /// Whether a process has ended, is ending, or has been killed.
@@ -127,11 +140,17 @@ fn is_dying(pid: u32) -> bool {
 }
 
 /// The target before it is stopped.
-struct Target {
-    pidfd: OwnedFd,
-    process: Proc,
-    memory: Memory,
-    pagemap: Pagemap,
+#[derive(Debug)]
+pub(crate) struct Target {
+    pub pid: u32,
+    pub pidfd: OwnedFd,
+    pub process: Proc,
+    pub memory: Memory,
+    pub pagemap: Pagemap,
+    /// Where in its code a system call can be made.
+    pub gadgets: Option<Gadgets>,
+    /// What its clocks differ by from ours, nanoseconds.
+    clock_shift: (i64, i64),
 }
 
 impl Target {
@@ -144,58 +163,54 @@ impl Target {
         let mut builder = Builder::new();
         attributes::target::examine(&mut builder, &process)?;
         refuse_if_needed(&mut builder)?;
-        Ok(Target { pidfd, process, memory: Memory::open(pid)?, pagemap: Pagemap::open(pid)? })
+        let (memory, pagemap) = (Memory::open(pid)?, Pagemap::open(pid)?);
+        let maps = process.maps()?;
+        let code = maps.iter().filter(|v| v.prot & libc::PROT_EXEC as u32 != 0);
+        let code: Vec<_> = code.filter(|v| v.name != b"[vsyscall]").map(|v| (v.start, v.end)).collect();
+        let gadgets = find_gadgets(&memory, &code);
+        let clock_shift = clock_shift(&process);
+        Ok(Target { pid, pidfd, process, memory, pagemap, gadgets, clock_shift })
+    }
+
+    /// Its monotonic and boot time, nanoseconds.
+    pub fn clocks(&self) -> (i64, i64) {
+        let now = |clock| {
+            let t = clock_gettime(clock);
+            t.tv_sec * 1_000_000_000 + t.tv_nsec
+        };
+        (now(ClockId::Monotonic) + self.clock_shift.0, now(ClockId::Boottime) + self.clock_shift.1)
     }
 }
 
-fn take(pid: u32, store: &Store, options: &Options, progress: &(dyn Progress + Sync)) -> Result<Report> {
+fn take(
+    pid: u32,
+    store: &Store,
+    options: &Options,
+    tracking: &mut Option<Tracking>,
+    progress: &(dyn Progress + Sync),
+) -> Result<Report> {
     let start = Instant::now();
     let target = Target::open(pid)?;
-    let maps = target.process.maps()?;
-    let code = maps.iter().filter(|v| v.prot & libc::PROT_EXEC as u32 != 0);
-    let code: Vec<_> = code.filter(|v| v.name != b"[vsyscall]").map(|v| (v.start, v.end)).collect();
-    let gadgets = find_gadgets(&target.memory, &code);
-    let mut builder = Builder::new();
-    let mut writer = store.begin(&options.job)?;
-    let last = store.load(&options.job, None).ok().map(|c| c.image);
-    let earlier = last.as_ref().map(|l| earlier_calls(l, &target)).unwrap_or_default();
-    let mut outsiders = Outsiders::scan(&[pid]);
-    let nameless: Vec<u64> = maps.iter().filter(|v| v.shared && v.deleted).map(|v| v.ino).collect();
-    outsiders.scan_memory(&[pid], &nameless);
-    let waiting = observe(&target.process)?;
-    let mut frozen = Frozen::freeze(&target.process)?;
-    let known = Known {
-        process: &target.process,
-        pidfd: target.pidfd.as_fd(),
-        memory: &target.memory,
-        inherited: &options.inherited,
-        outsiders: &outsiders,
-        pagemap: &target.pagemap,
-        gadgets,
-        waiting: &waiting,
-        earlier: &earlier,
+    let writer = store.begin(&options.job)?;
+    let last = store.load(&options.job, None).ok();
+    // Whatever fails from here on, the next checkpoint starts afresh.
+    let base = tracking.as_mut().and_then(|t| t.base.take()).filter(|_| !options.full);
+    let is_base = |l: &&Checkpoint| base == Some((l.image.meta.job.clone(), l.image.meta.id));
+    let base = last.as_ref().filter(is_base).map(|l| l.pages.extents.as_slice()).unwrap_or_default();
+    let mut work = Work {
+        options,
+        target: &target,
+        earlier: last.as_ref().map(|l| earlier_calls(&l.image, &target)).unwrap_or_default(),
+        last: last.as_ref().map(|l| &l.image),
+        progress,
+        writer: Some(writer),
+        log: Log::default(),
     };
-    describe(&mut builder.image, options, &target)?;
-    inspect(&mut builder, &mut frozen, &known)?;
-    refuse_if_needed(&mut builder)?;
-    copy_all(&mut builder, &mut writer, &target, progress)?;
-    reuse_digests(&mut builder, last.as_ref());
-    files::take_digests_of(&mut builder, Usage::Write)?;
-    let (pause, committed) = if options.kill {
-        files::take_digests_of(&mut builder, Usage::Read)?;
-        builder.image.meta.pause_ns = frozen.since.elapsed().as_nanos() as u64;
-        let committed = writer.commit(builder.image)?;
-        pidfd_send_signal(&target.pidfd, Signal::KILL)
-            .map_err(|e| Error::Failed(format!("kill {pid}: {e}")))?;
-        let pause = frozen.thaw();
-        wait_for_end(&target);
-        (pause, committed)
-    } else {
-        let pause = frozen.thaw();
-        builder.image.meta.pause_ns = pause.as_nanos() as u64;
-        files::take_digests_of(&mut builder, Usage::Read)?;
-        (pause, writer.commit(builder.image)?)
-    };
+    let done = work.with_some_engine(tracking, base)?;
+    if let Some(tracking) = tracking {
+        tracking.base = Some((options.job.clone(), done.committed.id));
+    }
+    let Done { committed, pause, engine, notes } = done;
     Ok(Report {
         job: options.job.clone(),
         id: committed.id,
@@ -203,10 +218,166 @@ fn take(pid: u32, store: &Store, options: &Options, progress: &(dyn Progress + S
         pages: committed.pages,
         written_bytes: committed.written_bytes,
         pause,
+        other_pauses: work.log.pauses,
         wall: start.elapsed(),
-        engine: options.engine.name(),
-        notes: Vec::new(),
+        engine: engine.name(),
+        incremental: !base.is_empty(),
+        story: work.log.story,
+        notes,
     })
+}
+
+/// A checkpoint being taken.
+struct Work<'a> {
+    options: &'a Options,
+    target: &'a Target,
+    /// What its threads were waiting for when it was stopped before.
+    earlier: Earlier,
+    /// The job's newest checkpoint.
+    last: Option<&'a Image>,
+    progress: &'a (dyn Progress + Sync),
+    /// Until the commit.
+    writer: Option<Writer>,
+    log: Log,
+}
+
+/// A checkpoint that was taken.
+struct Done {
+    committed: Committed,
+    pause: Duration,
+    engine: Engine,
+    notes: Vec<String>,
+}
+
+impl Work<'_> {
+    /// Takes the checkpoint with the first engine that can. `base` is what an earlier checkpoint has of what
+    /// `tracking` followed.
+    fn with_some_engine(&mut self, tracking: &mut Option<Tracking>, base: &[Extent]) -> Result<Done> {
+        let asked = self.options.engine;
+        for engine in engine::order(asked) {
+            let mut engine: Box<dyn MemoryEngine> = match engine {
+                Engine::Precopy => Box::new(Precopy::new(tracking, base.to_vec(), self.options.buffer)),
+                _ => Box::new(Stop::default()),
+            };
+            let name = engine.engine().name();
+            match self.prepare(&mut *engine) {
+                Ok(()) => {}
+                Err(e @ (Error::Kernel(_) | Error::Failed(_))) if asked == Engine::Auto => {
+                    self.log.tell(format!("{name} is not possible: {e}"));
+                    continue;
+                }
+                Err(Error::Failed(why)) => {
+                    return Err(Error::Failed(format!(
+                        "the engine {name} is not possible: {why} (auto takes another)"
+                    )));
+                }
+                Err(e) => return Err(e),
+            }
+            if let Some(done) = self.with(&mut *engine)? {
+                return Ok(done);
+            }
+            self.log.tell(format!("{name} does not get ahead of the program"));
+        }
+        Err(Error::Failed(format!("the engine {} cannot save this program", asked.name())))
+    }
+
+    /// Takes the checkpoint with an engine that is ready; `None` if another must take over.
+    fn with(&mut self, engine: &mut dyn MemoryEngine) -> Result<Option<Done>> {
+        loop {
+            let (builder, mut frozen) = self.freeze()?;
+            let Some(writer) = &mut self.writer else { return Ok(None) };
+            let (target, progress, log) = (self.target, self.progress, &mut self.log);
+            let mut still = Still { target, frozen: &mut frozen, builder: &builder, writer, progress, log };
+            match engine.cut(&mut still)? {
+                Cut::Taken => return self.complete(engine, builder, frozen).map(Some),
+                Cut::TooMuch => {
+                    self.log.pauses.push(frozen.thaw());
+                    self.earlier = earlier_calls(&builder.image, self.target);
+                }
+            }
+            if !engine.try_again() {
+                return Ok(None);
+            }
+            self.prepare(engine)?;
+        }
+    }
+
+    fn prepare(&mut self, engine: &mut dyn MemoryEngine) -> Result<()> {
+        self.running(|running| engine.prepare(running))
+    }
+
+    fn running<T>(&mut self, work: impl FnOnce(&mut Running<'_>) -> Result<T>) -> Result<T> {
+        let committed = || Error::Failed("the checkpoint is committed already".into());
+        let writer = self.writer.as_mut().ok_or_else(committed)?;
+        let (target, progress, log) = (self.target, self.progress, &mut self.log);
+        work(&mut Running { target, earlier: &mut self.earlier, writer, progress, log })
+    }
+
+    /// Brings the program to rest and describes it.
+    fn freeze(&mut self) -> Result<(Builder, Frozen)> {
+        let Work { target, options, .. } = *self;
+        let mut outsiders = Outsiders::scan(&[target.pid]);
+        let maps = target.process.maps()?;
+        let nameless: Vec<u64> = maps.iter().filter(|v| v.shared && v.deleted).map(|v| v.ino).collect();
+        outsiders.scan_memory(&[target.pid], &nameless);
+        let waiting = observe(&target.process)?;
+        let mut builder = Builder::new();
+        let mut frozen = Frozen::freeze(&target.process)?;
+        let earlier = self.earlier.calls_at(target.clocks().0);
+        let known = Known {
+            process: &target.process,
+            pidfd: target.pidfd.as_fd(),
+            memory: &target.memory,
+            inherited: &options.inherited,
+            outsiders: &outsiders,
+            pagemap: &target.pagemap,
+            gadgets: target.gadgets,
+            waiting: &waiting,
+            earlier: &earlier,
+        };
+        describe(&mut builder.image, options, target)?;
+        inspect(&mut builder, &mut frozen, &known)?;
+        refuse_if_needed(&mut builder)?;
+        Ok((builder, frozen))
+    }
+
+    /// All that is left to do once the instant is recoverable.
+    fn complete(
+        &mut self,
+        engine: &mut dyn MemoryEngine,
+        mut builder: Builder,
+        frozen: Frozen,
+    ) -> Result<Done> {
+        self.running(|running| {
+            for content in &builder.contents {
+                files::copy_content(content, running.writer, &mut |bytes| running.progress.advance(bytes))?;
+            }
+            Ok(())
+        })?;
+        reuse_digests(&mut builder, self.last);
+        files::take_digests_of(&mut builder, Usage::Write)?;
+        builder.image.meta.engine = engine.engine().name().into();
+        let mut frozen = Some(frozen);
+        let mut pause = None;
+        if !self.options.kill {
+            pause = frozen.take().map(Frozen::thaw);
+        }
+        self.running(|running| engine.finish(running))?;
+        files::take_digests_of(&mut builder, Usage::Read)?;
+        let so_far = frozen.as_ref().map_or(Duration::ZERO, |f| f.since.elapsed());
+        builder.image.meta.pause_ns = pause.unwrap_or(so_far).as_nanos() as u64;
+        let writer = self.writer.take().ok_or_else(|| Error::Failed("there is no writer".into()))?;
+        let committed = writer.commit(builder.image)?;
+        if let Some(frozen) = frozen {
+            let pid = self.target.pid;
+            pidfd_send_signal(&self.target.pidfd, Signal::KILL)
+                .map_err(|e| Error::Failed(format!("kill {pid}: {e}")))?;
+            pause = Some(frozen.thaw());
+            wait_for_end(self.target);
+        }
+        let pause = pause.unwrap_or_default();
+        Ok(Done { committed, pause, engine: engine.engine(), notes: Vec::new() })
+    }
 }
 
 /// Waits until a killed process is no more (though its parent may not have noticed yet).
@@ -235,7 +406,7 @@ fn reuse_digests(builder: &mut Builder, last: Option<&Image>) {
 }
 
 /// What the threads are waiting for, before they are stopped.
-fn observe(process: &Proc) -> Result<HashMap<u32, Waiting>> {
+pub(crate) fn observe(process: &Proc) -> Result<HashMap<u32, Waiting>> {
     let mut all = HashMap::new();
     for tid in process.threads()? {
         if let Ok(thread) = process.sibling(tid) {
@@ -245,45 +416,34 @@ fn observe(process: &Proc) -> Result<HashMap<u32, Waiting>> {
     Ok(all)
 }
 
-/// The interrupted calls of the job's newest checkpoint, with the time that is left now, if it is of this process.
-fn earlier_calls(last: &Image, target: &Target) -> HashMap<u32, BlockedCall> {
+/// The interrupted calls of a checkpoint, if it is of this process.
+fn earlier_calls(last: &Image, target: &Target) -> Earlier {
     let (Some(process), Ok(status)) = (last.processes.first(), target.process.status()) else {
-        return HashMap::new();
+        return Earlier::default();
     };
     let same_boot = last.meta.host.boot_id == host::boot_id();
-    let now = clocks(&target.process).0;
     if !same_boot || process.pid != status.own_pid() {
-        return HashMap::new();
+        return Earlier::default();
     }
-    let since = now.saturating_sub(last.meta.monotonic_ns).max(0) as u64;
-    let calls = process.threads.iter().filter_map(|t| {
-        let call = t.blocked?;
-        let remaining_ns = call.remaining_ns.and_then(|left| left.checked_sub(since));
-        Some((t.tid, BlockedCall { remaining_ns, ..call }))
-    });
-    calls.collect()
+    let calls = process.threads.iter().filter_map(|t| Some((t.tid, t.blocked?)));
+    Earlier { at_ns: last.meta.monotonic_ns, calls: calls.collect() }
 }
 
-/// The target's monotonic and boot time, nanoseconds.
-fn clocks(process: &Proc) -> (i64, i64) {
+/// What the target's monotonic and boot time differ by from ours, nanoseconds.
+fn clock_shift(process: &Proc) -> (i64, i64) {
     let theirs = process.time_offsets().ok().flatten().unwrap_or_default();
     let own =
         Proc::process(std::process::id()).and_then(|p| p.time_offsets()).ok().flatten().unwrap_or_default();
-    let now = |clock| {
-        let t = clock_gettime(clock);
-        t.tv_sec * 1_000_000_000 + t.tv_nsec
-    };
-    (now(ClockId::Monotonic) - own.0 + theirs.0, now(ClockId::Boottime) - own.1 + theirs.1)
+    (theirs.0 - own.0, theirs.1 - own.1)
 }
 
 fn describe(image: &mut Image, options: &Options, target: &Target) -> Result<()> {
     let meta = &mut image.meta;
     meta.job.clone_from(&options.job);
     meta.label.clone_from(&options.label);
-    meta.engine = options.engine.name().into();
     meta.taken_ns = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos() as u64;
     meta.command = target.process.cmdline()?.into_iter().map(Into::into).collect();
-    (meta.monotonic_ns, meta.boottime_ns) = clocks(&target.process);
+    (meta.monotonic_ns, meta.boottime_ns) = target.clocks();
     meta.host = stillpoint_image::Host {
         machine: host::machine(),
         kernel: host::kernel(),
@@ -292,44 +452,4 @@ fn describe(image: &mut Image, options: &Options, target: &Target) -> Result<()>
         vdso: blake3::hash(&host::vdso()?).as_bytes().to_vec().into(),
     };
     Ok(())
-}
-
-/// The engine `stop`: copies all private pages and all objects while the program stands still.
-fn copy_all(
-    builder: &mut Builder,
-    writer: &mut Writer,
-    target: &Target,
-    progress: &(dyn Progress + Sync),
-) -> Result<()> {
-    let space = &builder.image.spaces[0];
-    let regions = private_regions(&target.pagemap, space)?;
-    let contents: u64 = builder.contents.iter().flat_map(|c| &c.ranges).map(|r| r.len).sum();
-    progress.start(regions.iter().map(|r| r.range.len).sum::<u64>() + contents);
-    for zeros_matter in [false, true] {
-        let alike = regions.iter().filter(|r| r.zeros_matter == zeros_matter).map(|r| r.range);
-        copy_regions(&alike.collect::<Vec<_>>(), zeros_matter, writer, &target.memory, progress)?;
-    }
-    for content in &builder.contents {
-        files::copy_content(content, writer, &mut |bytes| progress.advance(bytes))?;
-    }
-    Ok(())
-}
-
-fn copy_regions(
-    ranges: &[Range],
-    zeros_matter: bool,
-    writer: &mut Writer,
-    memory: &Memory,
-    progress: &(dyn Progress + Sync),
-) -> Result<()> {
-    let zeros = if zeros_matter { Zeros::Record } else { Zeros::Omit };
-    let fill = |batch: &[Range], buffer: &mut [u8]| {
-        progress.advance(buffer.len() as u64);
-        let ranges: Vec<(u64, u64)> = batch.iter().map(|r| (r.start, r.len)).collect();
-        memory.read_many(&ranges, buffer)
-    };
-    writer.put_parallel(Owner::Space(0), ranges, zeros, &fill).map_err(|e| match e {
-        PutError::Fill(e) => Error::Kernel(e),
-        PutError::Store(e) => Error::Store(e),
-    })
 }

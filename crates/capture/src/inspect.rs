@@ -3,6 +3,7 @@
 use crate::attributes::inside::{ProcessQuery, ThreadQuery};
 use crate::attributes::{self, target};
 use crate::blocked::{self, Waiting};
+use crate::brief::deliverable;
 use crate::files::{self, Outsiders};
 use crate::freeze::Frozen;
 use crate::mappings::capture_mappings;
@@ -129,8 +130,7 @@ fn thread(builder: &mut Builder, known: &Known<'_>, stopped: &Stopped) -> Result
 /// an `EINTR` that only our stop caused.
 fn correct(known: &Known<'_>, status: &Status, stopped: &Stopped, regs: Regs) -> Result<Regs> {
     let regs = outside_critical_section(known.memory, stopped, regs)?;
-    let deliverable = (status.sig_pending | status.shared_pending) & !status.sig_blocked != 0;
-    Ok(blocked::unbroken(&regs, deliverable))
+    Ok(blocked::unbroken(&regs, deliverable(status)))
 }
 
 fn pending(stopped: &Stopped, of_process: bool) -> Result<Vec<stillpoint_image::Bytes>> {

@@ -3,15 +3,19 @@
 
 pub mod attributes;
 pub mod blocked;
+mod brief;
 pub mod builder;
 pub mod checkpoint;
+pub mod engine;
 pub mod error;
 pub mod files;
 pub mod freeze;
 pub mod inspect;
+mod lend;
 pub mod mappings;
 pub mod regions;
 
 pub use builder::{Builder, Content};
-pub use checkpoint::{Engine, Options, Progress, Report, checkpoint};
+pub use checkpoint::{Options, Progress, Report, Session, checkpoint};
+pub use engine::Engine;
 pub use error::{Error, Refusal, Result, list};

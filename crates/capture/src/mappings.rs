@@ -22,7 +22,7 @@ pub fn capture_mappings(
     let mut mappings = Vec::new();
     let smaps = process.smaps()?;
     let refused = builder.refusals.len();
-    attributes::target::mappings(builder, process, &smaps, false);
+    attributes::target::mappings(builder, process, &smaps);
     if builder.refusals.len() > refused {
         return Ok(mappings);
     }

@@ -1,47 +1,83 @@
-//! Which ranges of an address space hold contents of their own, and reading them.
+//! Which pages of an address space are its own: neither shared nor as their mapping gives them by itself.
 
 use crate::Result;
 use stillpoint_image::{AddressSpace, Backing, Mapping, Range};
 use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::pagemap::{Category, Pagemap, Query, Run};
+use stillpoint_linux::proc::Vma;
+use stillpoint_store::Zeros;
 
-/// A range of private pages to be saved.
+/// A private mapping, as far as its pages are concerned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Region {
+pub struct Span {
     /// Where it lies.
     pub range: Range,
-    /// Whether a page of zeros must be saved as such, because the mapping would read as something else without it.
+    /// A page of zeros must be saved as such, because the mapping would read as something else without it: there is a
+    /// file behind it.
     pub zeros_matter: bool,
+    /// A page that looks swapped out and has not been written since it was protected is just that. Behind a file (or
+    /// of huge pages), it may as well have been dropped while it was protected: the kernel leaves the same mark.
+    pub swapped_is_clean: bool,
 }
 
-/// The private pages of an address space that are not as their mapping would give them.
-pub fn private_regions(pagemap: &Pagemap, space: &AddressSpace) -> Result<Vec<Region>> {
-    let mut regions = Vec::new();
-    let mut runs: Vec<Run> = Vec::new();
-    for mapping in space.mappings.iter().filter(|m| !m.shared) {
-        let Some(query) = own_pages(mapping) else { continue };
-        runs.clear();
-        pagemap.scan(RemoteAddr(mapping.start), RemoteAddr(mapping.end), query, &mut runs)?;
-        let zeros_matter = !matches!(mapping.backing, Backing::Anonymous);
-        regions.extend(
-            runs.iter()
-                .map(|r| Region { range: Range { start: r.start, len: r.end - r.start }, zeros_matter }),
-        );
+/// The private mappings of an address space.
+pub fn spans(space: &AddressSpace) -> Vec<Span> {
+    let private = space.mappings.iter().filter(|m| !m.shared);
+    private.filter(|m| !matches!(m.backing, Backing::Special(_))).map(span_of_mapping).collect()
+}
+
+fn span_of_mapping(mapping: &Mapping) -> Span {
+    let anonymous = mapping.backing == Backing::Anonymous;
+    Span {
+        range: Range { start: mapping.start, len: mapping.end - mapping.start },
+        zeros_matter: !anonymous,
+        swapped_is_clean: anonymous && mapping.huge_page == 0,
     }
-    Ok(regions)
 }
 
-/// Pages that belong to the mapping alone. A page that was never written, or dropped by the program, is neither
-/// present nor swapped; a guard page looks swapped to kernels that do not know guards.
-fn own_pages(mapping: &Mapping) -> Option<Query> {
-    let any = Category::PRESENT | Category::SWAPPED;
-    match mapping.backing {
-        Backing::Anonymous => Some(Query { none: Category::ZERO | Category::GUARD, any, ..Query::default() }),
-        // Private mappings of files and objects: pages that were copied on write. A copy of the zero page counts.
-        Backing::File { .. } | Backing::Object { .. } | Backing::Device { .. } => {
-            Some(Query { none: Category::FILE | Category::GUARD, any, ..Query::default() })
-        }
-        Backing::Special(_) => None,
+/// The private mappings among those that `/proc/PID/maps` shows of a running program.
+pub fn spans_of_maps(maps: &[Vma]) -> Vec<Span> {
+    let private = maps.iter().filter(|v| !v.shared && !v.name.starts_with(b"[v"));
+    private.map(span_of_vma).collect()
+}
+
+fn span_of_vma(vma: &Vma) -> Span {
+    let huge = vma.name.starts_with(b"/anon_hugepage");
+    let anonymous = vma.ino == 0 || huge;
+    Span {
+        range: Range { start: vma.start, len: vma.len() },
+        zeros_matter: !anonymous,
+        swapped_is_clean: anonymous && !huge,
+    }
+}
+
+/// What becomes of pages of zeros in a span.
+pub fn zeros(zeros_matter: bool) -> Zeros {
+    if zeros_matter { Zeros::Record } else { Zeros::Omit }
+}
+
+/// Appends the pages of a span that are its own.
+pub fn own_pages(pagemap: &Pagemap, span: &Span, ranges: &mut Vec<Range>) -> Result<()> {
+    let mut runs: Vec<Run> = Vec::new();
+    let Range { start, .. } = span.range;
+    pagemap.scan(RemoteAddr(start), RemoteAddr(span.range.end()), span.query(), &mut runs)?;
+    ranges.extend(runs.iter().map(range));
+    Ok(())
+}
+
+/// A run as a range.
+pub fn range(run: &Run) -> Range {
+    Range { start: run.start, len: run.end - run.start }
+}
+
+impl Span {
+    /// Pages that belong to the mapping alone. A page that was never written, or dropped by the program, is neither
+    /// present nor swapped; a guard page looks swapped to kernels that do not know guards. Of a private mapping of a
+    /// file, these are the pages that were copied on write; a copy of the zero page counts.
+    pub fn query(&self) -> Query {
+        let any = Category::PRESENT | Category::SWAPPED;
+        let given = if self.zeros_matter { Category::FILE } else { Category::ZERO };
+        Query { none: given | Category::GUARD, any, ..Query::default() }
     }
 }
 
@@ -53,5 +89,5 @@ pub fn guards(pagemap: &Pagemap, start: u64, end: u64) -> Result<Vec<Range>> {
     let mut runs = Vec::new();
     let query = Query { all: Category::GUARD, ..Query::default() };
     pagemap.scan(RemoteAddr(start), RemoteAddr(end), query, &mut runs)?;
-    Ok(runs.iter().map(|r| Range { start: r.start, len: r.end - r.start }).collect())
+    Ok(runs.iter().map(range).collect())
 }

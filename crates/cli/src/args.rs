@@ -91,7 +91,7 @@ pub struct Checkpoint {
     #[arg(long, value_name = "NAME", value_parser = crate::names::parse_job)]
     pub name: Option<String>,
     /// How its memory is saved
-    #[arg(long, value_name = "ENGINE", default_value = "stop")]
+    #[arg(long, value_name = "ENGINE", default_value = "auto")]
     pub engine: EngineName,
     /// Kill the program once the checkpoint is safe in the store
     #[arg(long)]
@@ -104,6 +104,10 @@ pub struct Checkpoint {
 /// The memory engines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum EngineName {
+    /// Whichever suits the program
+    Auto,
+    /// Pages are copied while the program runs, and the few that are left while it stands still
+    Precopy,
     /// The program stands still while its memory is written
     Stop,
 }

@@ -32,6 +32,7 @@ pub mod sockets;
 pub mod spawn;
 pub mod supervise;
 pub mod tty;
+pub mod userfault;
 pub mod watches;
 
 pub use error::{Error, Result};

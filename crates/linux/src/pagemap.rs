@@ -64,6 +64,11 @@ const _: () = assert!(size_of::<ScanArg>() == 96);
 /// `_IOWR('f', 16, struct pm_scan_arg)`.
 const PAGEMAP_SCAN: libc::c_ulong = 0xc060_6610;
 
+/// `PM_SCAN_WP_MATCHING`: protect what is selected and written.
+const PROTECT_MATCHING: u64 = 1;
+/// `PM_SCAN_CHECK_WPASYNC`: fail where writes are not noted.
+const FOLLOWED_ONLY: u64 = 2;
+
 /// A run of pages of the same categories.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {
@@ -133,11 +138,37 @@ impl Pagemap {
 
     /// Appends the runs of pages in `[start, end)` that the query selects, in ascending order.
     pub fn scan(&self, start: RemoteAddr, end: RemoteAddr, query: Query, runs: &mut Vec<Run>) -> Result<()> {
+        self.walk(start, end, query, 0, runs).map(|_| ())
+    }
+
+    /// As [`Pagemap::scan`], and protects those of the selected pages that are [`Category::WRITTEN`] in the same step:
+    /// a write is told of either now or by a later scan. The range must lie in one mapping. False, and nothing was
+    /// done, if that is not followed by a userfaultfd that notes writes.
+    pub fn scan_and_protect(
+        &self,
+        start: RemoteAddr,
+        end: RemoteAddr,
+        query: Query,
+        runs: &mut Vec<Run>,
+    ) -> Result<bool> {
+        self.walk(start, end, query, PROTECT_MATCHING | FOLLOWED_ONLY, runs)
+    }
+
+    /// False if the kernel refuses because the range is not followed.
+    fn walk(
+        &self,
+        start: RemoteAddr,
+        end: RemoteAddr,
+        query: Query,
+        flags: u64,
+        runs: &mut Vec<Run>,
+    ) -> Result<bool> {
         let mut regions = [Region::default(); 512];
         let mut at = start.0;
         while at < end.0 {
             let mut arg = ScanArg {
                 size: size_of::<ScanArg>() as u64,
+                flags,
                 start: at,
                 end: end.0,
                 vec: regions.as_mut_ptr() as u64,
@@ -152,8 +183,11 @@ impl Pagemap {
             // regions and `walk_end` (Documentation/admin-guide/mm/pagemap.rst).
             let n = unsafe { libc::ioctl(self.file.as_raw_fd(), PAGEMAP_SCAN, &mut arg) };
             if n < 0 {
-                let what = format!("scan pages {at:#x}-{end} of process {}", self.pid);
-                return Err(Error::call(what, std::io::Error::last_os_error()));
+                let e = std::io::Error::last_os_error();
+                if flags & FOLLOWED_ONLY != 0 && e.raw_os_error() == Some(libc::EPERM) {
+                    return Ok(false);
+                }
+                return Err(Error::call(format!("scan pages {at:#x}-{end} of process {}", self.pid), e));
             }
             for r in &regions[..n as usize] {
                 push(
@@ -166,7 +200,7 @@ impl Pagemap {
             }
             at = arg.walk_end;
         }
-        Ok(())
+        Ok(true)
     }
 }
 

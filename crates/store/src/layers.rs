@@ -1,7 +1,7 @@
 //! The page map of a checkpoint under construction: what was put later covers what was put earlier.
 
 use std::collections::BTreeMap;
-use stillpoint_image::{Extent, Owner, PAGE, PageMap, Place};
+use stillpoint_image::{Extent, Owner, PAGE, PageMap, Place, Range};
 
 /// What happened to a run of pages.
 #[derive(Clone, Copy, Debug)]
@@ -15,6 +15,8 @@ struct Layer {
 #[derive(Debug, Default)]
 pub(crate) struct Layers {
     log: Vec<Layer>,
+    /// Of these owners, only these ranges (ascending) count.
+    kept: BTreeMap<Owner, Vec<Range>>,
 }
 
 impl Layers {
@@ -58,8 +60,22 @@ impl Layers {
         }
     }
 
+    /// Of an owner's pages, only those in these ranges (ascending) will be in the result.
+    pub fn keep_only(&mut self, owner: Owner, ranges: Vec<Range>) {
+        self.kept.insert(owner, ranges);
+    }
+
     /// The page map: of overlapping layers the last one counts.
     pub fn flatten(mut self) -> PageMap {
+        let kept = std::mem::take(&mut self.kept);
+        let mut map = self.flatten_all();
+        if !kept.is_empty() {
+            map.extents = kept_parts(&map.extents, &kept);
+        }
+        map
+    }
+
+    fn flatten_all(mut self) -> PageMap {
         if !self.log.is_sorted_by_key(|layer| (layer.extent.owner, layer.extent.address)) {
             if self.overlap_when_sorted() {
                 return self.overlay();
@@ -86,6 +102,22 @@ impl Layers {
         }
         PageMap { extents: map.into_values().filter(|l| !l.hole).map(|l| l.extent).collect() }
     }
+}
+
+/// The parts of extents (ascending) that lie in the ranges kept of their owner.
+fn kept_parts(extents: &[Extent], kept: &BTreeMap<Owner, Vec<Range>>) -> Vec<Extent> {
+    let mut parts = Vec::with_capacity(extents.len());
+    for extent in extents {
+        let Some(ranges) = kept.get(&extent.owner) else {
+            parts.push(*extent);
+            continue;
+        };
+        let first = ranges.partition_point(|r| r.end() <= extent.address);
+        for range in ranges[first..].iter().take_while(|r| r.start < extent.end()) {
+            parts.push(extent.part(range.start.max(extent.address), range.end().min(extent.end())));
+        }
+    }
+    parts
 }
 
 fn overlap<'e>(extents: impl Iterator<Item = &'e Extent>) -> bool {

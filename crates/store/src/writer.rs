@@ -176,6 +176,16 @@ impl Writer {
         }
     }
 
+    /// Keeps, of all pages of an owner that were put or reused, only those in these ranges (ascending, apart); of the
+    /// others there is nothing.
+    ///
+    /// # Panics
+    /// If a range is not whole pages.
+    pub fn keep_only(&mut self, owner: Owner, ranges: Vec<Range>) {
+        ranges.iter().for_each(whole_pages);
+        self.pipeline.layers.keep_only(owner, ranges);
+    }
+
     /// Commits the checkpoint: page data durable, then the manifest durable under a temporary name, then its name,
     /// then the folder. Sets `job`, `id`, `pages` and `written_bytes` of the image's [`stillpoint_image::Meta`].
     ///

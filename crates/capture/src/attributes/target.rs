@@ -313,10 +313,10 @@ fn sharers(builder: &mut Builder, target: &Proc) -> Result<()> {
     Ok(())
 }
 
-/// Notes mappings that cannot be captured. `own_tracking`: write tracking by userfaultfd on this process is ours.
-pub fn mappings(builder: &mut Builder, target: &Proc, maps: &[Smap], own_tracking: bool) {
+/// Notes mappings that cannot be captured.
+pub fn mappings(builder: &mut Builder, target: &Proc, maps: &[Smap]) {
     for map in maps {
-        if let Some((why, hint)) = mapping_problem(target, map, own_tracking) {
+        if let Some((why, hint)) = mapping_problem(target, map) {
             let name = String::from_utf8_lossy(&map.vma.name);
             let what = format!("mapping {:x}-{:x} ({name})", map.vma.start, map.vma.end);
             builder.refuse(what, why, hint);
@@ -324,7 +324,7 @@ pub fn mappings(builder: &mut Builder, target: &Proc, maps: &[Smap], own_trackin
     }
 }
 
-fn mapping_problem(target: &Proc, map: &Smap, own_tracking: bool) -> Option<(&'static str, &'static str)> {
+fn mapping_problem(target: &Proc, map: &Smap) -> Option<(&'static str, &'static str)> {
     let (name, flags) = (map.vma.name.as_slice(), map.flags);
     if name == b"[uprobes]" {
         return Some((
@@ -374,9 +374,9 @@ fn mapping_problem(target: &Proc, map: &Smap, own_tracking: bool) -> Option<(&'s
             "look for a newer version of stillpoint",
         ));
     }
-    let watched = VmFlags::UFFD_MISSING | VmFlags::UFFD_WP | VmFlags::UFFD_MINOR;
-    let foreign = if own_tracking { VmFlags::UFFD_MINOR } else { watched };
-    if flags.intersects(foreign) {
+    // Where only writes are followed, it is we who do it, or another of us: a program that did it itself would have a
+    // descriptor for it, and those are refused.
+    if flags.intersects(VmFlags::UFFD_MISSING | VmFlags::UFFD_MINOR) {
         return Some(("the program handles page faults there itself (userfaultfd)", ""));
     }
     None

@@ -15,16 +15,29 @@ pub fn run(common: &Common, args: &Checkpoint) -> Result<ExitCode> {
     let store = jobs::open_store(common.store.as_deref())?;
     let target = jobs::target(&store, &args.target)?;
     let engine = match args.engine {
+        EngineName::Auto => Engine::Auto,
+        EngineName::Precopy => Engine::Precopy,
         EngineName::Stop => Engine::Stop,
     };
     let job = args.name.clone().unwrap_or(target.job);
-    let options =
-        Options { job, label: args.label.clone(), engine, kill: args.kill, inherited: target.inherited };
+    let options = Options {
+        job,
+        label: args.label.clone(),
+        engine,
+        buffer: 16 << 20,
+        full: false,
+        kill: args.kill,
+        inherited: target.inherited,
+    };
     let report = {
         let bar = Bar::new("checkpoint", common.json);
         checkpoint(target.pid, &store, &options, &bar)
     };
     let mut report = report.map_err(|e| failure(e, &args.target))?;
+    if std::env::var_os("STILLPOINT_STORY").is_some() {
+        report.story.iter().for_each(|line| crate::output::note(line));
+        crate::output::note(&format!("{:?}", report.other_pauses));
+    }
     report.notes.splice(0..0, target.note);
     answer(&report, args, &store, target.pid).tell(common.json, false)?;
     Ok(ExitCode::SUCCESS)

@@ -1,0 +1,208 @@
+//! The engine `precopy`: pages are copied while the program runs, again when it has written them meanwhile, and the
+//! few that are left at the cut.
+//!
+//! A page is written to the store straight from the program; of several copies the last one counts. A page that the
+//! program dropped or unmapped since it was copied is found missing at the cut, and forgotten.
+
+use super::tracking::{Found, Tracking};
+use super::{Cut, Engine, MemoryEngine, Running, Still, put_error};
+use crate::regions::{spans, spans_of_maps, zeros};
+use crate::{Error, Result};
+use std::sync::{Mutex, PoisonError};
+use stillpoint_image::{Extent, Owner, PAGE, Range};
+use stillpoint_linux::memory::Memory;
+use stillpoint_store::{PutError, Writer};
+
+/// Rounds of copying before a cut.
+const ROUNDS: usize = 8;
+/// So little is left for the cut, bytes, that another round would not be worth it.
+const LITTLE: u64 = 1 << 20;
+/// Cuts that may turn out to be too much.
+const TRIES: usize = 3;
+
+/// At work on one checkpoint.
+#[derive(Debug)]
+pub(crate) struct Precopy<'t> {
+    tracking: &'t mut Option<Tracking>,
+    /// What the base checkpoint has.
+    base: Vec<Extent>,
+    /// Written since they were copied last, and whether zeros matter there: to be copied again.
+    left: Vec<(Range, bool)>,
+    /// Pages that the cut copied.
+    copied: Copied,
+    /// All own pages at the cut.
+    own: Vec<Range>,
+    /// Most bytes that the cut may copy.
+    most: u64,
+    tries: usize,
+}
+
+impl<'t> Precopy<'t> {
+    /// With the tracking of the session, `base` what the checkpoint has that it is relative to, and `most` bytes to
+    /// be copied at the cut.
+    pub fn new(tracking: &'t mut Option<Tracking>, base: Vec<Extent>, most: u64) -> Self {
+        let copied = Copied::default();
+        Precopy { tracking, base, left: Vec::new(), copied, own: Vec::new(), most, tries: 0 }
+    }
+
+    fn round(&mut self, running: &mut Running<'_>, first: bool) -> Result<u64> {
+        let spans = spans_of_maps(&running.target.process.maps()?);
+        let Some(tracking) = self.tracking else { return Err(Error::Failed("it is not followed".into())) };
+        let Found { dirty, .. } = tracking.look(running.target, &spans)?;
+        self.left.extend(dirty);
+        let bytes = self.left.iter().map(|(r, _)| r.len).sum();
+        if first {
+            running.progress.start(bytes);
+        }
+        let left = std::mem::take(&mut self.left);
+        for zeros_matter in [false, true] {
+            let alike: Vec<Range> = left.iter().filter(|l| l.1 == zeros_matter).map(|l| l.0).collect();
+            let missed = put_what_is_there(&running.target.memory, &alike, zeros_matter, running)?;
+            self.left.extend(missed.into_iter().map(|r| (r, zeros_matter)));
+        }
+        Ok(bytes)
+    }
+}
+
+impl MemoryEngine for Precopy<'_> {
+    fn engine(&self) -> Engine {
+        Engine::Precopy
+    }
+
+    fn prepare(&mut self, running: &mut Running<'_>) -> Result<()> {
+        if self.tracking.is_none() {
+            *self.tracking = Some(Tracking::start(running)?);
+        }
+        for extent in self.base.drain(..).filter(|e| e.owner == Owner::Space(0)) {
+            running.writer.reuse(&extent)?;
+        }
+        let mut before = u64::MAX;
+        for round in 1..=ROUNDS {
+            let bytes = self.round(running, round == 1 && self.tries == 0)?;
+            running.log.tell(format!("round {round} copied {} pages", bytes / PAGE));
+            // What is written during a round grows with the time it takes: when that does not shrink any more, it
+            // will not.
+            if bytes <= LITTLE || bytes > before / 4 * 3 {
+                break;
+            }
+            before = bytes;
+        }
+        self.copied.reserve(self.most);
+        Ok(())
+    }
+
+    fn cut(&mut self, still: &mut Still<'_>) -> Result<Cut> {
+        let spans = spans(&still.builder.image.spaces[0]);
+        let Some(tracking) = self.tracking else { return Err(Error::Failed("it is not followed".into())) };
+        let found = tracking.look(still.target, &spans)?;
+        self.left = still_there(&self.left, &found.own);
+        self.left.extend(&found.dirty);
+        let bytes: u64 = self.left.iter().map(|(r, _)| r.len).sum();
+        if bytes > self.most {
+            self.tries += 1;
+            let pages = bytes / PAGE;
+            still.log.tell(format!("{pages} pages were left at the cut, too many to copy in it"));
+            return Ok(Cut::TooMuch);
+        }
+        self.copied.copy(&still.target.memory, &self.left)?;
+        self.own = found.own;
+        Ok(Cut::Taken)
+    }
+
+    fn finish(&mut self, running: &mut Running<'_>) -> Result<()> {
+        running.log.tell(format!("the cut copied {} pages", self.copied.bytes.len() as u64 / PAGE));
+        self.copied.put(running.writer)?;
+        running.writer.keep_only(Owner::Space(0), std::mem::take(&mut self.own));
+        Ok(())
+    }
+
+    fn try_again(&self) -> bool {
+        self.tries < TRIES
+    }
+}
+
+/// The parts of ranges that are among the own pages (ascending).
+fn still_there(ranges: &[(Range, bool)], own: &[Range]) -> Vec<(Range, bool)> {
+    let mut there = Vec::new();
+    for &(range, zeros_matter) in ranges {
+        let first = own.partition_point(|o| o.end() <= range.start);
+        for part in own[first..].iter().take_while(|o| o.start < range.end()) {
+            let (start, end) = (part.start.max(range.start), part.end().min(range.end()));
+            there.push((Range { start, len: end - start }, zeros_matter));
+        }
+    }
+    there
+}
+
+/// Puts the pages of ranges of a running program; returns those that could not be read: they may be on their way to
+/// somewhere else.
+fn put_what_is_there(
+    memory: &Memory,
+    ranges: &[Range],
+    zeros_matter: bool,
+    running: &mut Running<'_>,
+) -> Result<Vec<Range>> {
+    let missed = Mutex::new(Vec::new());
+    let progress = running.progress;
+    let fill = |batch: &[Range], buffer: &mut [u8]| {
+        progress.advance(buffer.len() as u64);
+        let ranges: Vec<(u64, u64)> = batch.iter().map(|r| (r.start, r.len)).collect();
+        if memory.read_many(&ranges, buffer).is_ok() {
+            return Ok::<(), stillpoint_linux::Error>(());
+        }
+        let mut rest = buffer;
+        for range in batch {
+            let (now, later) = rest.split_at_mut(range.len as usize);
+            rest = later;
+            if memory.read_many(&[(range.start, range.len)], now).is_err() {
+                now.fill(0);
+                missed.lock().unwrap_or_else(PoisonError::into_inner).push(*range);
+            }
+        }
+        Ok(())
+    };
+    let put = running.writer.put_parallel(Owner::Space(0), ranges, zeros(zeros_matter), &fill);
+    put.map_err(put_error)?;
+    Ok(missed.into_inner().unwrap_or_else(PoisonError::into_inner))
+}
+
+/// Pages copied at the cut, in memory that was there before.
+#[derive(Debug, Default)]
+struct Copied {
+    bytes: Vec<u8>,
+    ranges: Vec<(Range, bool)>,
+}
+
+impl Copied {
+    /// Gets memory ready, so that the cut need not wait for any.
+    fn reserve(&mut self, bytes: u64) {
+        self.bytes.resize(bytes as usize, 1);
+        self.bytes.clear();
+    }
+
+    fn copy(&mut self, memory: &Memory, ranges: &[(Range, bool)]) -> Result<()> {
+        let total: u64 = ranges.iter().map(|(r, _)| r.len).sum();
+        self.bytes.resize(total as usize, 0);
+        let from: Vec<(u64, u64)> = ranges.iter().map(|(r, _)| (r.start, r.len)).collect();
+        memory.read_many(&from, &mut self.bytes)?;
+        self.ranges = ranges.to_vec();
+        Ok(())
+    }
+
+    fn put(&self, writer: &mut Writer) -> Result<()> {
+        let mut at = 0;
+        for (range, zeros_matter) in &self.ranges {
+            let bytes = &self.bytes[at..at + range.len as usize];
+            at += range.len as usize;
+            let fill = |address: u64, buffer: &mut [u8]| {
+                let from = (address - range.start) as usize;
+                buffer.copy_from_slice(&bytes[from..from + buffer.len()]);
+                Ok::<(), stillpoint_linux::Error>(())
+            };
+            let put: Result<(), PutError<_>> =
+                writer.put(Owner::Space(0), *range, zeros(*zeros_matter), fill);
+            put.map_err(put_error)?;
+        }
+        Ok(())
+    }
+}

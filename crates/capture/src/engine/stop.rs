@@ -1,0 +1,43 @@
+//! The engine `stop`: all pages are copied while the program stands still. What the others are compared with.
+
+use super::{Cut, Engine, MemoryEngine, Running, Still, put};
+use crate::Result;
+use crate::regions::{own_pages, spans, zeros};
+use stillpoint_image::{Owner, Range};
+
+/// At work on one checkpoint.
+#[derive(Debug, Default)]
+pub(crate) struct Stop {
+    own: Vec<Range>,
+}
+
+impl MemoryEngine for Stop {
+    fn engine(&self) -> Engine {
+        Engine::Stop
+    }
+
+    fn prepare(&mut self, _: &mut Running<'_>) -> Result<()> {
+        Ok(())
+    }
+
+    fn cut(&mut self, still: &mut Still<'_>) -> Result<Cut> {
+        let spans = spans(&still.builder.image.spaces[0]);
+        let mut kinds = [Vec::new(), Vec::new()];
+        for span in &spans {
+            own_pages(&still.target.pagemap, span, &mut kinds[usize::from(span.zeros_matter)])?;
+        }
+        still.progress.start(kinds.iter().flatten().map(|r| r.len).sum());
+        for zeros_matter in [false, true] {
+            let ranges = &kinds[usize::from(zeros_matter)];
+            put(&still.target.memory, ranges, zeros(zeros_matter), still.writer, still.progress)?;
+        }
+        self.own = kinds.concat();
+        self.own.sort_by_key(|r| r.start);
+        Ok(Cut::Taken)
+    }
+
+    fn finish(&mut self, running: &mut Running<'_>) -> Result<()> {
+        running.writer.keep_only(Owner::Space(0), std::mem::take(&mut self.own));
+        Ok(())
+    }
+}

@@ -1,0 +1,158 @@
+//! What a process has written since its last checkpoint, as the kernel notes it.
+
+use super::Running;
+use crate::brief::stop_briefly;
+use crate::checkpoint::Target;
+use crate::freeze::Frozen;
+use crate::lend::Lender;
+use crate::regions::{Span, range};
+use crate::{Error, Result};
+use std::os::fd::AsFd;
+use stillpoint_image::Range;
+use stillpoint_linux::RemoteAddr;
+use stillpoint_linux::descriptors::duplicate_from;
+use stillpoint_linux::pagemap::{Category, Query, Run};
+use stillpoint_linux::userfault::{self, Mode, Userfault};
+
+/// Memory is released in pieces of this size, bytes, so that the program's own page faults get their turn.
+const PIECE: u64 = 4 << 20;
+
+/// Follows the writes of one address space. When it is dropped, nothing of it stays behind.
+#[derive(Debug)]
+pub struct Tracking {
+    userfault: Userfault,
+    /// The checkpoint (job and number) that has every page that was not written since; none before the first, and
+    /// after one that failed.
+    pub base: Option<(String, u64)>,
+    /// Spans that were followed at the last look.
+    followed: Vec<Range>,
+}
+
+/// What a look at the private memory found.
+#[derive(Debug, Default)]
+pub struct Found {
+    /// Own pages, ascending, and whether zeros matter.
+    pub own: Vec<Range>,
+    /// Those of them that no checkpoint has yet, and whether zeros matter there.
+    pub dirty: Vec<(Range, bool)>,
+}
+
+impl Found {
+    /// Bytes that are dirty.
+    pub fn dirty_bytes(&self) -> u64 {
+        self.dirty.iter().map(|(r, _)| r.len).sum()
+    }
+}
+
+impl Tracking {
+    /// Begins to follow a process, for which all of it stands still for a moment.
+    pub(crate) fn start(running: &mut Running<'_>) -> Result<Self> {
+        let open = |frozen: &mut Frozen| open_inside(running.target, frozen, Mode::Noted);
+        let (userfault, pause) = stop_briefly(running.target, running.earlier, open)?;
+        running.log.pauses.push(pause);
+        Ok(Tracking { userfault, base: None, followed: Vec::new() })
+    }
+
+    /// Looks at all private memory; what was written since the last look, or has not been followed before, is dirty.
+    /// It is protected again in the same step, so that each write is found by this look or by the next.
+    pub(crate) fn look(&mut self, target: &Target, spans: &[Span]) -> Result<Found> {
+        let mut found = Found::default();
+        self.followed.clear();
+        let mut runs = Vec::new();
+        for span in spans {
+            runs.clear();
+            if self.scan(target, span, &mut runs)? {
+                self.followed.push(span.range);
+            }
+            for run in &runs {
+                push(&mut found.own, range(run));
+                if !is_clean(run.categories, span) {
+                    found.dirty.push((range(run), span.zeros_matter));
+                }
+            }
+        }
+        Ok(found)
+    }
+
+    /// Runs of own pages of a span; false if it cannot be followed.
+    fn scan(&self, target: &Target, span: &Span, runs: &mut Vec<Run>) -> Result<bool> {
+        let report = Category::WP_ALLOWED | Category::WRITTEN | Category::SWAPPED;
+        let query = Query { report, ..span.query() };
+        let (start, end) = (RemoteAddr(span.range.start), RemoteAddr(span.range.end()));
+        if target.pagemap.scan_and_protect(start, end, query, runs)? {
+            return Ok(true);
+        }
+        match self.userfault.register(start, end) {
+            Ok(()) if target.pagemap.scan_and_protect(start, end, query, runs)? => return Ok(true),
+            Err(e) if e.errno() == Some(libc::ESRCH) => {
+                return Err(Error::Failed("the program has replaced itself".into()));
+            }
+            // It is gone, or of a kind that cannot be followed: then all of it is dirty.
+            _ => {}
+        }
+        target.pagemap.scan(start, end, query, runs)?;
+        Ok(false)
+    }
+}
+
+/// Whether pages of these categories are as they were when they were last protected.
+fn is_clean(categories: Category, span: &Span) -> bool {
+    categories.contains(Category::WP_ALLOWED)
+        && !categories.contains(Category::WRITTEN)
+        && (span.swapped_is_clean || !categories.contains(Category::SWAPPED))
+}
+
+/// Appends a range, joined to the last one where it continues that.
+fn push(ranges: &mut Vec<Range>, next: Range) {
+    match ranges.last_mut() {
+        Some(last) if last.end() == next.start => last.len += next.len,
+        _ => ranges.push(next),
+    }
+}
+
+impl Drop for Tracking {
+    fn drop(&mut self) {
+        // Closing the descriptor would release everything in one step, with the program's page faults waiting.
+        for range in &self.followed {
+            let mut at = range.start;
+            while at < range.end() {
+                let end = (at + PIECE).min(range.end());
+                // Fails where the program has unmapped it.
+                let _ = self.userfault.release(RemoteAddr(at), RemoteAddr(end));
+                at = end;
+            }
+        }
+    }
+}
+
+/// Makes a userfaultfd inside a frozen program, takes it out, and closes it there.
+///
+/// 1. All threads stand still, so the descriptor gets the lowest free number, and nobody sees it.
+/// 2. Should we die before it is closed, the thread closes it on its way home.
+pub(crate) fn open_inside(target: &Target, frozen: &mut Frozen, mode: Mode) -> Result<Userfault> {
+    let number = lowest_free(&target.process.list("fd")?);
+    // A program without CAP_SYS_PTRACE may only make one that does not stop the kernel itself. Where writes are only
+    // noted, nothing stops anyway.
+    let user_mode_only = if mode == Mode::Noted { 1 } else { 0 };
+    let open = |flags: u64| (libc::SYS_userfaultfd, [userfault::OPEN_FLAGS | flags, 0, 0, 0, 0, 0]);
+    let close = (libc::SYS_close, [number, 0, 0, 0, 0, 0]);
+    let lender = Lender { process: &target.process, memory: &target.memory, gadgets: target.gadgets };
+    let (nr, arguments) = open(user_mode_only);
+    lender.main_thread(frozen, &[(nr, arguments), close], |_, visit| {
+        let fd = visit.call_with_undo(nr, arguments, close)?;
+        if fd < 0 {
+            let why = std::io::Error::from_raw_os_error(-fd as i32);
+            return Err(Error::Failed(format!("no userfaultfd can be made in it: {why}")));
+        }
+        let taken = duplicate_from(target.pidfd.as_fd(), fd as u32);
+        visit.call(libc::SYS_close, [fd as u64, 0, 0, 0, 0, 0])?;
+        Ok(Userfault::new(taken?, target.pid, mode)?)
+    })
+}
+
+/// Lowest number that is not in use.
+fn lowest_free(names: &[Vec<u8>]) -> u64 {
+    let used: std::collections::HashSet<u64> =
+        names.iter().filter_map(|n| std::str::from_utf8(n).ok()?.parse().ok()).collect();
+    (0..).find(|n| !used.contains(n)).unwrap_or(0)
+}

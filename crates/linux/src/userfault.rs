@@ -1,0 +1,215 @@
+//! Following another process's writes: userfaultfd in its write-protecting modes. `userfaultfd(2)`, `ioctl_userfaultfd(2)`,
+//! Documentation/admin-guide/mm/userfaultfd.rst.
+//!
+//! The descriptor is made inside the process it follows and taken out. When its last holder closes it, or dies, the
+//! kernel takes back every registration and lets every waiting thread go on.
+
+use crate::{Error, RemoteAddr, Result};
+use bitflags::bitflags;
+use linux_raw_sys::general::{
+    _UFFDIO_WRITEPROTECT, UFFD_EVENT_PAGEFAULT, UFFD_FEATURE_PAGEFAULT_FLAG_WP, UFFD_FEATURE_THREAD_ID,
+    UFFD_FEATURE_WP_ASYNC, UFFD_FEATURE_WP_HUGETLBFS_SHMEM, UFFD_FEATURE_WP_UNPOPULATED,
+    UFFDIO_REGISTER_MODE_WP,
+};
+use linux_raw_sys::ioctl::{
+    UFFDIO_API, UFFDIO_REGISTER, UFFDIO_UNREGISTER, UFFDIO_WAKE, UFFDIO_WRITEPROTECT,
+};
+use rustix::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+
+/// Flags with which the descriptor is made inside the program.
+pub const OPEN_FLAGS: u64 = (libc::O_CLOEXEC | libc::O_NONBLOCK) as u64;
+
+/// What the kernel calls the version of this interface (`UFFD_API`).
+const API: u64 = 0xaa;
+
+bitflags! {
+    /// What is asked of the kernel (`UFFD_FEATURE_*`).
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    struct Features: u64 {
+        const FAULT_FLAG_WP = UFFD_FEATURE_PAGEFAULT_FLAG_WP as u64;
+        const THREAD_ID = UFFD_FEATURE_THREAD_ID as u64;
+        const WP_SHMEM = UFFD_FEATURE_WP_HUGETLBFS_SHMEM as u64;
+        const WP_UNPOPULATED = UFFD_FEATURE_WP_UNPOPULATED as u64;
+        const WP_ASYNC = UFFD_FEATURE_WP_ASYNC as u64;
+    }
+}
+
+/// What happens at the first write to a protected page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// The kernel notes it and lets the writer go on; [`crate::pagemap`] tells which pages were written.
+    Noted,
+    /// The writer waits until the page is released; [`Userfault::faults`] tells of it.
+    Waits,
+}
+
+/// `struct uffdio_api`.
+#[repr(C)]
+#[derive(Debug)]
+struct Api {
+    api: u64,
+    features: u64,
+    ioctls: u64,
+}
+const _: () = assert!(size_of::<Api>() == 24);
+
+/// `struct uffdio_range`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct Range {
+    start: u64,
+    len: u64,
+}
+const _: () = assert!(size_of::<Range>() == 16);
+
+/// `struct uffdio_register`.
+#[repr(C)]
+#[derive(Debug)]
+struct Register {
+    range: Range,
+    mode: u64,
+    ioctls: u64,
+}
+const _: () = assert!(size_of::<Register>() == 32);
+
+/// `struct uffdio_writeprotect`.
+#[repr(C)]
+#[derive(Debug)]
+struct WriteProtect {
+    range: Range,
+    mode: u64,
+}
+const _: () = assert!(size_of::<WriteProtect>() == 24);
+
+const PROTECT: u64 = 1; // UFFDIO_WRITEPROTECT_MODE_WP
+const DONT_WAKE: u64 = 2; // UFFDIO_WRITEPROTECT_MODE_DONTWAKE
+
+/// `struct uffd_msg` of a page fault.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+struct Message {
+    event: u8,
+    reserved: [u8; 7],
+    flags: u64,
+    address: u64,
+    thread: u32,
+    _rest: u32,
+}
+const _: () = assert!(size_of::<Message>() == 32);
+
+/// A write that waits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fault {
+    /// Its page.
+    pub page: RemoteAddr,
+    /// The thread that waits.
+    pub thread: u32,
+}
+
+/// What follows one address space.
+#[derive(Debug)]
+pub struct Userfault {
+    fd: OwnedFd,
+    pid: u32,
+}
+
+impl Userfault {
+    /// Takes over a descriptor made in process `pid`, on which no mode has been chosen yet.
+    ///
+    /// # Errors
+    /// That this kernel does not have the mode.
+    pub fn new(fd: OwnedFd, pid: u32, mode: Mode) -> Result<Self> {
+        let common = Features::WP_SHMEM | Features::WP_UNPOPULATED;
+        let features = match mode {
+            Mode::Noted => common | Features::WP_ASYNC,
+            Mode::Waits => common | Features::FAULT_FLAG_WP | Features::THREAD_ID,
+        };
+        let userfault = Userfault { fd, pid };
+        let mut api = Api { api: API, features: features.bits(), ioctls: 0 };
+        userfault.control("choose its mode", UFFDIO_API, &mut api)?;
+        Ok(userfault)
+    }
+
+    /// Follows a mapping from now on: all of `[start, end)`, which must lie in mappings, and be private or shared memory.
+    /// Its pages count as written until they are protected. Doing it twice changes nothing.
+    pub fn register(&self, start: RemoteAddr, end: RemoteAddr) -> Result<()> {
+        let range = Range { start: start.0, len: end.0 - start.0 };
+        let mut register = Register { range, mode: u64::from(UFFDIO_REGISTER_MODE_WP), ioctls: 0 };
+        self.control("follow", UFFDIO_REGISTER, &mut register)?;
+        match register.ioctls & 1 << _UFFDIO_WRITEPROTECT {
+            0 => Err(Error::Other(format!("the kernel cannot protect pages at {start}"))),
+            _ => Ok(()),
+        }
+    }
+
+    /// Follows `[start, end)` no longer, and releases what is protected there.
+    pub fn unregister(&self, start: RemoteAddr, end: RemoteAddr) -> Result<()> {
+        let mut range = Range { start: start.0, len: end.0 - start.0 };
+        self.control("let go of", UFFDIO_UNREGISTER, &mut range)
+    }
+
+    /// Protects the pages of `[start, end)`, also those that do not exist yet.
+    pub fn protect(&self, start: RemoteAddr, end: RemoteAddr) -> Result<()> {
+        self.write_protect(start, end, PROTECT)
+    }
+
+    /// Releases the pages of `[start, end)` and lets the threads go on that wait for them.
+    pub fn release(&self, start: RemoteAddr, end: RemoteAddr) -> Result<()> {
+        self.write_protect(start, end, 0)
+    }
+
+    /// Releases the pages of `[start, end)`; whoever waits for them goes on with [`Userfault::wake`].
+    pub fn release_quietly(&self, start: RemoteAddr, end: RemoteAddr) -> Result<()> {
+        self.write_protect(start, end, DONT_WAKE)
+    }
+
+    /// Lets threads that wait for pages of `[start, end)` try again.
+    pub fn wake(&self, start: RemoteAddr, end: RemoteAddr) -> Result<()> {
+        let mut range = Range { start: start.0, len: end.0 - start.0 };
+        self.control("wake", UFFDIO_WAKE, &mut range)
+    }
+
+    /// Appends writes that wait and have not been told of, at most 64; none if there are none (the descriptor can be
+    /// polled for more).
+    pub fn faults(&self, faults: &mut Vec<Fault>) -> Result<()> {
+        let mut messages = [Message::default(); 64];
+        // SAFETY: the kernel writes whole `struct uffd_msg`s, no more than fit (userfaultfd(2)).
+        let n =
+            unsafe { libc::read(self.fd.as_raw_fd(), messages.as_mut_ptr().cast(), size_of_val(&messages)) };
+        if n < 0 {
+            let e = std::io::Error::last_os_error();
+            return match e.raw_os_error() {
+                Some(libc::EAGAIN | libc::EINTR) => Ok(()),
+                _ => Err(Error::call(format!("read faults of process {}", self.pid), e)),
+            };
+        }
+        let told = &messages[..n as usize / size_of::<Message>()];
+        faults.extend(
+            told.iter()
+                .filter(|m| u32::from(m.event) == UFFD_EVENT_PAGEFAULT)
+                .map(|m| Fault { page: RemoteAddr(m.address & !4095), thread: m.thread }),
+        );
+        Ok(())
+    }
+
+    fn write_protect(&self, start: RemoteAddr, end: RemoteAddr, mode: u64) -> Result<()> {
+        let range = Range { start: start.0, len: end.0 - start.0 };
+        self.control("protect", UFFDIO_WRITEPROTECT, &mut WriteProtect { range, mode })
+    }
+
+    fn control<T>(&self, what: &str, request: u32, argument: &mut T) -> Result<()> {
+        // SAFETY: each request is used with its own structure, whose size is asserted above; the kernel writes only there.
+        let done = unsafe { libc::ioctl(self.fd.as_raw_fd(), libc::c_ulong::from(request), argument) };
+        if done < 0 {
+            let e = std::io::Error::last_os_error();
+            return Err(Error::call(format!("{what} memory of process {}", self.pid), e));
+        }
+        Ok(())
+    }
+}
+
+impl AsFd for Userfault {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
