@@ -7,8 +7,8 @@ use anyhow::{Context, Result};
 use std::time::{Duration, Instant};
 
 const ABOUT: &str = "\
-Every 20 ms a task computes for about 5 ms and writes pages all over its 256 MiB; each job must be done when the next is
-due. It has a real-time priority where that is allowed. Each engine in turn takes one checkpoint in a window of half a
+Every 20 ms a task computes for about 5 ms and writes 4 MiB of its 256 MiB, each job the next; a job must be done when the
+next is due. It has a real-time priority where that is allowed. Each engine in turn takes one checkpoint in a window of half a
 second; `none` is the task left alone. A response is the time from when a job was due to its end.";
 
 const MEBIBYTES: u64 = 256;
