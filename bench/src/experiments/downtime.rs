@@ -142,9 +142,12 @@ fn table(rows: &[Row]) -> Table {
     table
 }
 
+/// Each program at its largest size.
 fn chart(rows: &[Row]) -> Chart {
     let mut chart = Chart::new("Downtime", "ms", Scale::Logarithmic);
-    for row in rows {
+    let family = |row: &Row| row.workload.name.split(' ').next();
+    let is_last = |i: usize| rows.get(i + 1).is_none_or(|next| family(next) != family(&rows[i]));
+    for row in rows.iter().enumerate().filter(|(i, _)| is_last(*i)).map(|(_, row)| row) {
         for (engine, m) in &row.engines {
             chart.bar(row.workload.name, engine.name, m.downtime.median());
         }

@@ -97,7 +97,7 @@ pub fn run(bench: &Bench) -> Result<Section> {
         cases.push(case);
     }
     section.tables.push(table(&cases));
-    section.chart = Some(chart(&cases));
+    section.chart = Some(chart(bench, &cases));
     section.promises = promises(bench, &cases);
     Ok(section)
 }
@@ -177,9 +177,11 @@ fn table(cases: &[Case]) -> Table {
     table
 }
 
-fn chart(cases: &[Case]) -> Chart {
+/// One size at all rates and one rate at all sizes: all of it would be too wide to read.
+fn chart(bench: &Bench, cases: &[Case]) -> Chart {
     let mut chart = Chart::new("Pause as the program saw it", "ms", Scale::Logarithmic);
-    for case in cases {
+    let shown = |case: &&Case| case.load.writes == WRITES || case.load.mebibytes == bench.base_size();
+    for case in cases.iter().filter(shown) {
         for (name, m) in &case.measured {
             chart.bar(&case.name(), name, m.gap.median());
         }
