@@ -128,14 +128,17 @@ impl Stillpoint {
         files
     }
 
-    /// A command to be started.
+    /// A command to be started. `STILLPOINT_ENGINE` is the memory engine of checkpoints for which the test asks none.
     pub fn command<S: AsRef<OsStr>>(&self, arguments: &[S]) -> Command {
         let mut command = Command::new(binary());
-        command
-            .args(arguments)
-            .env("STILLPOINT_STORE", &self.store)
-            .env(MARK, &self.mark)
-            .stdin(Stdio::null());
+        command.args(arguments);
+        let is = |a: &S, word: &str| a.as_ref() == OsStr::new(word);
+        let takes_any = arguments.first().is_some_and(|a| is(a, "checkpoint"))
+            && !arguments.iter().any(|a| is(a, "--engine"));
+        if let (true, Some(engine)) = (takes_any, std::env::var_os("STILLPOINT_ENGINE")) {
+            command.arg("--engine").arg(engine);
+        }
+        command.env("STILLPOINT_STORE", &self.store).env(MARK, &self.mark).stdin(Stdio::null());
         command
     }
 

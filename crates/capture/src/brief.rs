@@ -1,13 +1,14 @@
 //! Stopping a program for a moment, to do something in it, so that it does not notice.
 
 use crate::Result;
+use crate::blocked::Waiting;
 use crate::blocked::{self, Earlier};
-use crate::checkpoint::{Target, observe};
+use crate::checkpoint::Target;
 use crate::freeze::Frozen;
 use std::collections::HashMap;
 use std::time::Duration;
 use stillpoint_image::BlockedCall;
-use stillpoint_linux::proc::Status;
+use stillpoint_linux::proc::{Proc, Status};
 use stillpoint_linux::ptrace::Stopped;
 
 /// Stops all threads, works, and lets them go on; tells how long that took. What the threads were waiting for is kept
@@ -49,4 +50,15 @@ pub(crate) fn stop_briefly<T>(
 /// Whether a signal is about to be delivered to a thread.
 pub(crate) fn deliverable(status: &Status) -> bool {
     (status.sig_pending | status.shared_pending) & !status.sig_blocked != 0
+}
+
+/// What the threads are waiting for, before they are stopped.
+fn observe(process: &Proc) -> Result<HashMap<u32, Waiting>> {
+    let mut all = HashMap::new();
+    for tid in process.threads()? {
+        if let Ok(thread) = process.sibling(tid) {
+            all.insert(tid, blocked::observe(&thread));
+        }
+    }
+    Ok(all)
 }

@@ -1,21 +1,21 @@
 //! Taking a checkpoint, from the first look at the target to the commit.
 
-use crate::blocked::{self, Earlier, Waiting};
+use crate::blocked::Earlier;
+use crate::engine::fork::Fork;
 use crate::engine::precopy::Precopy;
 use crate::engine::stop::Stop;
 use crate::engine::tracking::Tracking;
+use crate::engine::wp::{Armed, Wp};
 use crate::engine::{self, Cut, Engine, Log, MemoryEngine, Running, Still};
-use crate::files::Outsiders;
 use crate::freeze::Frozen;
 use crate::inspect::{Known, inspect};
 use crate::{Builder, Error, Result, attributes, files};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use rustix::time::{ClockId, clock_gettime};
-use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant, SystemTime};
-use stillpoint_image::{Extent, Image, PAGE, PathFile, Usage};
+use stillpoint_image::{Extent, Image, Meta, PAGE, PathFile, Usage};
 use stillpoint_linux::arch::Gadgets;
 use stillpoint_linux::host;
 use stillpoint_linux::inject::find_gadgets;
@@ -97,12 +97,13 @@ pub fn checkpoint(
 pub struct Session {
     pid: u32,
     tracking: Option<Tracking>,
+    armed: Option<Armed>,
 }
 
 impl Session {
     /// A session with a process; nothing is done to it before the first checkpoint.
     pub fn new(pid: u32) -> Self {
-        Session { pid, tracking: None }
+        Session { pid, tracking: None, armed: None }
     }
 
     /// Takes a checkpoint. Whatever fails, the process runs on unharmed and the store is as before.
@@ -115,7 +116,8 @@ impl Session {
         let pid = self.pid;
         // On a thread of its own: what it may still trace when it fails is let go of when it ends.
         std::thread::scope(|scope| {
-            let tracer = scope.spawn(|| take(pid, store, options, &mut self.tracking, progress));
+            let tracer =
+                scope.spawn(|| take(pid, store, options, &mut self.tracking, &mut self.armed, progress));
             let joined = tracer.join();
             joined.unwrap_or_else(|_| Err(Error::Failed("the checkpoint failed inside stillpoint".into())))
         })
@@ -160,6 +162,7 @@ impl Target {
         let id = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or_else(gone)?;
         let pidfd = pidfd_open(id, PidfdFlags::empty()).map_err(|_| gone())?;
         let process = attributes::target::find(pid)?;
+        // A process whose main thread has ended has no memory by its own name.
         let mut builder = Builder::new();
         attributes::target::examine(&mut builder, &process)?;
         refuse_if_needed(&mut builder)?;
@@ -180,6 +183,12 @@ impl Target {
         };
         (now(ClockId::Monotonic) + self.clock_shift.0, now(ClockId::Boottime) + self.clock_shift.1)
     }
+
+    /// Notes the moment of the cut.
+    fn stamp(&self, meta: &mut Meta) {
+        meta.taken_ns = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos() as u64;
+        (meta.monotonic_ns, meta.boottime_ns) = self.clocks();
+    }
 }
 
 fn take(
@@ -187,6 +196,7 @@ fn take(
     store: &Store,
     options: &Options,
     tracking: &mut Option<Tracking>,
+    armed: &mut Option<Armed>,
     progress: &(dyn Progress + Sync),
 ) -> Result<Report> {
     let start = Instant::now();
@@ -206,7 +216,7 @@ fn take(
         writer: Some(writer),
         log: Log::default(),
     };
-    let done = work.with_some_engine(tracking, base)?;
+    let done = work.with_some_engine(tracking, armed, base)?;
     if let Some(tracking) = tracking {
         tracking.base = Some((options.job.clone(), done.committed.id));
     }
@@ -249,14 +259,27 @@ struct Done {
     notes: Vec<String>,
 }
 
-impl Work<'_> {
+impl<'a> Work<'a> {
     /// Takes the checkpoint with the first engine that can. `base` is what an earlier checkpoint has of what
     /// `tracking` followed.
-    fn with_some_engine(&mut self, tracking: &mut Option<Tracking>, base: &[Extent]) -> Result<Done> {
+    fn with_some_engine(
+        &mut self,
+        tracking: &mut Option<Tracking>,
+        armed: &mut Option<Armed>,
+        base: &[Extent],
+    ) -> Result<Done> {
         let asked = self.options.engine;
+        // Nothing is done to a program that must be refused.
+        self.learn()?;
         for engine in engine::order(asked) {
             let mut engine: Box<dyn MemoryEngine> = match engine {
                 Engine::Precopy => Box::new(Precopy::new(tracking, base.to_vec(), self.options.buffer)),
+                Engine::Fork => Box::new(Fork::new(self.options.buffer)),
+                Engine::Wp => {
+                    // Memory is followed in one way only.
+                    *tracking = None;
+                    Box::new(Wp::new(armed, self.options.buffer))
+                }
                 _ => Box::new(Stop::default()),
             };
             let name = engine.engine().name();
@@ -266,17 +289,12 @@ impl Work<'_> {
                     self.log.tell(format!("{name} is not possible: {e}"));
                     continue;
                 }
-                Err(Error::Failed(why)) => {
-                    return Err(Error::Failed(format!(
-                        "the engine {name} is not possible: {why} (auto takes another)"
-                    )));
-                }
+                Err(Error::Failed(why)) => return Err(impossible(name, &why)),
                 Err(e) => return Err(e),
             }
             if let Some(done) = self.with(&mut *engine)? {
                 return Ok(done);
             }
-            self.log.tell(format!("{name} does not get ahead of the program"));
         }
         Err(Error::Failed(format!("the engine {} cannot save this program", asked.name())))
     }
@@ -284,18 +302,30 @@ impl Work<'_> {
     /// Takes the checkpoint with an engine that is ready; `None` if another must take over.
     fn with(&mut self, engine: &mut dyn MemoryEngine) -> Result<Option<Done>> {
         loop {
-            let (builder, mut frozen) = self.freeze()?;
+            let (builder, mut frozen) = self.freeze(engine)?;
             let Some(writer) = &mut self.writer else { return Ok(None) };
             let (target, progress, log) = (self.target, self.progress, &mut self.log);
             let mut still = Still { target, frozen: &mut frozen, builder: &builder, writer, progress, log };
-            match engine.cut(&mut still)? {
-                Cut::Taken => return self.complete(engine, builder, frozen).map(Some),
-                Cut::TooMuch => {
-                    self.log.pauses.push(frozen.thaw());
-                    self.earlier = earlier_calls(&builder.image, self.target);
+            let cut = engine.cut(&mut still)?;
+            if cut == Cut::Taken {
+                match self.complete(engine, builder, frozen) {
+                    Err(Error::Lost(why)) => self.log.tell(format!("an instant was lost: {why}")),
+                    done => return done.map(Some),
                 }
+            } else {
+                self.log.pauses.push(frozen.thaw());
+                self.earlier = earlier_calls(&builder.image, self.target);
+            }
+            let name = engine.engine().name();
+            if let Cut::Impossible(why) = cut {
+                if self.options.engine != Engine::Auto {
+                    return Err(impossible(name, &why));
+                }
+                self.log.tell(format!("{name} is not possible: {why}"));
+                return Ok(None);
             }
             if !engine.try_again() {
+                self.log.tell(format!("{name} does not get ahead of the program"));
                 return Ok(None);
             }
             self.prepare(engine)?;
@@ -313,29 +343,32 @@ impl Work<'_> {
         work(&mut Running { target, earlier: &mut self.earlier, writer, progress, log })
     }
 
-    /// Brings the program to rest and describes it.
-    fn freeze(&mut self) -> Result<(Builder, Frozen)> {
-        let Work { target, options, .. } = *self;
-        let mut outsiders = Outsiders::scan(&[target.pid]);
-        let maps = target.process.maps()?;
-        let nameless: Vec<u64> = maps.iter().filter(|v| v.shared && v.deleted).map(|v| v.ino).collect();
-        outsiders.scan_memory(&[target.pid], &nameless);
-        let waiting = observe(&target.process)?;
+    /// What can be known of the program while it runs; refuses what cannot be captured.
+    fn learn(&self) -> Result<(Builder, Known<'a>)> {
+        let target = self.target;
         let mut builder = Builder::new();
-        let mut frozen = Frozen::freeze(&target.process)?;
-        let earlier = self.earlier.calls_at(target.clocks().0);
-        let known = Known {
-            process: &target.process,
-            pidfd: target.pidfd.as_fd(),
-            memory: &target.memory,
-            inherited: &options.inherited,
-            outsiders: &outsiders,
-            pagemap: &target.pagemap,
-            gadgets: target.gadgets,
-            waiting: &waiting,
-            earlier: &earlier,
-        };
-        describe(&mut builder.image, options, target)?;
+        describe(&mut builder.image, self.options, target)?;
+        let known = Known::learn(
+            &mut builder,
+            &target.process,
+            target.pidfd.as_fd(),
+            &target.memory,
+            &target.pagemap,
+            &self.options.inherited,
+            target.gadgets,
+        )?;
+        refuse_if_needed(&mut builder)?;
+        Ok((builder, known))
+    }
+
+    /// Brings the program to rest and describes it.
+    fn freeze(&mut self, engine: &mut dyn MemoryEngine) -> Result<(Builder, Frozen)> {
+        let (mut builder, mut known) = self.learn()?;
+        self.running(|running| engine.converge(running))?;
+        known.observe()?;
+        let mut frozen = Frozen::freeze(&self.target.process)?;
+        known.set_earlier(&self.earlier, self.target.clocks().0);
+        self.target.stamp(&mut builder.image.meta);
         inspect(&mut builder, &mut frozen, &known)?;
         refuse_if_needed(&mut builder)?;
         Ok((builder, frozen))
@@ -361,6 +394,7 @@ impl Work<'_> {
         let mut pause = None;
         if !self.options.kill {
             pause = frozen.take().map(Frozen::thaw);
+            self.earlier = earlier_calls(&builder.image, self.target);
         }
         self.running(|running| engine.finish(running))?;
         files::take_digests_of(&mut builder, Usage::Read)?;
@@ -378,6 +412,10 @@ impl Work<'_> {
         let pause = pause.unwrap_or_default();
         Ok(Done { committed, pause, engine: engine.engine(), notes: Vec::new() })
     }
+}
+
+fn impossible(engine: &str, why: &str) -> Error {
+    Error::Failed(format!("the engine {engine} is not possible: {why} (auto takes another)"))
 }
 
 /// Waits until a killed process is no more (though its parent may not have noticed yet).
@@ -405,17 +443,6 @@ fn reuse_digests(builder: &mut Builder, last: Option<&Image>) {
     }
 }
 
-/// What the threads are waiting for, before they are stopped.
-pub(crate) fn observe(process: &Proc) -> Result<HashMap<u32, Waiting>> {
-    let mut all = HashMap::new();
-    for tid in process.threads()? {
-        if let Ok(thread) = process.sibling(tid) {
-            all.insert(tid, blocked::observe(&thread));
-        }
-    }
-    Ok(all)
-}
-
 /// The interrupted calls of a checkpoint, if it is of this process.
 fn earlier_calls(last: &Image, target: &Target) -> Earlier {
     let (Some(process), Ok(status)) = (last.processes.first(), target.process.status()) else {
@@ -437,13 +464,12 @@ fn clock_shift(process: &Proc) -> (i64, i64) {
     (theirs.0 - own.0, theirs.1 - own.1)
 }
 
+/// Describes what is the same at any moment. (The command line is a note for people.)
 fn describe(image: &mut Image, options: &Options, target: &Target) -> Result<()> {
     let meta = &mut image.meta;
     meta.job.clone_from(&options.job);
     meta.label.clone_from(&options.label);
-    meta.taken_ns = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos() as u64;
     meta.command = target.process.cmdline()?.into_iter().map(Into::into).collect();
-    (meta.monotonic_ns, meta.boottime_ns) = target.clocks();
     meta.host = stillpoint_image::Host {
         machine: host::machine(),
         kernel: host::kernel(),

@@ -1,8 +1,10 @@
 //! Everything about a frozen process except the contents of its memory.
 
+use crate::attributes;
 use crate::attributes::inside::{ProcessQuery, ThreadQuery};
-use crate::attributes::{self, target};
-use crate::blocked::{self, Waiting};
+use crate::attributes::target::{self, Examined};
+use crate::attributes::thread::{Look, ThreadFiles};
+use crate::blocked::{self, Earlier, Waiting};
 use crate::brief::deliverable;
 use crate::files::{self, Outsiders};
 use crate::freeze::Frozen;
@@ -14,6 +16,7 @@ use stillpoint_image::{BlockedCall, PAGE, Process, Thread, Usage};
 use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::arch::{self, Gadgets, Regs};
 use stillpoint_linux::bpf::{self, FilteredCall};
+use stillpoint_linux::descriptors::raise_descriptor_limit;
 use stillpoint_linux::inject::{Planted, Site, Stack, Visit, outside_critical_section};
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::pagemap::{Category, Pagemap, Query};
@@ -29,41 +32,98 @@ const DATA_LEN: usize = 16 << 10;
 /// What is known of the target before it is stopped.
 pub struct Known<'a> {
     /// Its `/proc` folder.
-    pub process: &'a Proc,
+    process: &'a Proc,
     /// Its pidfd.
-    pub pidfd: BorrowedFd<'a>,
+    pidfd: BorrowedFd<'a>,
     /// Its memory.
-    pub memory: &'a Memory,
+    memory: &'a Memory,
     /// Its page map.
-    pub pagemap: &'a Pagemap,
+    pagemap: &'a Pagemap,
     /// Streams from outside that it was started with, besides the standard ones.
-    pub inherited: &'a [(u32, Vec<u8>)],
+    inherited: &'a [(u32, Vec<u8>)],
+    /// What about it as a whole was looked at.
+    examined: Examined,
+    /// The files of its threads in `/proc`.
+    threads: HashMap<u32, ThreadFiles>,
     /// Who else holds descriptors of what.
-    pub outsiders: &'a Outsiders,
+    outsiders: Outsiders,
     /// Where in its code its threads can make system calls, if there is such a place.
-    pub gadgets: Option<Gadgets>,
+    gadgets: Option<Gadgets>,
     /// What its threads were waiting for.
-    pub waiting: &'a HashMap<u32, Waiting>,
+    waiting: HashMap<u32, Waiting>,
     /// Calls that an earlier checkpoint found interrupted, by thread, with the time left now.
-    pub earlier: &'a HashMap<u32, BlockedCall>,
+    earlier: HashMap<u32, BlockedCall>,
+}
+
+impl<'a> Known<'a> {
+    /// Learns what can be learned while the program runs; called right before it is stopped. What cannot be captured
+    /// is among the refusals.
+    ///
+    /// # Errors
+    /// That something cannot be read, or the process is gone.
+    pub fn learn(
+        builder: &mut Builder,
+        process: &'a Proc,
+        pidfd: BorrowedFd<'a>,
+        memory: &'a Memory,
+        pagemap: &'a Pagemap,
+        inherited: &'a [(u32, Vec<u8>)],
+        gadgets: Option<Gadgets>,
+    ) -> Result<Self> {
+        let pid = process.pid();
+        let maps = process.maps()?;
+        let mut outsiders = Outsiders::scan(&[pid]);
+        let nameless: Vec<u64> = maps.iter().filter(|v| v.shared && v.deleted).map(|v| v.ino).collect();
+        outsiders.scan_memory(&[pid], &nameless);
+        raise_descriptor_limit()?;
+        let mut threads = HashMap::new();
+        for tid in process.threads()? {
+            // A thread that ends meanwhile, or for which we have no descriptors left, is none of those known.
+            if let Ok(files) = process.sibling(tid).map_err(Error::from).and_then(ThreadFiles::open) {
+                threads.insert(tid, files);
+            }
+        }
+        let examined = target::examine(builder, process)?;
+        let (waiting, earlier) = Default::default();
+        #[rustfmt::skip]
+        let known = Known {
+            process, pidfd, memory, pagemap, inherited, examined, threads, outsiders, gadgets, waiting, earlier,
+        };
+        Ok(known)
+    }
+
+    /// What was found at an earlier stop, as it is at `now_ns` of the program's monotonic clock.
+    pub fn set_earlier(&mut self, earlier: &Earlier, now_ns: i64) {
+        self.earlier = earlier.calls_at(now_ns);
+    }
+
+    /// Looks what the threads are waiting for; called right before they are stopped.
+    pub fn observe(&mut self) -> Result<()> {
+        self.waiting =
+            self.threads.iter().map(|(&tid, files)| (tid, blocked::observe(&files.folder))).collect();
+        Ok(())
+    }
 }
 
 /// Describes the frozen process in the builder.
 pub fn inspect(builder: &mut Builder, frozen: &mut Frozen, known: &Known<'_>) -> Result<()> {
-    // Once more: what was seen while it ran may have changed since.
-    target::examine(builder, known.process)?;
-    let mut process = attributes::process::process(known.process)?;
-    let mut space = attributes::process::space(known.process)?;
+    let new = open_new(frozen, known)?;
+    let files = frozen.threads.iter().map(|t| known.threads.get(&t.tid()).or_else(|| new.get(&t.tid())));
+    let files: Vec<&ThreadFiles> = files.flatten().collect();
+    let looks = files.iter().map(|f| f.look()).collect::<Result<Vec<Look>>>()?;
+    let threads: Vec<(&ThreadFiles, &Look)> = files.iter().copied().zip(&looks).collect();
+    target::examine_again(builder, known.process, &known.examined, &threads)?;
+    let main = &looks[0];
+    let mut process = attributes::process::process(known.process, &main.stat, &main.status)?;
+    let mut space = attributes::process::space(known.process, &main.stat)?;
     process.stopped = frozen.stopped_by();
-    for stopped in &frozen.threads {
-        process.threads.push(thread(builder, known, stopped)?);
+    for (stopped, look) in frozen.threads.iter().zip(&looks) {
+        process.threads.push(thread(builder, known, stopped, look)?);
     }
-    if let Some(leader) = frozen.threads.first() {
-        process.pending = pending(leader, true)?;
-        attributes::thread::complete_pending(known.process.status()?.shared_pending, &mut process.pending);
-    }
+    process.pending = pending(&frozen.threads[0], true)?;
+    attributes::thread::complete_pending(main.status.shared_pending, &mut process.pending);
     if builder.refusals.is_empty() {
-        visit_all(builder, frozen, known, &mut process, &mut space)?;
+        visit_all(builder, frozen, known, &looks, &mut process, &mut space)?;
     }
     if !builder.refusals.is_empty() {
         return Ok(());
@@ -73,7 +133,7 @@ pub fn inspect(builder: &mut Builder, frozen: &mut Frozen, known: &Known<'_>) ->
         pidfd: known.pidfd,
         frozen: true,
         inherited: known.inherited,
-        outsiders: known.outsiders,
+        outsiders: &known.outsiders,
     };
     space.mappings = capture_mappings(builder, &target, known.process, known.pagemap)?;
     process.table = files::capture_files(builder, &target)?;
@@ -84,6 +144,15 @@ pub fn inspect(builder: &mut Builder, frozen: &mut Frozen, known: &Known<'_>) ->
     builder.image.spaces.push(space);
     builder.image.processes.push(process);
     Ok(())
+}
+
+/// The files of threads that began after the others were looked at.
+fn open_new(frozen: &Frozen, known: &Known<'_>) -> Result<HashMap<u32, ThreadFiles>> {
+    let mut new = HashMap::new();
+    for tid in frozen.threads.iter().map(Stopped::tid).filter(|tid| !known.threads.contains_key(tid)) {
+        new.insert(tid, ThreadFiles::open(known.process.sibling(tid)?)?);
+    }
+    Ok(new)
 }
 
 /// Row of what a link of the process's folder leads to.
@@ -99,10 +168,9 @@ fn link(builder: &mut Builder, process: &Proc, name: &str, usage: Usage) -> Resu
 }
 
 /// What ptrace and `/proc` tell of one thread.
-fn thread(builder: &mut Builder, known: &Known<'_>, stopped: &Stopped) -> Result<Thread> {
-    let proc = known.process.sibling(stopped.tid())?;
-    let mut thread = attributes::thread::thread(&proc)?;
-    attributes::thread::stopped(builder, stopped, &mut thread)?;
+fn thread(builder: &mut Builder, known: &Known<'_>, stopped: &Stopped, look: &Look) -> Result<Thread> {
+    let mut thread = attributes::thread::thread(stopped.tid(), look)?;
+    attributes::thread::stopped(builder, stopped, look.status.seccomp, &mut thread)?;
     let regs = stopped.regs()?;
     if !regs.is_64_bit() {
         return Err(Error::Target(format!(
@@ -113,8 +181,8 @@ fn thread(builder: &mut Builder, known: &Known<'_>, stopped: &Stopped) -> Result
     let waiting = known.waiting.get(&stopped.tid()).cloned().unwrap_or_default();
     let earlier = known.earlier.get(&thread.tid).copied();
     thread.blocked = blocked::interrupted_call(known.memory, &regs, &waiting, earlier);
-    let status = proc.status()?;
-    thread.regs = correct(known, &status, stopped, regs)?.to_bytes().into();
+    let status = &look.status;
+    thread.regs = correct(known, status, stopped, regs)?.to_bytes().into();
     thread.xstate = stopped.xstate()?.into();
     thread.sigmask = stopped.sigmask()?;
     thread.pending = pending(stopped, false)?;
@@ -142,6 +210,7 @@ fn visit_all(
     builder: &mut Builder,
     frozen: &mut Frozen,
     known: &Known<'_>,
+    looks: &[Look],
     process: &mut Process,
     space: &mut stillpoint_image::AddressSpace,
 ) -> Result<()> {
@@ -164,7 +233,7 @@ fn visit_all(
     };
     let stack = Stack { start: vma.start, end: vma.end, sp };
     let site = Site::choose(known.memory, gadgets, stack, xstate_len, SLOTS, DATA_LEN)?;
-    let result = visit_in(&site, builder, frozen, known, process, space);
+    let result = visit_in(&site, builder, frozen, known, looks, process, space);
     site.clean()?;
     result
 }
@@ -174,12 +243,13 @@ fn visit_in(
     builder: &mut Builder,
     frozen: &mut Frozen,
     known: &Known<'_>,
+    looks: &[Look],
     process: &mut Process,
     space: &mut stillpoint_image::AddressSpace,
 ) -> Result<()> {
     let ids: Vec<u32> = frozen.threads.iter().map(Stopped::tid).collect();
     let of_thread = ThreadQuery::new();
-    let of_process = ProcessQuery::new(&known.process.status()?, &known.process.timers()?);
+    let of_process = ProcessQuery::new(&looks[0].status, &known.process.timers()?);
     for thread in &process.threads {
         check_filters(builder, thread, of_thread.program(), site.gadgets());
     }

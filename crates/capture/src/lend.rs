@@ -8,6 +8,7 @@ use stillpoint_linux::bpf::{self, FilteredCall};
 use stillpoint_linux::inject::{Planted, Site, Stack, Visit};
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::proc::Proc;
+use stillpoint_linux::twin;
 
 /// What lending a thread needs to know of the program.
 #[derive(Clone, Copy, Debug)]
@@ -45,7 +46,8 @@ impl Lender<'_> {
         let stack = find(b"[stack]").ok_or_else(|| no("its stack is unmapped"))?;
         permitted(self.process, frozen, gadgets, calls).map_err(|why| no(&why))?;
         let stack = Stack { start: stack.start, end: stack.end, sp: leader.regs()?.sp() };
-        let site = Site::choose(self.memory, gadgets, stack, leader.xstate()?.len(), 1, 0)?;
+        let xstate_len = leader.xstate()?.len();
+        let site = Site::choose(self.memory, gadgets, stack, xstate_len, 1, twin::site_data_len(xstate_len))?;
         let mut visit = site.visit(0, frozen.threads.remove(0))?;
         let result = work(&site, &mut visit);
         frozen.threads.insert(0, visit.leave()?);
@@ -62,16 +64,14 @@ fn permitted(
     gadgets: Gadgets,
     calls: &[(i64, [u64; 6])],
 ) -> Result<(), String> {
-    let mut builder = crate::Builder::new();
-    let mut look = || {
-        let mut thread = attributes::thread::thread(&process.sibling(frozen.pid)?)?;
-        attributes::thread::stopped(&mut builder, &frozen.threads[0], &mut thread)?;
-        Ok::<Thread, Error>(thread)
-    };
-    let thread = look().map_err(|e| e.to_string())?;
-    if thread.seccomp_strict {
+    let status = process.status().map_err(|e| e.to_string())?;
+    if status.seccomp == 1 {
         return Err("it is in strict seccomp mode".into());
     }
+    let mut builder = crate::Builder::new();
+    let mut thread = Thread::default();
+    let told = attributes::thread::stopped(&mut builder, &frozen.threads[0], status.seccomp, &mut thread);
+    told.map_err(|e| e.to_string())?;
     if let Some(refusal) = builder.refusals.first() {
         return Err(refusal.why.clone());
     }

@@ -108,6 +108,10 @@ pub enum EngineName {
     Auto,
     /// Pages are copied while the program runs, and the few that are left while it stands still
     Precopy,
+    /// A copy-on-write twin of the program is made, and read while the program runs on
+    Fork,
+    /// Pages are protected, and the first write to one waits until it is copied
+    Wp,
     /// The program stands still while its memory is written
     Stop,
 }

@@ -18,7 +18,7 @@
 use crate::arch::{self, Gadgets, Regs};
 use crate::memory::Memory;
 use crate::program::{Arg, OnError, Outcome, Program};
-use crate::ptrace::{Stop, Stopped};
+use crate::ptrace::{Stop, Stopped, options};
 use crate::{Error, RemoteAddr, Result};
 
 /// Where threads of one process can be made to run system calls.
@@ -88,6 +88,11 @@ impl<'a> Site<'a> {
         RemoteAddr(self.start.0 + self.slot_len * self.slots as u64)
     }
 
+    /// Puts into a copy of the program's address space what was in the memory that visits use.
+    pub fn clean_copy(&self, copy: &Memory) -> Result<()> {
+        copy.write(self.start, &self.saved)
+    }
+
     /// Puts back what was in the memory that visits used. No visit may be under way.
     pub fn clean(self) -> Result<()> {
         self.memory.write(self.start, &self.saved)
@@ -102,7 +107,18 @@ impl<'a> Site<'a> {
         let xstate = thread.xstate()?;
         let frame = arch::home_frame(base, &original.reissue(), &xstate, mask, self.gadgets.sigreturn);
         self.memory.write(RemoteAddr(base), &frame)?;
-        Ok(Visit { site: self, thread: Some(thread), original, xstate, mask, base, used: false, held: 0 })
+        let born = Vec::new();
+        Ok(Visit {
+            site: self,
+            thread: Some(thread),
+            original,
+            xstate,
+            mask,
+            base,
+            used: false,
+            held: 0,
+            born,
+        })
     }
 
     /// Runs a program in a visited thread, one call after the other. Its data must fit the data area.
@@ -155,12 +171,24 @@ pub struct Visit<'a> {
     used: bool,
     /// A stop signal that arrived meanwhile and is sent again afterwards.
     held: i32,
+    /// Processes that its calls made ([`Visit::trace_births`]).
+    born: Vec<u32>,
 }
 
 impl Visit<'_> {
     /// Thread id.
     pub fn tid(&self) -> u32 {
         self.thread.as_ref().map_or(0, Stopped::tid)
+    }
+
+    /// Process id, in our pid namespace.
+    pub fn pid(&self) -> u32 {
+        self.site.memory.pid()
+    }
+
+    /// Where its calls are made.
+    pub fn gadgets(&self) -> Gadgets {
+        self.site.gadgets
     }
 
     /// The registers it came with, and will leave with.
@@ -178,13 +206,40 @@ impl Visit<'_> {
     /// Makes a call that changes the program, which `undo` reverses: should we die before the caller made `undo`
     /// itself, the thread makes it on its way home.
     pub fn call_with_undo(&mut self, nr: i64, args: [u64; 6], undo: (i64, [u64; 6])) -> Result<i64> {
-        let (site, base) = (self.site, self.base + self.site.frame_len);
-        let regs = self.original.for_call(site.gadgets.call, self.base, undo.0, undo.1);
-        let frame = arch::home_frame(base, &regs, &self.xstate, u64::MAX, site.gadgets.sigreturn);
-        site.memory.write(RemoteAddr(base), &frame)?;
+        let base = self.base + self.site.frame_len;
+        self.place_call(RemoteAddr(base), undo.0, undo.1)?;
         self.begin_from(base, nr, args)?;
         self.enter()?;
         self.finish()
+    }
+
+    /// Where the first argument of `undo` lies while [`Visit::call_with_undo`] is under way: a call that stores what
+    /// it made there tells its undoing.
+    pub fn undo_argument(&self) -> RemoteAddr {
+        RemoteAddr(self.base + self.site.frame_len + arch::FRAME_FIRST_ARGUMENT)
+    }
+
+    /// Writes a frame to `at` (64-byte aligned) through which a thread whose stack pointer that is makes a call, and
+    /// then goes this thread's way home, if the call returns.
+    pub fn place_call(&self, at: RemoteAddr, nr: i64, args: [u64; 6]) -> Result<()> {
+        let gadgets = self.site.gadgets;
+        let regs = self.original.for_call(gadgets.call, self.base, nr, args);
+        let frame = arch::home_frame(at.0, &regs, &self.xstate, u64::MAX, gadgets.sigreturn);
+        self.site.memory.write(at, &frame)
+    }
+
+    /// Whether processes and threads that its calls make are traced from birth, when they stop by themselves.
+    pub fn trace_births(&mut self, traced: bool) -> Result<()> {
+        let births = if traced { options::TRACE_CLONE } else { 0 };
+        match &self.thread {
+            Some(thread) => thread.set_options(options::SYSCALL_GOOD | births),
+            None => Err(Error::Gone(self.site.memory.pid())),
+        }
+    }
+
+    /// Processes and threads that its calls made since this was last asked, in our pid namespace.
+    pub fn take_born(&mut self) -> Vec<u32> {
+        std::mem::take(&mut self.born)
     }
 
     /// Sets the thread off into a call, to stop at its entry.
@@ -250,6 +305,7 @@ impl Visit<'_> {
                     return Ok(());
                 }
                 Stop::Signal(s) => self.held = s,
+                Stop::Clone => self.born.push(thread.event_message()? as u32),
                 _ => {}
             }
             let running = thread.resume_to_call()?;

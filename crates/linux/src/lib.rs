@@ -32,6 +32,7 @@ pub mod sockets;
 pub mod spawn;
 pub mod supervise;
 pub mod tty;
+pub mod twin;
 pub mod userfault;
 pub mod watches;
 

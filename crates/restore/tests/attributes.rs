@@ -5,6 +5,7 @@ use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 use stillpoint_capture::Builder;
 use stillpoint_capture::attributes::inside::{ProcessQuery, ThreadQuery};
+use stillpoint_capture::attributes::thread::ThreadFiles;
 use stillpoint_capture::attributes::{process as read_process, target, thread as read_thread};
 use stillpoint_image::{AddressSpace, Bytes, Process, SeccompFilter};
 use stillpoint_linux::inject::{Site, Stack, find_gadgets};
@@ -90,16 +91,18 @@ impl Still {
 fn read(still: &mut Still) -> (Process, AddressSpace) {
     let folder = Proc::process(still.tids[0]).unwrap();
     let mut builder = Builder::new();
-    let mut p = read_process::process(&folder).unwrap();
-    let mut space = read_process::space(&folder).unwrap();
+    let (stat, status) = (folder.stat().unwrap(), folder.status().unwrap());
+    let mut p = read_process::process(&folder, &stat, &status).unwrap();
+    let mut space = read_process::space(&folder, &stat).unwrap();
     let timers = folder.timers().unwrap();
     let query = ProcessQuery::new(&folder.status().unwrap(), &timers);
     let outcome = still.run(0, query.program());
     query.decode(&outcome, &still.tids, &mut builder, &mut p, &mut space);
     let query = ThreadQuery::new();
     for (i, tid) in still.tids.clone().into_iter().enumerate() {
-        let mut t = read_thread::thread(&folder.sibling(tid).unwrap()).unwrap();
-        read_thread::stopped(&mut builder, still.thread(i), &mut t).unwrap();
+        let look = ThreadFiles::open(folder.sibling(tid).unwrap()).unwrap().look().unwrap();
+        let mut t = read_thread::thread(tid, &look).unwrap();
+        read_thread::stopped(&mut builder, still.thread(i), look.status.seccomp, &mut t).unwrap();
         let outcome = still.run(i, query.program());
         query.decode(&outcome, &mut t);
         t.pending = still.thread(i).pending(false).unwrap().into_iter().map(|s| Bytes(s.to_vec())).collect();

@@ -3,9 +3,10 @@
 use crate::Result;
 use stillpoint_image::{AddressSpace, Bytes, Layout, Process, Rlimit};
 use stillpoint_linux::limits;
-use stillpoint_linux::proc::Proc;
+use stillpoint_linux::proc::{Proc, Stat, Status};
 
-/// Everything of a [`Process`] that can be read without running code in it.
+/// Everything of a [`Process`] that can be read without running code in it; `stat` and `status` are those of its main
+/// thread or its own.
 ///
 /// Left at its default: threads, tables and paths, which other rooms fill; signal actions, timers, `child_subreaper`
 /// and `xfeatures` ([`super::inside::ProcessQuery`]); `pending` (ptrace). `stopped` is told as `SIGSTOP` if job control
@@ -13,8 +14,7 @@ use stillpoint_linux::proc::Proc;
 ///
 /// # Errors
 /// [`stillpoint_linux::Error::Gone`], or that a file or limit cannot be read.
-pub fn process(target: &Proc) -> Result<Process> {
-    let (stat, status) = (target.stat()?, target.status()?);
+pub fn process(target: &Proc, stat: &Stat, status: &Status) -> Result<Process> {
     let pid = status.own_pid();
     // In a pid namespace of its own, session and group may lie outside: 0 there.
     let inner = |ids: &[u32], outer: u32| ids.last().copied().unwrap_or(outer);
@@ -43,8 +43,7 @@ pub fn process(target: &Proc) -> Result<Process> {
 ///
 /// # Errors
 /// [`stillpoint_linux::Error::Gone`], or that a file cannot be read.
-pub fn space(target: &Proc) -> Result<AddressSpace> {
-    let stat = target.stat()?;
+pub fn space(target: &Proc, stat: &Stat) -> Result<AddressSpace> {
     Ok(AddressSpace {
         layout: Layout {
             start_code: stat.start_code,

@@ -1,9 +1,12 @@
 //! Whether a process can be a target at all, and what about it as a whole cannot be captured. Everything here is done
 //! while it runs, before anything is changed; a program that is bent on it can become another case a moment later.
 
+use super::thread::{Look, ThreadFiles};
 use crate::{Builder, Error, Result};
+use std::collections::HashMap;
 use std::io::Read;
-use stillpoint_linux::proc::{self, NamespaceKind, Proc, Smap, Stat, Status, TaskFlags, VmFlags};
+use std::time::{Duration, Instant};
+use stillpoint_linux::proc::{self, Namespace, NamespaceKind, Proc, Smap, Stat, Status, TaskFlags, VmFlags};
 use stillpoint_linux::sharing::{self, Shared};
 use stillpoint_linux::{Error as Kernel, proc::stat};
 
@@ -108,11 +111,40 @@ fn check_class(target: &Proc, name: &str) -> Result<()> {
     Ok(())
 }
 
-/// Notes what about the process as a whole cannot be captured.
+/// What [`examine`] found, for [`examine_again`].
+#[derive(Debug)]
+pub struct Examined {
+    /// Our own namespaces.
+    ours: Vec<Namespace>,
+    /// Those of the target's main thread.
+    theirs: Vec<Namespace>,
+    /// Whether the target lives in a pid namespace that a restore of ours made.
+    private: bool,
+    /// Its threads, and whether each could have changed its namespaces.
+    threads: HashMap<u32, bool>,
+    /// Whether a security module confines programs here.
+    confines: bool,
+    /// The newest process there was before the others were looked at, and when that was.
+    last_pid: Option<u32>,
+    since: Instant,
+}
+
+/// Notes what about the process as a whole cannot be captured. It may be running: [`examine_again`] then tells whether
+/// what was found still holds.
 ///
 /// # Errors
 /// That its files in `/proc` cannot be read, [`Kernel::Gone`] among them.
-pub fn examine(builder: &mut Builder, target: &Proc) -> Result<()> {
+pub fn examine(builder: &mut Builder, target: &Proc) -> Result<Examined> {
+    let own = Proc::process(std::process::id())?;
+    let mut examined = Examined {
+        ours: own.namespaces()?,
+        theirs: Vec::new(),
+        private: false,
+        threads: HashMap::new(),
+        confines: false,
+        last_pid: None,
+        since: Instant::now(),
+    };
     let stat = target.stat()?;
     if matches!(stat.state, b'Z' | b'X') {
         builder.refuse(
@@ -120,19 +152,110 @@ pub fn examine(builder: &mut Builder, target: &Proc) -> Result<()> {
             "it has ended while other threads go on; a process cannot be rebuilt without its main thread",
             "",
         );
-        return Ok(());
+        return Ok(examined);
     }
-    children(builder, target)?;
-    let own = Proc::process(std::process::id())?;
-    namespaces(builder, &own, target)?;
-    confinement(builder, &own, target)?;
-    threads(builder, target)?;
-    sharers(builder, target)?;
+    children(builder, &target.children()?);
+    examined.theirs = target.namespaces()?;
+    examined.private = restored_privately(&own, target)?;
+    examined.confines = confinement(builder, &own, target)?;
+    for tid in target.threads()? {
+        match examine_thread(builder, target, tid, &mut examined) {
+            Err(Error::Kernel(Kernel::Gone(_))) => {}
+            other => other?,
+        }
+    }
+    // As late as possible: this is what takes long where there are many processes.
+    examined.last_pid = proc::last_pid();
+    examined.since = Instant::now();
+    sharers(builder, target, &proc::processes()?);
+    Ok(examined)
+}
+
+fn examine_thread(builder: &mut Builder, target: &Proc, tid: u32, examined: &mut Examined) -> Result<()> {
+    let folder = target.sibling(tid)?;
+    let (stat, status) = (folder.stat()?, folder.status()?);
+    namespaces(builder, examined, &folder.namespaces()?);
+    examined.threads.insert(tid, may_change_namespaces(&status));
+    thread(builder, target, tid, &stat, &status)
+}
+
+/// How long the numbers of processes are sure not to have come round since the last look: making one takes more than
+/// 10 µs, and there are at least 2^15 numbers (`PID_MAX_LIMIT` aside, `kernel.pid_max` is rarely less).
+const NO_ROUND: Duration = Duration::from_millis(300);
+
+/// Looks again at everything that [`examine`] found, now that the process stands still; `threads` are all of its own.
+///
+/// Facts that cannot have changed are not asked for a second time:
+///
+/// * *Namespaces of a thread* are changed only by itself, by `setns` and `unshare`. Both want `CAP_SYS_ADMIN`, except
+///   for a new user namespace, which only a process of one thread can enter, and for what is behind it. So those of
+///   the main thread are read again; those of another one that existed and did not have this capability, then and
+///   now, are as they were: permitted capabilities only ever become fewer, except by `execve`, which ends all
+///   threads but one. A mount namespace comes with a file-system context that is not shared any more, a new user, pid
+///   or time namespace with a new process: neither is possible in one thread of several.
+/// * *Other processes that share something with it*: sharing begins when a process is made (`clone`) and at no other
+///   moment. Processes that existed at the first look, after which it cannot have begun, and newer ones have newer
+///   numbers, which the kernel hands out in turn: only those are looked at. (A number of one's choice, `set_tid`, wants
+///   a privilege and would have to be used in this very moment.)
+/// * *Whether a security module confines programs here* does not change while the system runs; labels, where there
+///   are any, are read again.
+///
+/// # Errors
+/// As [`examine`].
+pub fn examine_again(
+    builder: &mut Builder,
+    target: &Proc,
+    examined: &Examined,
+    threads: &[(&ThreadFiles, &Look)],
+) -> Result<()> {
+    let made: Vec<u32> = threads.iter().flat_map(|(_, look)| look.children.iter().copied()).collect();
+    children(builder, &made);
+    if examined.confines {
+        confinement(builder, &Proc::process(std::process::id())?, target)?;
+    }
+    for (files, look) in threads {
+        let (tid, status) = (files.tid(), &look.status);
+        let is_leader = tid == target.pid();
+        let free = may_change_namespaces(status) || examined.threads.get(&tid) != Some(&false);
+        if is_leader || free {
+            let kinds = if is_leader { NamespaceKind::ALL.as_slice() } else { &NamespaceKind::OF_THREADS };
+            let theirs = files.folder.namespaces_of(kinds)?;
+            // What is as it was in the main thread has been judged.
+            if !theirs.iter().all(|n| examined.theirs.contains(n)) {
+                namespaces(builder, examined, &theirs);
+            }
+        }
+        thread(builder, target, tid, &look.stat, status)?;
+    }
+    let own = |pid: &u32| threads.iter().any(|(files, _)| files.tid() == *pid);
+    let mut others = newer(examined)?;
+    others.retain(|pid| !own(pid));
+    sharers(builder, target, &others);
     Ok(())
 }
 
-fn children(builder: &mut Builder, target: &Proc) -> Result<()> {
-    for child in target.children()? {
+/// Whether a thread has, or may yet have had, what it takes to change its namespaces.
+fn may_change_namespaces(status: &Status) -> bool {
+    const CAP_SYS_ADMIN: u64 = 1 << 21;
+    const PERMITTED: usize = 1;
+    status.caps[PERMITTED] & CAP_SYS_ADMIN != 0
+}
+
+/// Processes and threads that were made since the last look, and perhaps more.
+fn newer(examined: &Examined) -> Result<Vec<u32>> {
+    const MANY: u32 = 1000;
+    let Some((before, now)) = examined.last_pid.zip(proc::last_pid()) else { return Ok(proc::processes()?) };
+    if before == now && examined.since.elapsed() < NO_ROUND {
+        return Ok(Vec::new());
+    }
+    match now.checked_sub(before) {
+        Some(few) if few < MANY && examined.since.elapsed() < NO_ROUND => Ok((before + 1..=now).collect()),
+        _ => Ok(proc::processes()?),
+    }
+}
+
+fn children(builder: &mut Builder, children: &[u32]) {
+    for &child in children {
         let what = format!("child {}", named(child));
         let zombie = Proc::process(child).and_then(|c| c.stat()).is_ok_and(|s| s.state == b'Z');
         if zombie {
@@ -142,37 +265,26 @@ fn children(builder: &mut Builder, target: &Proc) -> Result<()> {
             builder.refuse(what, "programs with child processes cannot be captured yet", hint);
         }
     }
-    Ok(())
 }
 
-fn namespaces(builder: &mut Builder, own: &Proc, target: &Proc) -> Result<()> {
-    let ours = own.namespaces()?;
-    let here = |kind| ours.iter().find(|n| n.kind == kind).map(|n| n.id);
-    let private = restored_privately(own, target)?;
-    for tid in target.threads()? {
-        let theirs = match target.sibling(tid).and_then(|t| t.namespaces()) {
-            Err(Kernel::Gone(_)) => continue,
-            other => other?,
-        };
-        for space in theirs {
-            // Time namespaces only shift clocks, which a restore does anyway.
-            let shifts_clocks = matches!(space.kind, NamespaceKind::Time | NamespaceKind::TimeForChildren);
-            let is_private = matches!(
-                space.kind,
-                NamespaceKind::Pid | NamespaceKind::PidForChildren | NamespaceKind::Mount
-            );
-            if shifts_clocks || here(space.kind) == Some(space.id) || (private && is_private) {
-                continue;
-            }
-            let what = match space.kind {
-                NamespaceKind::PidForChildren => "pid namespace of its children".to_string(),
-                kind => format!("{} namespace", kind.name()),
-            };
-            let hint = "run stillpoint inside of it, for example with nsenter(1)";
-            builder.refuse(what, "the program is in another one than stillpoint", hint);
+fn namespaces(builder: &mut Builder, examined: &Examined, theirs: &[Namespace]) {
+    for space in theirs {
+        // Time namespaces only shift clocks, which a restore does anyway.
+        let shifts_clocks = matches!(space.kind, NamespaceKind::Time | NamespaceKind::TimeForChildren);
+        let is_private =
+            matches!(space.kind, NamespaceKind::Pid | NamespaceKind::PidForChildren | NamespaceKind::Mount);
+        // Of a private one it must still be the one that was looked at.
+        let private = examined.private && is_private && examined.theirs.contains(space);
+        if shifts_clocks || examined.ours.contains(space) || private {
+            continue;
         }
+        let what = match space.kind {
+            NamespaceKind::PidForChildren => "pid namespace of its children".to_string(),
+            kind => format!("{} namespace", kind.name()),
+        };
+        let hint = "run stillpoint inside of it, for example with nsenter(1)";
+        builder.refuse(what, "the program is in another one than stillpoint", hint);
     }
-    Ok(())
 }
 
 /// Whether the program lives in a pid namespace that a restore of ours made because its process ids were taken: one
@@ -197,14 +309,16 @@ fn restored_privately(own: &Proc, target: &Proc) -> Result<bool> {
     Ok(false)
 }
 
-/// A security module's label is given at exec; nobody else may give it back.
-fn confinement(builder: &mut Builder, own: &Proc, target: &Proc) -> Result<()> {
-    let label = |p: &Proc| -> Result<Vec<u8>> {
-        let text = p.read_optional("attr/current")?.unwrap_or_default();
-        Ok(text.trim_ascii_end().strip_suffix(b"\0").unwrap_or(text.trim_ascii_end()).to_vec())
+/// A security module's label is given at exec; nobody else may give it back. Returns whether there are labels at all.
+fn confinement(builder: &mut Builder, own: &Proc, target: &Proc) -> Result<bool> {
+    let label = |p: &Proc| -> Result<Option<Vec<u8>>> {
+        let Some(text) = p.read_optional("attr/current")? else { return Ok(None) };
+        Ok(Some(text.trim_ascii_end().strip_suffix(b"\0").unwrap_or(text.trim_ascii_end()).to_vec()))
     };
-    let theirs = label(target)?;
-    if theirs != label(own)? {
+    let (theirs, ours) = (label(target)?, label(own)?);
+    let confines = theirs.is_some() || ours.is_some();
+    let (theirs, ours) = (theirs.unwrap_or_default(), ours.unwrap_or_default());
+    if theirs != ours {
         let what = format!("security label {:?}", String::from_utf8_lossy(&theirs));
         let hint = "run stillpoint with the same label";
         builder.refuse(
@@ -213,27 +327,15 @@ fn confinement(builder: &mut Builder, own: &Proc, target: &Proc) -> Result<()> {
             hint,
         );
     }
-    Ok(())
+    Ok(confines)
 }
 
 /// What a thread has apart from the others, or that has no place in a checkpoint.
-fn threads(builder: &mut Builder, target: &Proc) -> Result<()> {
-    for tid in target.threads()? {
-        match thread(builder, target, tid) {
-            Err(Error::Kernel(Kernel::Gone(_))) => {}
-            other => other?,
-        }
-    }
-    Ok(())
-}
-
-fn thread(builder: &mut Builder, target: &Proc, tid: u32) -> Result<()> {
-    let folder = target.sibling(tid)?;
-    let (stat, status) = (folder.stat()?, folder.status()?);
-    let what = thread_name(&stat, tid);
+fn thread(builder: &mut Builder, target: &Proc, tid: u32, stat: &Stat, status: &Status) -> Result<()> {
+    let what = || thread_name(stat, tid);
     if stat.flags.intersects(TaskFlags::IO_WORKER | TaskFlags::USER_WORKER) {
         let hint = "close the io_uring (or vhost device) first";
-        builder.refuse(what, "the kernel made it to work for the program", hint);
+        builder.refuse(what(), "the kernel made it to work for the program", hint);
         return Ok(());
     }
     if matches!(stat.state, b'Z' | b'X') {
@@ -247,29 +349,28 @@ fn thread(builder: &mut Builder, target: &Proc, tid: u32) -> Result<()> {
         ] {
             if !sharing::shared(target.pid(), tid, object)? {
                 let why = format!("it does not share its {name} with the main thread ({flag})");
-                builder.refuse(what.clone(), why, "");
+                builder.refuse(what(), why, "");
             }
         }
     }
-    states(builder, &what, &stat, &status);
+    states(builder, &what, stat, status);
     Ok(())
 }
 
 /// Rare states of a thread, by their traces in `/proc`.
-fn states(builder: &mut Builder, what: &str, stat: &Stat, status: &Status) {
-    let words: Vec<&[u8]> = status.x86_features.split(|&b| b == b' ').collect();
-    if words.contains(&b"shstk".as_slice()) {
+fn states(builder: &mut Builder, what: &dyn Fn() -> String, stat: &Stat, status: &Status) {
+    if status.x86_features.split(|&b| b == b' ').any(|word| word == b"shstk") {
         let hint = "start it with GLIBC_TUNABLES=glibc.cpu.x86_shstk=off";
-        builder.refuse(what, "it uses a shadow stack", hint);
+        builder.refuse(what(), "it uses a shadow stack", hint);
     }
     if status.untag_mask.is_some_and(|mask| mask != u64::MAX) {
-        builder.refuse(what, "it uses linear address masking", "");
+        builder.refuse(what(), "it uses linear address masking", "");
     }
     if stat.flags.contains(TaskFlags::IO_FLUSHER) {
-        builder.refuse(what, "it handles I/O for the kernel (PR_SET_IO_FLUSHER)", "");
+        builder.refuse(what(), "it handles I/O for the kernel (PR_SET_IO_FLUSHER)", "");
     }
     if stat.flags.contains(TaskFlags::MCE_PROCESS) {
-        builder.refuse(what, "it has its own policy for memory failures (PR_MCE_KILL)", "");
+        builder.refuse(what(), "it has its own policy for memory failures (PR_MCE_KILL)", "");
     }
     // "thread force mitigated" and "thread mitigated" are choices; all other words are the machine's.
     for (text, name) in [
@@ -284,16 +385,16 @@ fn states(builder: &mut Builder, what: &str, stat: &Stat, status: &Status) {
         ];
         if chosen.contains(&text.as_slice()) {
             let why = format!("it switched {name} off (PR_SET_SPECULATION_CTRL)");
-            builder.refuse(what, why, "");
+            builder.refuse(what(), why, "");
         }
     }
 }
 
 /// Other processes with the same memory, descriptors or current directory: a `vfork` that has not yet executed, or
 /// plain clone(2). Processes that we may not look at are taken not to share.
-fn sharers(builder: &mut Builder, target: &Proc) -> Result<()> {
-    for pid in proc::processes()? {
-        if pid == target.pid() {
+fn sharers(builder: &mut Builder, target: &Proc, others: &[u32]) {
+    for &pid in others {
+        if pid == target.pid() || pid == std::process::id() {
             continue;
         }
         for (object, name) in [
@@ -310,7 +411,6 @@ fn sharers(builder: &mut Builder, target: &Proc) -> Result<()> {
             }
         }
     }
-    Ok(())
 }
 
 /// Notes mappings that cannot be captured.

@@ -2,31 +2,98 @@
 
 use crate::{Builder, Result};
 use stillpoint_image::{Bytes, Credentials, Range, Sched, SeccompFilter, Thread};
-use stillpoint_linux::proc::{Proc, Stat, Status};
+use stillpoint_linux::proc::{self, Held, Proc, Stat, Status};
 use stillpoint_linux::ptrace::Stopped;
 use stillpoint_linux::{layout, sched, seccomp};
 
-/// Everything of a [`Thread`] that can be read without running code in it and without tracing it. `folder` is the
-/// thread's own ([`Proc::thread`], [`Proc::sibling`]).
+/// The files in which `/proc` tells of a thread, held open: to open them takes longer than to read them.
+#[derive(Debug)]
+pub struct ThreadFiles {
+    /// The thread's folder.
+    pub folder: Proc,
+    stat: Held,
+    status: Held,
+    name: Held,
+    children: Held,
+    slack: Held,
+}
+
+/// What its files tell of a thread at one moment.
+#[derive(Clone, Debug, Default)]
+pub struct Look {
+    /// `stat`.
+    pub stat: Stat,
+    /// `status`.
+    pub status: Status,
+    /// `comm`.
+    pub name: Vec<u8>,
+    /// Child processes that this thread made, or inherited from one that ended.
+    pub children: Vec<u32>,
+    /// Timer slack, nanoseconds; `None` where we may not know.
+    pub slack_ns: Option<u64>,
+}
+
+impl ThreadFiles {
+    /// Opens them. `folder` is the thread's own ([`Proc::thread`], [`Proc::sibling`]).
+    ///
+    /// # Errors
+    /// [`stillpoint_linux::Error::Gone`], or that a file cannot be opened.
+    pub fn open(folder: Proc) -> Result<Self> {
+        Ok(ThreadFiles {
+            stat: folder.hold("stat")?,
+            status: folder.hold("status")?,
+            name: folder.hold("comm")?,
+            children: folder.hold("children")?,
+            slack: folder.hold_timer_slack()?,
+            folder,
+        })
+    }
+
+    /// Thread id in our pid namespace.
+    pub fn tid(&self) -> u32 {
+        self.folder.tid()
+    }
+
+    /// Reads them all.
+    ///
+    /// # Errors
+    /// [`stillpoint_linux::Error::Gone`], or that a file cannot be read.
+    pub fn look(&self) -> Result<Look> {
+        let slack_ns = match self.slack.parse(proc::number) {
+            Ok(ns) => Some(ns),
+            // It takes CAP_SYS_NICE where its owner is not the reader.
+            Err(e) if matches!(e.errno(), Some(libc::EPERM | libc::EACCES)) => None,
+            Err(e) => return Err(e.into()),
+        };
+        Ok(Look {
+            stat: proc::stat::parse(&self.stat.read()?, self.stat.path())?,
+            status: proc::status::parse(&self.status.read()?, self.status.path())?,
+            name: proc::without_newline(self.name.read()?),
+            children: self.children.parse(proc::pids)?,
+            slack_ns,
+        })
+    }
+}
+
+/// Everything of a [`Thread`] that can be read without running code in it and without tracing it. `tid` is its id in
+/// our pid namespace.
 ///
 /// Left at its default: registers, signal mask, pending signals and rseq (ptrace); seccomp filters ([`stopped`]);
 /// alternate stack, `clear_child_tid`, `pdeath_signal`, `tsc`, securebits ([`super::inside::ThreadQuery`]); `blocked`.
 ///
 /// # Errors
 /// [`stillpoint_linux::Error::Gone`], or that something cannot be read.
-pub fn thread(folder: &Proc) -> Result<Thread> {
-    let tid = folder.tid();
-    let (stat, status) = (folder.stat()?, folder.status()?);
+pub fn thread(tid: u32, look: &Look) -> Result<Thread> {
     let (head, len) = sched::robust_list(tid)?;
     Ok(Thread {
-        tid: status.own_tid(),
-        name: Bytes(folder.comm()?),
+        tid: look.status.own_tid(),
+        name: Bytes(look.name.clone()),
         robust_list: Range { start: head.0, len },
-        creds: credentials(&status),
-        sched: scheduling(tid, &stat)?,
-        timer_slack_ns: folder.timer_slack_ns()?.unwrap_or(0),
-        seccomp_strict: status.seccomp == 1,
-        no_new_privs: status.no_new_privs,
+        creds: credentials(&look.status),
+        sched: scheduling(tid, &look.stat)?,
+        timer_slack_ns: look.slack_ns.unwrap_or(0),
+        seccomp_strict: look.status.seccomp == 1,
+        no_new_privs: look.status.no_new_privs,
         ioprio: sched::io_priority(tid)?,
         ..Thread::default()
     })
@@ -57,14 +124,14 @@ fn scheduling(tid: u32, stat: &Stat) -> Result<Sched> {
 }
 
 /// What can be read of a thread only while it is traced and stopped: seccomp filters. Notes a thread that dispatches
-/// its system calls to itself: nothing can be run inside of it.
+/// its system calls to itself: nothing can be run inside of it. `seccomp` is the mode that its status tells.
 ///
 /// # Errors
 /// [`stillpoint_linux::Error::Gone`].
-pub fn stopped(builder: &mut Builder, stopped: &Stopped, thread: &mut Thread) -> Result<()> {
+pub fn stopped(builder: &mut Builder, stopped: &Stopped, seccomp: u32, thread: &mut Thread) -> Result<()> {
     let name =
         || format!("thread {} ({})", stopped.tid(), String::from_utf8_lossy(&thread.name.0).escape_debug());
-    match seccomp::dispatches_calls(stopped) {
+    match stillpoint_linux::seccomp::dispatches_calls(stopped) {
         Ok(true) => {
             let why = "it dispatches its system calls to itself (PR_SET_SYSCALL_USER_DISPATCH), as Wine does";
             builder.refuse(name(), why, "");
@@ -73,7 +140,9 @@ pub fn stopped(builder: &mut Builder, stopped: &Stopped, thread: &mut Thread) ->
         // Kernels before 6.4 do not tell.
         _ => {}
     }
-    match filters(stopped) {
+    // Without this look every ordinary thread would need CAP_SYS_ADMIN for the answer "none".
+    let filters = if seccomp == 2 { filters(stopped) } else { Ok(Vec::new()) };
+    match filters {
         Ok(filters) => thread.seccomp = filters,
         Err(e @ stillpoint_linux::Error::Gone(_)) => return Err(e.into()),
         Err(e) => {
@@ -85,12 +154,7 @@ pub fn stopped(builder: &mut Builder, stopped: &Stopped, thread: &mut Thread) ->
 }
 
 fn filters(stopped: &Stopped) -> Result<Vec<SeccompFilter>, stillpoint_linux::Error> {
-    // Without this look every ordinary thread would need CAP_SYS_ADMIN for the answer "none".
-    let mode = Proc::thread_by_tid(stopped.tid())?.status()?.seccomp;
     let mut filters = Vec::new();
-    if mode != 2 {
-        return Ok(filters);
-    }
     while let Some(program) = stopped.seccomp_filter(filters.len())? {
         let flags = seccomp::filter_flags(stopped, filters.len() as u64)?;
         filters.push(SeccompFilter { program: Bytes(program), flags });

@@ -4,19 +4,18 @@
 //! A page is written to the store straight from the program; of several copies the last one counts. A page that the
 //! program dropped or unmapped since it was copied is found missing at the cut, and forgotten.
 
-use super::tracking::{Found, Tracking};
-use super::{Cut, Engine, MemoryEngine, Running, Still, put_error};
+use super::tracking::{Found, Tracking, writes_unnoticed};
+use super::{Copied, Cut, Engine, MemoryEngine, Running, Still, put_error};
 use crate::regions::{spans, spans_of_maps, zeros};
 use crate::{Error, Result};
 use std::sync::{Mutex, PoisonError};
 use stillpoint_image::{Extent, Owner, PAGE, Range};
 use stillpoint_linux::memory::Memory;
-use stillpoint_store::{PutError, Writer};
 
 /// Rounds of copying before a cut.
 const ROUNDS: usize = 8;
 /// So little is left for the cut, bytes, that another round would not be worth it.
-const LITTLE: u64 = 1 << 20;
+const LITTLE: u64 = 256 << 10;
 /// Cuts that may turn out to be too much.
 const TRIES: usize = 3;
 
@@ -35,6 +34,8 @@ pub(crate) struct Precopy<'t> {
     /// Most bytes that the cut may copy.
     most: u64,
     tries: usize,
+    /// Something has been copied.
+    started: bool,
 }
 
 impl<'t> Precopy<'t> {
@@ -42,16 +43,36 @@ impl<'t> Precopy<'t> {
     /// be copied at the cut.
     pub fn new(tracking: &'t mut Option<Tracking>, base: Vec<Extent>, most: u64) -> Self {
         let copied = Copied::default();
-        Precopy { tracking, base, left: Vec::new(), copied, own: Vec::new(), most, tries: 0 }
+        Precopy { tracking, base, left: Vec::new(), copied, own: Vec::new(), most, tries: 0, started: false }
     }
 
-    fn round(&mut self, running: &mut Running<'_>, first: bool) -> Result<u64> {
+    /// Copies until little is left.
+    fn rounds(&mut self, running: &mut Running<'_>) -> Result<()> {
+        let mut before = u64::MAX;
+        for _ in 0..ROUNDS {
+            let bytes = self.round(running)?;
+            running.log.tell(format!("copied {} pages while it ran", bytes / PAGE));
+            // What is written during a round grows with the time it takes: when that does not shrink any more, it
+            // will not.
+            if bytes <= LITTLE || bytes > before / 4 * 3 {
+                break;
+            }
+            before = bytes;
+        }
+        Ok(())
+    }
+
+    fn round(&mut self, running: &mut Running<'_>) -> Result<u64> {
         let spans = spans_of_maps(&running.target.process.maps()?);
         let Some(tracking) = self.tracking else { return Err(Error::Failed("it is not followed".into())) };
         let Found { dirty, .. } = tracking.look(running.target, &spans)?;
+        // Looked at after pages were protected and before they are copied: see there.
+        if writes_unnoticed(running.target.pid)? {
+            return Err(Error::Failed("it reads files past the page cache (O_DIRECT)".into()));
+        }
         self.left.extend(dirty);
         let bytes = self.left.iter().map(|(r, _)| r.len).sum();
-        if first {
+        if !std::mem::replace(&mut self.started, true) {
             running.progress.start(bytes);
         }
         let left = std::mem::take(&mut self.left);
@@ -76,19 +97,12 @@ impl MemoryEngine for Precopy<'_> {
         for extent in self.base.drain(..).filter(|e| e.owner == Owner::Space(0)) {
             running.writer.reuse(&extent)?;
         }
-        let mut before = u64::MAX;
-        for round in 1..=ROUNDS {
-            let bytes = self.round(running, round == 1 && self.tries == 0)?;
-            running.log.tell(format!("round {round} copied {} pages", bytes / PAGE));
-            // What is written during a round grows with the time it takes: when that does not shrink any more, it
-            // will not.
-            if bytes <= LITTLE || bytes > before / 4 * 3 {
-                break;
-            }
-            before = bytes;
-        }
         self.copied.reserve(self.most);
-        Ok(())
+        self.rounds(running)
+    }
+
+    fn converge(&mut self, running: &mut Running<'_>) -> Result<()> {
+        self.rounds(running)
     }
 
     fn cut(&mut self, still: &mut Still<'_>) -> Result<Cut> {
@@ -164,45 +178,4 @@ fn put_what_is_there(
     let put = running.writer.put_parallel(Owner::Space(0), ranges, zeros(zeros_matter), &fill);
     put.map_err(put_error)?;
     Ok(missed.into_inner().unwrap_or_else(PoisonError::into_inner))
-}
-
-/// Pages copied at the cut, in memory that was there before.
-#[derive(Debug, Default)]
-struct Copied {
-    bytes: Vec<u8>,
-    ranges: Vec<(Range, bool)>,
-}
-
-impl Copied {
-    /// Gets memory ready, so that the cut need not wait for any.
-    fn reserve(&mut self, bytes: u64) {
-        self.bytes.resize(bytes as usize, 1);
-        self.bytes.clear();
-    }
-
-    fn copy(&mut self, memory: &Memory, ranges: &[(Range, bool)]) -> Result<()> {
-        let total: u64 = ranges.iter().map(|(r, _)| r.len).sum();
-        self.bytes.resize(total as usize, 0);
-        let from: Vec<(u64, u64)> = ranges.iter().map(|(r, _)| (r.start, r.len)).collect();
-        memory.read_many(&from, &mut self.bytes)?;
-        self.ranges = ranges.to_vec();
-        Ok(())
-    }
-
-    fn put(&self, writer: &mut Writer) -> Result<()> {
-        let mut at = 0;
-        for (range, zeros_matter) in &self.ranges {
-            let bytes = &self.bytes[at..at + range.len as usize];
-            at += range.len as usize;
-            let fill = |address: u64, buffer: &mut [u8]| {
-                let from = (address - range.start) as usize;
-                buffer.copy_from_slice(&bytes[from..from + buffer.len()]);
-                Ok::<(), stillpoint_linux::Error>(())
-            };
-            let put: Result<(), PutError<_>> =
-                writer.put(Owner::Space(0), *range, zeros(*zeros_matter), fill);
-            put.map_err(put_error)?;
-        }
-        Ok(())
-    }
 }

@@ -11,6 +11,7 @@ use std::os::fd::AsFd;
 use stillpoint_image::Range;
 use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::descriptors::duplicate_from;
+use stillpoint_linux::fdinfo;
 use stillpoint_linux::pagemap::{Category, Query, Run};
 use stillpoint_linux::userfault::{self, Mode, Userfault};
 
@@ -61,12 +62,10 @@ impl Tracking {
         let mut runs = Vec::new();
         for span in spans {
             runs.clear();
-            if self.scan(target, span, &mut runs)? {
-                self.followed.push(span.range);
-            }
+            let known = self.scan(target, span, &mut runs)?;
             for run in &runs {
                 push(&mut found.own, range(run));
-                if !is_clean(run.categories, span) {
+                if !(known && is_clean(run.categories, span)) {
                     found.dirty.push((range(run), span.zeros_matter));
                 }
             }
@@ -74,22 +73,27 @@ impl Tracking {
         Ok(found)
     }
 
-    /// Runs of own pages of a span; false if it cannot be followed.
-    fn scan(&self, target: &Target, span: &Span, runs: &mut Vec<Run>) -> Result<bool> {
+    /// Runs of own pages of a span. False if all of them are dirty, whatever their categories: because they have not
+    /// been followed, or because the look failed half-way (a part of the span has been replaced since it was listed)
+    /// and what it had found by then is lost.
+    fn scan(&mut self, target: &Target, span: &Span, runs: &mut Vec<Run>) -> Result<bool> {
         let report = Category::WP_ALLOWED | Category::WRITTEN | Category::SWAPPED;
         let query = Query { report, ..span.query() };
         let (start, end) = (RemoteAddr(span.range.start), RemoteAddr(span.range.end()));
+        self.followed.push(span.range);
         if target.pagemap.scan_and_protect(start, end, query, runs)? {
             return Ok(true);
         }
+        runs.clear();
         match self.userfault.register(start, end) {
-            Ok(()) if target.pagemap.scan_and_protect(start, end, query, runs)? => return Ok(true),
+            Ok(()) if target.pagemap.scan_and_protect(start, end, query, runs)? => return Ok(false),
             Err(e) if e.errno() == Some(libc::ESRCH) => {
                 return Err(Error::Failed("the program has replaced itself".into()));
             }
-            // It is gone, or of a kind that cannot be followed: then all of it is dirty.
+            // It is gone, or of a kind that cannot be followed.
             _ => {}
         }
+        runs.clear();
         target.pagemap.scan(start, end, query, runs)?;
         Ok(false)
     }
@@ -130,7 +134,7 @@ impl Drop for Tracking {
 /// 1. All threads stand still, so the descriptor gets the lowest free number, and nobody sees it.
 /// 2. Should we die before it is closed, the thread closes it on its way home.
 pub(crate) fn open_inside(target: &Target, frozen: &mut Frozen, mode: Mode) -> Result<Userfault> {
-    let number = lowest_free(&target.process.list("fd")?);
+    let number = lowest_free(&fdinfo::list(target.pid)?);
     // A program without CAP_SYS_PTRACE may only make one that does not stop the kernel itself. Where writes are only
     // noted, nothing stops anyway.
     let user_mode_only = if mode == Mode::Noted { 1 } else { 0 };
@@ -150,9 +154,17 @@ pub(crate) fn open_inside(target: &Target, frozen: &mut Frozen, mode: Mode) -> R
     })
 }
 
-/// Lowest number that is not in use.
-fn lowest_free(names: &[Vec<u8>]) -> u64 {
-    let used: std::collections::HashSet<u64> =
-        names.iter().filter_map(|n| std::str::from_utf8(n).ok()?.parse().ok()).collect();
-    (0..).find(|n| !used.contains(n)).unwrap_or(0)
+/// Lowest number that is not in use, of numbers in ascending order.
+fn lowest_free(used: &[u32]) -> u64 {
+    let in_order = used.iter().zip(0..).take_while(|&(&fd, n)| fd == n);
+    in_order.count() as u64
+}
+
+/// Whether a process holds a descriptor by which devices write into its memory without a page fault (`O_DIRECT`). What
+/// such a transfer writes after its page was protected is not noted; it does not outlast a freeze, which waits for
+/// threads in such calls.
+pub(crate) fn writes_unnoticed(pid: u32) -> Result<bool> {
+    // One that is closed meanwhile cannot be read: nothing goes on there.
+    let direct = |fd: u32| fdinfo::read(pid, fd).is_ok_and(|i| i.flags & libc::O_DIRECT as u32 != 0);
+    Ok(fdinfo::list(pid)?.into_iter().any(direct))
 }

@@ -17,6 +17,8 @@ pub fn run(common: &Common, args: &Checkpoint) -> Result<ExitCode> {
     let engine = match args.engine {
         EngineName::Auto => Engine::Auto,
         EngineName::Precopy => Engine::Precopy,
+        EngineName::Fork => Engine::Fork,
+        EngineName::Wp => Engine::Wp,
         EngineName::Stop => Engine::Stop,
     };
     let job = args.name.clone().unwrap_or(target.job);
@@ -52,7 +54,9 @@ fn failure(error: Error, target: &str) -> Failure {
         Error::Target(what) => Failure::usage(what),
         Error::Store(e) => jobs::store_failure(e).within(&format!("checkpoint {target}")),
         Error::Kernel(e) => Failure::from(e).within(&format!("checkpoint {target}")),
-        Error::Failed(what) => Failure::failed(what).within(&format!("checkpoint {target}")),
+        Error::Failed(what) | Error::Lost(what) => {
+            Failure::failed(what).within(&format!("checkpoint {target}"))
+        }
     }
 }
 

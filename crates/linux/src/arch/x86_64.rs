@@ -48,7 +48,8 @@ const SYSCALL_LEN: u64 = 2;
 pub const RED_ZONE: u64 = 128;
 
 const ERESTARTSYS: i64 = 512;
-const ERESTARTNOINTR: i64 = 513;
+/// What a call returns inside the kernel that is to be made again once a signal has been dealt with.
+pub const ERESTARTNOINTR: i64 = 513;
 const ERESTARTNOHAND: i64 = 514;
 const ERESTART_RESTARTBLOCK: i64 = 516;
 
@@ -182,6 +183,9 @@ const SW_BYTES: usize = 464;
 const UC_FLAGS: u64 = 7;
 /// Flags of `uc_stack` that no kernel accepts: `rt_sigreturn` ignores the error and leaves the alternate stack alone.
 const INVALID_SS_FLAGS: u64 = 0x7fff;
+
+/// Offset in [`home_frame`] of the register that holds the first argument of a system call (`rdi`).
+pub const FRAME_FIRST_ARGUMENT: u64 = 14 * 8;
 
 /// Bytes that [`home_frame`] needs for extended state of `xstate_len` bytes.
 pub fn home_frame_len(xstate_len: usize) -> usize {
@@ -324,6 +328,14 @@ mod tests {
         let code = program_loop();
         let at = step_address(RemoteAddr(0)).0 as usize;
         assert_eq!(&code[at..at + 2], b"\x0f\x05");
+    }
+
+    #[test]
+    fn the_first_argument_lies_in_a_frame_where_it_is_said_to() {
+        let regs = Regs { rdi: 0x1234_5678_9abc, ..Regs::default() };
+        let frame = home_frame(0, &regs, &[0; 576], 0, RemoteAddr(0));
+        let at = FRAME_FIRST_ARGUMENT as usize;
+        assert_eq!(frame[at..at + 8], regs.rdi.to_le_bytes());
     }
 
     #[test]

@@ -7,6 +7,7 @@
 //! [proc(5)]: https://man7.org/linux/man-pages/man5/proc.5.html
 
 pub mod auxv;
+pub mod held;
 pub mod maps;
 pub mod namespaces;
 pub mod sched;
@@ -18,6 +19,7 @@ pub mod task;
 mod text;
 pub mod timers;
 
+pub use held::Held;
 pub use maps::Vma;
 pub use namespaces::{Namespace, NamespaceKind};
 pub use sched::SchedStat;
@@ -201,11 +203,7 @@ impl Proc {
 
     /// Name of the process or thread (`comm`), as it is: any bytes but zero, at most 15 (more in kernel threads).
     pub fn comm(&self) -> Result<Vec<u8>> {
-        let mut name = self.read("comm")?;
-        if name.last() == Some(&b'\n') {
-            name.pop();
-        }
-        Ok(name)
+        Ok(without_newline(self.read("comm")?))
     }
 
     /// Command line, one entry an argument. Empty for zombies and kernel threads.
@@ -253,8 +251,7 @@ impl Proc {
     pub fn timer_slack_ns(&self) -> Result<Option<u64>> {
         let file = Proc::open(self.pid, self.tid, PathBuf::from(format!("/proc/{}", self.tid)))?;
         let Some(text) = file.read_optional("timerslack_ns")? else { return Ok(None) };
-        let value = text::dec(text.trim_ascii());
-        value.map(Some).ok_or_else(|| file.nonsense("timerslack_ns", &text))
+        number(&text).map(Some).ok_or_else(|| file.nonsense("timerslack_ns", &text))
     }
 
     /// Kernel function in which the thread sleeps (`wchan`), empty if it runs.
@@ -302,6 +299,31 @@ pub fn processes() -> Result<Vec<u32>> {
     }
     pids.sort_unstable();
     Ok(pids)
+}
+
+/// The id that was last given to a process or thread in our pid namespace (`/proc/sys/kernel/ns_last_pid`); the next
+/// one gets the next free number, from the start again at the highest. `None` where the kernel does not tell.
+pub fn last_pid() -> Option<u32> {
+    let text = std::fs::read("/proc/sys/kernel/ns_last_pid").ok()?;
+    number(&text)?.try_into().ok()
+}
+
+/// A decimal number on a line of its own.
+pub fn number(text: &[u8]) -> Option<u64> {
+    text::dec(text.trim_ascii())
+}
+
+/// Ids of processes in a file like `children`.
+pub fn pids(text: &[u8]) -> Option<Vec<u32>> {
+    text::words(text.trim_ascii()).map(|w| text::dec(w)?.try_into().ok()).collect()
+}
+
+/// A name as `comm` has it, without its newline.
+pub fn without_newline(mut name: Vec<u8>) -> Vec<u8> {
+    if name.last() == Some(&b'\n') {
+        name.pop();
+    }
+    name
 }
 
 /// The error for text that does not read as expected; long text is cut.

@@ -34,6 +34,17 @@ impl NamespaceKind {
         NamespaceKind::Uts,
     ];
 
+    /// Those that one thread of several can change for itself (`setns`, `unshare`), as long as it shares its current
+    /// directory with the others (which it must give up for a mount namespace) and makes no new process.
+    pub const OF_THREADS: [NamespaceKind; 6] = [
+        NamespaceKind::Cgroup,
+        NamespaceKind::Ipc,
+        NamespaceKind::Network,
+        NamespaceKind::PidForChildren,
+        NamespaceKind::TimeForChildren,
+        NamespaceKind::Uts,
+    ];
+
     /// Name of its link.
     pub fn name(self) -> &'static str {
         match self {
@@ -66,8 +77,16 @@ impl Proc {
     /// # Errors
     /// [`Error::Gone`], or [`Error::File`] if we may not trace the process.
     pub fn namespaces(&self) -> Result<Vec<Namespace>> {
+        self.namespaces_of(&NamespaceKind::ALL)
+    }
+
+    /// As [`Proc::namespaces`], some kinds only.
+    ///
+    /// # Errors
+    /// As [`Proc::namespaces`].
+    pub fn namespaces_of(&self, kinds: &[NamespaceKind]) -> Result<Vec<Namespace>> {
         let mut all = Vec::new();
-        for kind in NamespaceKind::ALL {
+        for &kind in kinds {
             let name = format!("ns/{}", kind.name());
             match self.link(&name) {
                 Ok(link) => {
