@@ -1,8 +1,10 @@
 //! The C programs of `bench/programs`: built, started, spoken to by files in their directory (see `program.h`).
 
 use anyhow::{Context, Result, bail};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use std::collections::HashMap;
 use std::fs;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -55,7 +57,8 @@ impl Programs {
         command.args(self.command_line(name, place, arguments)).current_dir(place);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let child = command.spawn().context("bash, setsid")?;
-        let program = Program { pid: child.id(), directory: place.to_owned(), child: Some(child) };
+        let program =
+            Program { pid: child.id(), directory: place.to_owned(), process: Process::Child(child) };
         program.wait_for("ready")?;
         Ok(program)
     }
@@ -79,12 +82,22 @@ fn compile(source: &Path, program: &Path) -> Result<()> {
     Ok(())
 }
 
-/// A running program.
+/// A running program. It is killed when this is dropped.
 pub struct Program {
     /// Process id.
     pub pid: u32,
     directory: PathBuf,
-    child: Option<Child>,
+    process: Process,
+}
+
+/// How a program that is to be killed is reached.
+enum Process {
+    /// It is our child.
+    Child(Child),
+    /// Something else started it.
+    Other(OwnedFd),
+    /// It is not there any more, or another one has its id.
+    Gone,
 }
 
 /// What a program said at its end.
@@ -105,7 +118,9 @@ impl Outcome {
 impl Program {
     /// A program that something else started in a directory, such as a job.
     pub fn adopt(pid: u32, place: &Path) -> Result<Self> {
-        let program = Program { pid, directory: place.to_owned(), child: None };
+        let id = i32::try_from(pid).ok().and_then(Pid::from_raw).context("process id")?;
+        let process = Process::Other(pidfd_open(id, PidfdFlags::empty())?);
+        let program = Program { pid, directory: place.to_owned(), process };
         program.wait_for("ready")?;
         Ok(program)
     }
@@ -157,7 +172,7 @@ impl Program {
 
     /// After something else killed it: frees the process id.
     pub fn reap(&mut self) {
-        if let Some(mut child) = self.child.take() {
+        if let Process::Child(mut child) = std::mem::replace(&mut self.process, Process::Gone) {
             let _ = child.wait();
         }
     }
@@ -192,9 +207,15 @@ impl Program {
 
 impl Drop for Program {
     fn drop(&mut self) {
-        if let Some(mut child) = self.child.take() {
-            let _ = child.kill();
-            let _ = child.wait();
+        match &mut self.process {
+            Process::Child(child) => {
+                let _ = child.kill();
+                let _ = child.wait();
+            }
+            Process::Other(process) => {
+                let _ = pidfd_send_signal(process, Signal::KILL);
+            }
+            Process::Gone => {}
         }
     }
 }

@@ -6,9 +6,8 @@ use crate::report::{Chart, Figure, Limit, Promise, Scale, Section, Table, number
 use crate::series::Series;
 use crate::tools::{Job, Request};
 use anyhow::{Context, Result};
-use rustix::process::{Pid, Signal, kill_process};
 use std::path::Path;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 const ABOUT: &str = "\
 A job of 256 MiB has a number of incremental checkpoints, before each of which its program writes 1 % of its pages; then it
@@ -68,35 +67,34 @@ fn measure(bench: &Bench, length: u64) -> Result<Series> {
         newest = bench.stillpoint.checkpoint(JOB, &store, request("--incremental"))?;
     }
     let checkpoint = format!("{JOB}@{}", newest.id().context("no id")?);
-    kill(&job)?;
+    drop(program); // kills it
+    job.wait()?;
     let mut times = Series::default();
     for run in 0..=bench.plan.runs {
-        let (took, job) = restart(bench, &store, &checkpoint, &directory)?;
-        match run {
-            0 => {}
-            _ => times.add(took),
+        let (took, program, job) = restart(bench, &store, &checkpoint, &directory)?;
+        if run > 0 {
+            times.add_time(took);
         }
         if run == bench.plan.runs {
-            Heartbeat::adopt(job.pid, &directory)?.finish()?;
-            job.wait()?;
+            program.finish()?;
         } else {
-            kill(&job)?;
+            drop(program);
         }
+        job.wait()?;
     }
     Ok(times)
 }
 
-/// Milliseconds until the restored program answers.
-fn restart(bench: &Bench, store: &Path, checkpoint: &str, directory: &Path) -> Result<(f64, Job)> {
+/// Time until the restored program answers.
+fn restart(
+    bench: &Bench,
+    store: &Path,
+    checkpoint: &str,
+    directory: &Path,
+) -> Result<(Duration, Heartbeat, Job)> {
     let began = Instant::now();
-    let (_, job) = bench.stillpoint.restore(store, checkpoint)?;
-    Heartbeat::adopt(job.pid, directory)?.longest_gap()?;
-    Ok((crate::series::ms(began.elapsed()), job))
-}
-
-/// Kills a job's program and waits until its supervisor is gone, too.
-fn kill(job: &Job) -> Result<()> {
-    let pid = i32::try_from(job.pid).ok().and_then(Pid::from_raw).context("process id")?;
-    kill_process(pid, Signal::KILL)?;
-    job.wait()
+    let job = bench.stillpoint.restore(store, checkpoint)?;
+    let program = Heartbeat::adopt(job.pid, directory)?;
+    program.longest_gap()?;
+    Ok((began.elapsed(), program, job))
 }

@@ -35,7 +35,13 @@ pub fn run(bench: &Bench) -> Result<Section> {
     let mut table = Table::new("incremental", &title, &columns);
     let mut chart = Chart::new("A full checkpoint and one of 1 %", "ms", Scale::Logarithmic);
     for engine in bench.tracking_engines() {
-        let [full, part] = measure(bench, engine, mebibytes)?;
+        let [full, part] = match measure(bench, engine, mebibytes) {
+            Ok(costs) => costs,
+            Err(why) => {
+                section.note(format!("{} is skipped: {why:#}", engine.name));
+                continue;
+            }
+        };
         let time = 100.0 * part.wall.median() / full.wall.median();
         let bytes = 100.0 * part.written.median() / full.written.median();
         for (kind, cost, shares) in [("full", &full, [100.0, 100.0]), ("incremental", &part, [time, bytes])] {

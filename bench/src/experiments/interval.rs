@@ -50,7 +50,13 @@ pub fn run(bench: &Bench) -> Result<Section> {
     for engine in bench.tracking_engines() {
         for (seconds, saved) in INTERVALS.iter().zip(&mut saved) {
             let interval = Duration::from_secs(*seconds) / scale as u32;
-            let measured = measure(bench, engine, interval, &kinds)?;
+            let measured = match measure(bench, engine, interval, &kinds) {
+                Ok(measured) => measured,
+                Err(why) => {
+                    section.note(format!("{} is skipped: {why:#}", engine.name));
+                    break;
+                }
+            };
             for (kind, m) in kinds.iter().zip(&measured) {
                 let kind = kind.trim_start_matches('-');
                 let names = vec![engine.name.to_owned(), number(interval.as_secs_f64()), kind.to_owned()];

@@ -93,6 +93,14 @@ pub struct Job {
 }
 
 impl Job {
+    fn from(report: &Value) -> Result<Self> {
+        let number = |key: &str| {
+            let id = report[key].as_u64().and_then(|n| u32::try_from(n).ok());
+            id.with_context(|| format!("no {key} in {report}"))
+        };
+        Ok(Job { pid: number("pid")?, supervisor: number("supervisor_pid")? })
+    }
+
     /// Waits until the supervisor is gone, after which the job may be removed.
     pub fn wait(&self) -> Result<()> {
         let until = Instant::now() + Duration::from_secs(30);
@@ -190,18 +198,13 @@ impl Stillpoint {
         let mut command = Command::new(&self.binary);
         command.args(["run", "--detach", "--json", "--name", job, "--"]).args(command_line);
         let (out, _) = run(command.env("STILLPOINT_STORE", store).current_dir(place))?;
-        let report: Value = serde_json::from_str(&out).with_context(|| out.clone())?;
-        let number =
-            |key: &str| report[key].as_u64().and_then(|n| u32::try_from(n).ok()).context(out.clone());
-        Ok(Job { pid: number("pid")?, supervisor: number("supervisor_pid")? })
+        Job::from(&serde_json::from_str(&out).with_context(|| out.clone())?)
     }
 
-    /// Restores a checkpoint into the background; the time of the command, and the job.
-    pub fn restore(&self, store: &Path, checkpoint: &str) -> Result<(Duration, Job)> {
-        let (report, took) = self.json(store, None, &["restore", checkpoint, "--detach", "--json"])?;
-        let number =
-            |key: &str| report[key].as_u64().and_then(|n| u32::try_from(n).ok()).context(report.to_string());
-        Ok((took, Job { pid: number("pid")?, supervisor: number("supervisor_pid")? }))
+    /// Restores a checkpoint into the background.
+    pub fn restore(&self, store: &Path, checkpoint: &str) -> Result<Job> {
+        let (report, _) = self.json(store, None, &["restore", checkpoint, "--detach", "--json"])?;
+        Job::from(&report)
     }
 
     /// Checkpoints and kills a program and restores it; time of the restore until the program answers.
