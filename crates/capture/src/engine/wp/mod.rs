@@ -454,7 +454,6 @@ impl Armed {
     /// Whether all that was read came from the program that was cut: reading goes by process id, and the process may
     /// have replaced its program. What is protected in the old one is seen in the new one only if they are the same.
     fn same_program(&self, target: &Target) -> Result<()> {
-        let lost = || Error::Lost("the process has replaced its program".into());
         let now = Pagemap::open(target.pid)?;
         let mut held = self.desk.hold();
         for span in &self.followed {
@@ -475,7 +474,7 @@ impl Armed {
             }
         }
         // Nothing is followed of a program that has nothing to follow.
-        if self.followed.is_empty() { Ok(()) } else { Err(lost()) }
+        if self.followed.is_empty() { Ok(()) } else { Err(Error::Replaced) }
     }
 
     fn scan(&self, range: Range, query: Query) -> Result<Vec<Run>> {
