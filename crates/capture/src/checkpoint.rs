@@ -340,11 +340,15 @@ impl<'a> Work<'a> {
                 Engine::Wp => Box::new(Wp::new(armed, base, self.options.buffer, lasting)),
                 _ => Box::new(Stop::default()),
             };
-            let name = engine.engine().name();
+            let (name, first) = (engine.engine().name(), engine.engine() == asked);
             match self.prepare(&mut *engine) {
                 Ok(()) => {}
-                Err(e @ (Error::Kernel(_) | Error::Failed(_))) if asked == Engine::Auto => {
+                Err(e @ (Error::Kernel(_) | Error::Failed(_))) if !first => {
                     self.log.tell(format!("{name} is not possible: {e}"));
+                    continue;
+                }
+                Err(Error::Lost(why)) => {
+                    self.log.tell(format!("{name} would not do: {why}"));
                     continue;
                 }
                 Err(Error::Failed(why)) => return Err(impossible(name, &why)),
@@ -374,7 +378,7 @@ impl<'a> Work<'a> {
                 self.log.pauses.push(frozen.thaw());
                 self.earlier = earlier_calls(&builder.image, self.target);
             }
-            let name = engine.engine().name();
+            let (name, first) = (engine.engine().name(), engine.engine() == asked);
             if let Cut::Impossible(why) = cut {
                 if self.options.engine != Engine::Auto {
                     return Err(impossible(name, &why));

@@ -23,6 +23,7 @@ use super::tracking::{open_inside, writes_unnoticed};
 use super::{Copied, Cut, Engine, MemoryEngine, Running, Still};
 use crate::brief::stop_briefly;
 use crate::checkpoint::{Progress, Target};
+use crate::freeze::Frozen;
 use crate::regions::{Span, own_pages, range, spans, spans_of_maps};
 use crate::{Error, Result};
 use around::Around;
@@ -32,8 +33,9 @@ use server::{Desk, Held};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
-use stillpoint_image::{Extent, Owner, PAGE, Range};
+use stillpoint_image::{Extent, Owner, PAGE, Range, Thread};
 use stillpoint_linux::RemoteAddr;
+use stillpoint_linux::fdinfo;
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::pagemap::{Category, Pagemap, Query, Run};
 use stillpoint_linux::userfault::Mode;
@@ -50,6 +52,11 @@ const AT_MOST: u64 = 32 << 20;
 /// What is new, or changes its place, may soon be gone: so much of it, bytes, is copied in the cut rather than
 /// protected; four times as much at each try.
 const EAGER: u64 = 1 << 20;
+/// Mappings that have no more than this, bytes, are protected in the cut: their own, or with a thread's block.
+const SMALL: u64 = 256 << 10;
+const SMALL_WITH_THREAD: u64 = 1 << 20;
+/// Where in a thread's block (at its thread pointer) the C library lets the kernel clear a word, at most, bytes.
+const THREAD_BLOCK: u64 = 0x400;
 /// More runs than this in a piece are protected all at once.
 const MANY: usize = 16;
 /// Rounds of protecting what was written meanwhile, at most.
@@ -72,6 +79,12 @@ pub(crate) struct Armed {
     covered: Vec<Range>,
     /// All that was followed.
     followed: Vec<Range>,
+    /// Mappings of few pages, which are protected in the cut only.
+    small: Vec<Range>,
+    /// Pages that are never protected: into each the kernel writes when a thread ends, and does not wait.
+    exempt: Vec<u64>,
+    /// A checkpoint is complete: what is protected is saved, or known to be unsaved.
+    complete: bool,
     /// Own pages that there were before the cut.
     own: Vec<Range>,
     /// Own pages that were found at the cut where nothing was known.
@@ -130,6 +143,10 @@ impl MemoryEngine for Wp<'_> {
     }
 
     fn prepare(&mut self, running: &mut Running<'_>) -> Result<()> {
+        if writes_through_proc(running.target.pid)? {
+            let why = "it may write its own memory through /proc, which fails while its writers wait";
+            return Err(Error::Lost(why.into()));
+        }
         // What a device writes past the page tables is not noted.
         if self.base.is_empty() || writes_unnoticed(running.target.pid)? {
             *self.armed = None;
@@ -158,7 +175,8 @@ impl MemoryEngine for Wp<'_> {
         let spans = spans(&still.builder.image.spaces[0]);
         let eager = if plain { 0 } else { EAGER << (2 * self.tries) };
         held.changed.extend(&self.fleeting);
-        let others = self.armed()?.cut(&mut held, &spans, eager)?;
+        let threads = &still.builder.image.processes[0].threads;
+        let others = self.armed()?.cut(&mut held, &spans, threads, eager)?;
         let bytes: u64 = others.iter().map(|(r, _)| r.len).sum();
         if bytes > buffer.max(AT_MOST) {
             still.log.tell(format!("{} MiB are in pages that cannot be protected", bytes >> 20));
@@ -186,6 +204,7 @@ impl MemoryEngine for Wp<'_> {
         let own = saved?;
         self.copied.put(running.writer)?;
         running.writer.keep_only(Owner::Space(0), union([own, others].concat()));
+        self.armed()?.complete = true;
         self.done = true;
         Ok(())
     }
@@ -207,8 +226,12 @@ impl Armed {
     /// Makes the writers of a process wait for what is protected, for which all of it stands still for a moment.
     fn start(running: &mut Running<'_>) -> Result<Self> {
         let target = running.target;
-        let open = |frozen: &mut _| open_inside(target, frozen, Mode::Waits);
-        let (userfault, pause) = stop_briefly(target, running.earlier, open)?;
+        let open = |frozen: &mut Frozen| {
+            let blocks =
+                frozen.threads.iter().map(|t| Ok(t.regs()?.fs_base)).collect::<Result<Vec<u64>>>()?;
+            Ok((open_inside(target, frozen, Mode::Waits)?, blocks))
+        };
+        let ((userfault, blocks), pause) = stop_briefly(target, running.earlier, open)?;
         running.log.pauses.push(pause);
         let desk = Desk::new(userfault, Memory::open(target.pid)?, Pagemap::open(target.pid)?)?;
         let mut armed = Armed {
@@ -216,6 +239,9 @@ impl Armed {
             servers: Vec::new(),
             covered: Vec::new(),
             followed: Vec::new(),
+            small: Vec::new(),
+            exempt: pages_of(blocks.into_iter().flat_map(|b| [b, b + THREAD_BLOCK])),
+            complete: false,
             own: Vec::new(),
             found: Vec::new(),
             base: None,
@@ -237,12 +263,11 @@ impl Armed {
         drop(held);
         self.covered.clear();
         self.followed.clear();
+        self.small.clear();
         self.own.clear();
         let spans = spans_of_maps(&running.target.process.maps()?);
         for span in spans.iter().filter(|s| can_wait(s)) {
-            if self.follow(span.range) {
-                self.arm_span(span.range)?;
-            }
+            self.arm_span(span.range)?;
         }
         let mut before = u64::MAX;
         for round in 1..=ROUNDS {
@@ -266,9 +291,22 @@ impl Armed {
     }
 
     /// Protects what there is in a mapping, and fills the page tables around it with marks.
+    ///
+    /// Where a thread ends, the kernel clears a word of its memory (`set_tid_address(2)`) without waiting for anybody:
+    /// were that page protected just then, the word would stay, and whoever joins the thread would wait for ever. While
+    /// the program runs, threads come that we do not know, so mappings that may be their stacks are left to the cut.
     fn arm_span(&mut self, span: Range) -> Result<()> {
         let there = self.scan(span, there())?;
         self.own.extend(there.iter().map(range));
+        let bytes: u64 = there.iter().map(|r| r.end - r.start).sum();
+        let has_thread = self.exempt.iter().any(|e| (span.start..span.end()).contains(e));
+        if bytes <= if has_thread { SMALL_WITH_THREAD } else { SMALL } {
+            self.small.push(span);
+            return Ok(());
+        }
+        if !self.follow(span) {
+            return Ok(());
+        }
         for covered in cover(&there, span) {
             let mut at = covered.start;
             while at < covered.end() {
@@ -321,20 +359,29 @@ impl Armed {
             let state = if written { State::Written } else { State::Unsaved };
             within(&bare, range(&run)).for_each(|part| held.pages.set(part, state));
         }
+        for page in self.exempt.iter().filter(|e| (piece.start..piece.end()).contains(e)) {
+            self.desk.leave_out(&mut held, *page);
+        }
         Ok(())
     }
 
     /// Protects what was written since it was protected; tells how many pages.
     fn arm_written(&self) -> u64 {
         let mut held = self.desk.hold();
-        let runs = held.pages.arm();
+        let runs: Vec<Range> = self.covered.iter().flat_map(|c| held.pages.arm(*c)).collect();
         runs.iter().for_each(|run| self.desk.protect(&mut held, *run));
         runs.iter().map(|r| r.len).sum::<u64>() / PAGE
     }
 
     /// With the program at rest: everything of it is unsaved and protected from here on. Returns what is to be copied
     /// before it runs on, and whether zeros matter there: what cannot be protected, and what may not stay for long.
-    fn cut(&mut self, held: &mut Held<'_>, spans: &[Span], eager: u64) -> Result<Vec<(Range, bool)>> {
+    fn cut(
+        &mut self,
+        held: &mut Held<'_>,
+        spans: &[Span],
+        threads: &[Thread],
+        eager: u64,
+    ) -> Result<Vec<(Range, bool)>> {
         let changed = union(std::mem::take(&mut held.changed));
         let mut cutting = Cutting { changed, eager, ..Cutting::default() };
         self.found.clear();
@@ -350,9 +397,19 @@ impl Armed {
             }
         }
         held.pages.set(Range { start: end, len: u64::MAX / CHUNK * CHUNK - end }, State::Kept);
-        let runs = held.pages.arm();
+        let all = Range { start: 0, len: u64::MAX / CHUNK * CHUNK };
+        let runs = held.pages.arm(all);
         runs.iter().for_each(|run| self.desk.protect(held, *run));
         self.covered = cutting.covered;
+        self.exempt = pages_of(self.exempt.iter().copied().chain(threads.iter().map(|t| t.clear_child_tid)));
+        for &page in &self.exempt {
+            let waits = |s: &&Span| can_wait(s) && (s.range.start..s.range.end()).contains(&page);
+            let run = Range { start: page, len: PAGE };
+            if spans.iter().find(waits).is_some() && !self.scan(run, there())?.is_empty() {
+                self.desk.leave_out(held, page);
+                cutting.copy.push((run, false));
+            }
+        }
         held.urgent.extend(cutting.urgent);
         held.cursor = 0;
         held.figures = server::Figures::default();
@@ -361,6 +418,10 @@ impl Armed {
 
     /// Looks for pages that have appeared in a mapping without being noted. False if it cannot be followed.
     fn cut_span(&mut self, held: &mut Held<'_>, span: Range, cutting: &mut Cutting) -> Result<bool> {
+        if self.small.binary_search_by_key(&span.start, |s| s.start).is_ok_and(|i| self.small[i] == span) {
+            let trusted = self.complete && within(&cutting.changed, span).next().is_none();
+            return Ok(self.follow(span) && self.cut_hole(held, span, None, trusted).map(|()| true)?);
+        }
         let covered: Vec<Range> = within(&self.covered, span).collect();
         // A mapping that has replaced another is not followed, and the kernel says so.
         let same = covered.first().is_some_and(|c| {
@@ -372,7 +433,7 @@ impl Armed {
         }
         if !same && !within(&self.followed, span).any(|f| f == span) {
             // It was not there a moment ago, and may be gone a moment later.
-            self.cut_hole(held, span, Some(cutting))?;
+            self.cut_hole(held, span, Some(cutting), false)?;
             return Ok(true);
         }
         let known: Vec<Range> =
@@ -380,18 +441,30 @@ impl Armed {
         let known = if same { known } else { Vec::new() };
         for hole in without(span, known.iter().copied()) {
             let fleeting = within(&cutting.changed, hole).next().is_some();
-            self.cut_hole(held, hole, fleeting.then_some(&mut *cutting))?;
+            self.cut_hole(held, hole, fleeting.then_some(&mut *cutting), false)?;
         }
         cutting.covered.extend(known);
         Ok(true)
     }
 
-    /// Protects the pages that there are in a range where nothing was known. If it is `fleeting`, it comes first.
-    fn cut_hole(&mut self, held: &mut Held<'_>, hole: Range, fleeting: Option<&mut Cutting>) -> Result<()> {
-        held.pages.set(hole, State::Kept);
-        let runs: Vec<Range> = self.scan(hole, there())?.iter().map(range).collect();
+    /// Protects the pages that there are in a range where nothing was known. If it is fleeting, it comes first. Where
+    /// what is protected can be trusted, it is as it was.
+    fn cut_hole(
+        &mut self,
+        held: &mut Held<'_>,
+        hole: Range,
+        fleeting: Option<&mut Cutting>,
+        trusted: bool,
+    ) -> Result<()> {
+        let mut runs = self.scan(hole, Query { report: Category::WRITTEN, ..there() })?;
+        self.found.extend(runs.iter().map(range));
+        if trusted {
+            runs.retain(|r| r.categories.contains(Category::WRITTEN));
+        } else {
+            held.pages.set(hole, State::Kept);
+        }
+        let runs: Vec<Range> = runs.iter().map(range).collect();
         let bytes: u64 = runs.iter().map(|r| r.len).sum();
-        self.found.extend(&runs);
         if let Some(cutting) = fleeting {
             if bytes <= cutting.eager {
                 cutting.eager -= bytes;
@@ -441,6 +514,7 @@ impl Armed {
                 let mut pages = (run.start..run.end).step_by(PAGE as usize);
                 let noted = |page: u64| {
                     held.pages.state(page) == State::Written
+                        || self.exempt.binary_search(&page).is_ok()
                         || held.changed.iter().any(|c| (c.start..c.end()).contains(&page))
                 };
                 if let Some(page) = pages.find(|p| !noted(*p)) {
@@ -540,9 +614,26 @@ impl Source for Sweep<'_> {
     }
 }
 
+/// The pages of some addresses, ascending.
+fn pages_of(addresses: impl Iterator<Item = u64>) -> Vec<u64> {
+    let mut pages: Vec<u64> = addresses.map(|a| a / PAGE * PAGE).filter(|p| *p != 0).collect();
+    pages.sort_unstable();
+    pages.dedup();
+    pages
+}
+
 /// Whether writers can be made to wait there.
 fn can_wait(span: &Span) -> bool {
     !span.zeros_matter && span.swapped_is_clean
+}
+
+/// Whether a process holds a descriptor of some process's memory. What is written there does not wait: it fails.
+fn writes_through_proc(pid: u32) -> Result<bool> {
+    let memory = |fd: u32| {
+        let link = fdinfo::link(pid, fd).unwrap_or_default();
+        link.starts_with(b"/proc/") && link.ends_with(b"/mem")
+    };
+    Ok(fdinfo::list(pid)?.into_iter().any(memory))
 }
 
 /// Whether pages can be swapped out at all.

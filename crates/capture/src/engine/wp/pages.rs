@@ -163,18 +163,23 @@ impl Pages {
         }
     }
 
-    /// All written pages, which become unsaved.
-    pub fn arm(&mut self) -> Vec<Range> {
+    /// All written pages of a range, which become unsaved.
+    pub fn arm(&mut self, range: Range) -> Vec<Range> {
         let mut runs = Vec::new();
-        for (number, chunk) in &mut self.chunks {
-            let before = chunk.unsaved.count(0, PAGES);
-            for run in runs_of(&chunk.written, *number, 0) {
-                let from = run.start / PAGE % PAGES;
-                chunk.unsaved.change(from, from + run.len / PAGE, true);
-                push(&mut runs, run);
+        let numbers = range.start / CHUNK..range.end().div_ceil(CHUNK);
+        for (&number, chunk) in self.chunks.range_mut(numbers) {
+            let page = |address: u64| address.saturating_sub(number * CHUNK).min(CHUNK) / PAGE;
+            let (from, to) = (page(range.start), page(range.end()));
+            for run in runs_of(&chunk.written, number, from) {
+                let first = run.start / PAGE % PAGES;
+                let behind = (first + run.len / PAGE).min(to);
+                if first < behind {
+                    chunk.unsaved.change(first, behind, true);
+                    self.unsaved += behind - first;
+                    push(&mut runs, Range { start: run.start, len: (behind - first) * PAGE });
+                }
             }
-            chunk.written = Set::default();
-            self.unsaved += chunk.unsaved.count(0, PAGES) - before;
+            chunk.written.change(from, to, false);
         }
         runs
     }
@@ -269,7 +274,7 @@ mod tests {
     #[derive(Clone, Debug)]
     enum Step {
         Set(u64, u64, u8),
-        Arm,
+        Arm(u64, u64),
         Around(u64, u32),
         Claim(u64, u64, u64, usize),
     }
@@ -278,7 +283,7 @@ mod tests {
         let page = FIRST..FIRST + COUNT;
         prop_oneof![
             4 => (page.clone(), 1..200u64, 0..4u8).prop_map(|(p, n, s)| Step::Set(p, n, s)),
-            1 => Just(Step::Arm),
+            1 => (page.clone(), 1..900u64).prop_map(|(p, n)| Step::Arm(p, n)),
             3 => (page.clone(), 0..7u32).prop_map(|(p, w)| Step::Around(p, w)),
             2 => (page, 1..600u64, 1..300u64, 1..20usize).prop_map(|(p, l, n, r)| Step::Claim(p, l, n, r)),
         ]
@@ -303,10 +308,13 @@ mod tests {
                         pages.set(Range { start: page * PAGE, len: count * PAGE }, state(number));
                         (page..page + count).for_each(|p| { model.insert(p, state(number)); });
                     }
-                    Step::Arm => {
-                        let armed = pages_of(&pages.arm());
-                        let written: Vec<u64> =
-                            model.iter().filter(|(_, s)| **s == State::Written).map(|(p, _)| *p).collect();
+                    Step::Arm(page, len) => {
+                        let armed = pages_of(&pages.arm(Range { start: page * PAGE, len: len * PAGE }));
+                        let written: Vec<u64> = model
+                            .range(page..page + len)
+                            .filter(|(_, s)| **s == State::Written)
+                            .map(|(p, _)| *p)
+                            .collect();
                         prop_assert_eq!(&armed, &written);
                         written.iter().for_each(|p| { model.insert(*p, State::Unsaved); });
                     }

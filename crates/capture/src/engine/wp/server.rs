@@ -328,6 +328,13 @@ impl Desk {
         self.each_mapping(held, run, &|start, end| self.userfault.protect(start, end));
     }
 
+    /// Releases a page that is looked after otherwise.
+    pub fn leave_out(&self, held: &mut Held<'_>, page: u64) {
+        let run = Range { start: page, len: PAGE };
+        held.pages.set(run, State::Kept);
+        self.release(held, run);
+    }
+
     /// The kernel stops at the first mapping of a range that is not followed, and refuses all while a thread that
     /// drops pages has not been heard.
     fn each_mapping(
