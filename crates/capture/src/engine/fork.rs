@@ -9,6 +9,7 @@ use crate::lend::Lender;
 use crate::regions::{Span, own_pages, spans, zeros};
 use crate::{Error, Result};
 use stillpoint_image::{Image, Mapping, MappingFlags, Owner, Range};
+use stillpoint_linux::headroom::headroom;
 use stillpoint_linux::pagemap::Pagemap;
 use stillpoint_linux::proc::Proc;
 use stillpoint_linux::twin::{self, Twin};
@@ -107,7 +108,8 @@ impl MemoryEngine for Fork {
     }
 
     fn prepare(&mut self, running: &mut Running<'_>) -> Result<()> {
-        check_burial(&running.target.process)
+        check_burial(&running.target.process)?;
+        check_memory(&running.target.process)
     }
 
     fn cut(&mut self, still: &mut Still<'_>) -> Result<Cut> {
@@ -142,12 +144,15 @@ impl MemoryEngine for Fork {
             let _ = twin.unmap(RemoteAddr(range.start), range.len);
         }
         let saved = self.save(&mut twin, running);
-        if twin.check().is_err() {
-            return Err(Error::Failed(
-                "the twin was killed before all of its memory was saved: was memory short?".into(),
-            ));
-        }
-        let mut own = saved?;
+        let alive = twin.check().map_err(Error::Kernel);
+        let mut own = match (saved, alive) {
+            (Err(e @ Error::Store(_)), _) => return Err(e),
+            (Ok(own), Ok(())) => own,
+            (Err(e), _) | (Ok(_), Err(e)) => {
+                let what = "the twin could not be read to its end; was it killed, as memory was short?";
+                return Err(Error::Failed(format!("{what} ({e})")));
+            }
+        };
         twin.end()?;
         self.aside.put(running.writer)?;
         running.progress.advance(self.aside_ranges.iter().map(|r| r.len).sum());
@@ -200,6 +205,21 @@ fn check_burial(process: &Proc) -> Result<()> {
         pid = ancestor.status()?.ppid;
     }
     Ok(())
+}
+
+/// Whether there is memory for a copy of each page, should the program write to all of them before they are saved.
+/// When memory is short the kernel kills the twin first (`oom_score_adj`), but may not wait for what that frees.
+fn check_memory(process: &Proc) -> Result<()> {
+    let (most, left) = (process.status()?.rss, headroom(process)?);
+    if most <= left {
+        return Ok(());
+    }
+    let mebibytes = |bytes: u64| bytes.div_ceil(1 << 20);
+    Err(Error::Failed(format!(
+        "while its twin lives, the program may need another {} MiB of memory, and only {} MiB can be had",
+        mebibytes(most),
+        mebibytes(left)
+    )))
 }
 
 /// Pages in ascending order, cut into pieces.
