@@ -7,6 +7,7 @@ use crate::engine::stop::Stop;
 use crate::engine::tracking::Tracking;
 use crate::engine::wp::{Armed, Wp};
 use crate::engine::{self, Cut, Engine, Log, MemoryEngine, Running, Still};
+use crate::files::Moment;
 use crate::freeze::Frozen;
 use crate::inspect::{Known, inspect};
 use crate::{Builder, Error, Result, attributes, files};
@@ -148,6 +149,8 @@ impl Session {
     }
 }
 
+/// Files that the program keeps writing are read at the cut, up to this size, bytes.
+const READ_AT_THE_CUT: u64 = 4 << 20;
 /// How often a process may become another program while it is being checkpointed, before that is given up.
 const MOST_PROGRAMS: usize = 20;
 
@@ -258,6 +261,7 @@ fn take(
         earlier: last.as_ref().map(|l| earlier_calls(&l.image, &target)).unwrap_or_default(),
         last: last.as_ref().map(|l| &l.image),
         progress,
+        digested: None,
         writer: Some(writer),
         log: Log::default(),
     };
@@ -295,6 +299,8 @@ struct Work<'a> {
     /// The job's newest checkpoint.
     last: Option<&'a Image>,
     progress: &'a (dyn Progress + Sync),
+    /// Files with the digests they had right before the cut.
+    digested: Option<Image>,
     /// Until the commit.
     writer: Option<Writer>,
     log: Log,
@@ -413,6 +419,9 @@ impl<'a> Work<'a> {
     /// Brings the program to rest and describes it.
     fn freeze(&mut self, engine: &mut dyn MemoryEngine) -> Result<(Builder, Frozen)> {
         let (mut builder, mut known) = self.learn()?;
+        // Files that do not change until the cut need not be read in it.
+        reuse_digests(&mut known.rehearsed, self.last);
+        files::take_digests_of(&mut known.rehearsed, Usage::Write, Moment::Running);
         self.running(|running| engine.converge(running))?;
         known.observe();
         let mut frozen = self.target.freeze()?;
@@ -420,6 +429,7 @@ impl<'a> Work<'a> {
         self.target.stamp(&mut builder.image.meta);
         inspect(&mut builder, &mut frozen, &known)?;
         refuse_if_needed(&mut builder)?;
+        self.digested = Some(known.rehearsed.image);
         Ok((builder, frozen))
     }
 
@@ -436,8 +446,8 @@ impl<'a> Work<'a> {
             }
             Ok(())
         })?;
-        reuse_digests(&mut builder, self.last);
-        files::take_digests_of(&mut builder, Usage::Write)?;
+        reuse_digests(&mut builder, self.digested.as_ref());
+        files::take_digests_of(&mut builder, Usage::Write, Moment::Still(READ_AT_THE_CUT));
         builder.image.meta.engine = engine.engine().name().into();
         let mut frozen = Some(frozen);
         let mut pause = None;
@@ -446,7 +456,10 @@ impl<'a> Work<'a> {
             self.earlier = earlier_calls(&builder.image, self.target);
         }
         self.running(|running| engine.finish(running))?;
-        files::take_digests_of(&mut builder, Usage::Read)?;
+        reuse_digests(&mut builder, self.last);
+        for usage in [Usage::Write, Usage::Read] {
+            files::take_digests_of(&mut builder, usage, Moment::Running);
+        }
         let so_far = frozen.as_ref().map_or(Duration::ZERO, |f| f.since.elapsed());
         builder.image.meta.pause_ns = pause.unwrap_or(so_far).as_nanos() as u64;
         let writer = self.writer.take().ok_or_else(|| Error::Failed("there is no writer".into()))?;
@@ -486,7 +499,8 @@ fn refuse_if_needed(builder: &mut Builder) -> Result<()> {
 fn reuse_digests(builder: &mut Builder, last: Option<&Image>) {
     let Some(last) = last else { return };
     let key = |p: &PathFile| (p.dev, p.ino, p.size, p.mtime_ns, p.ctime_ns);
-    for path in builder.image.paths.iter_mut().filter(|p| p.mapped_ranges.is_empty() && !p.deleted) {
+    let without = |p: &&mut PathFile| p.mapped_ranges.is_empty() && !p.deleted && p.digest.is_none();
+    for path in builder.image.paths.iter_mut().filter(without) {
         let same = |p: &&PathFile| p.path == path.path && key(p) == key(path) && p.mapped_ranges.is_empty();
         path.digest = last.paths.iter().find(same).and_then(|p| p.digest.clone());
     }

@@ -45,6 +45,8 @@ pub struct Known<'a> {
     waiting: HashMap<u32, Waiting>,
     /// Calls that an earlier checkpoint found interrupted, by thread, with the time left now.
     earlier: HashMap<u32, BlockedCall>,
+    /// What a rehearsal found.
+    pub(crate) rehearsed: Builder,
 }
 
 impl<'a> Known<'a> {
@@ -82,9 +84,10 @@ impl<'a> Known<'a> {
         #[rustfmt::skip]
         let mut known = Known {
             process, pidfd, memory, pagemap, inherited, examined, threads, outsiders, gadgets, waiting, earlier,
+            rehearsed: Builder::new(),
         };
         if builder.refusals.is_empty() {
-            known.rehearse();
+            known.rehearsed = known.rehearse();
             // The rehearsal may have taken a while.
             known.examined = target::examine(builder, process)?;
         }
@@ -102,9 +105,9 @@ impl<'a> Known<'a> {
         self.waiting = waiting.collect();
     }
 
-    /// Goes through most of [`inspect`] while the program runs, and forgets what it finds: what is then done in the
-    /// freeze is done for the second time, with code, memory and the kernel's tables of names at hand.
-    fn rehearse(&self) {
+    /// Goes through most of [`inspect`] while the program runs: what is then done in the freeze is done for the second
+    /// time, with code, memory and the kernel's tables of names at hand. Returns what it found, which may be wrong.
+    fn rehearse(&self) -> Builder {
         let mut builder = Builder::new();
         let target = self.target(false);
         for files in self.threads.values() {
@@ -119,6 +122,7 @@ impl<'a> Known<'a> {
         for (name, usage) in [("exe", Usage::Read), ("cwd", Usage::Path), ("root", Usage::Path)] {
             let _ = link(&mut builder, self.process, name, usage);
         }
+        builder
     }
 
     fn target(&self, frozen: bool) -> files::Target<'_> {
