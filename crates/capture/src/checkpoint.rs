@@ -100,7 +100,11 @@ pub fn checkpoint(
 ) -> Result<Report> {
     // On a thread of its own: what it may still trace when it fails is let go of when it ends.
     std::thread::scope(|scope| {
-        let tracer = scope.spawn(|| take(pid, store, options, progress));
+        let tracer = scope.spawn(|| match take(pid, store, options, progress, options.kill)? {
+            Some(report) => Ok(report),
+            None => take(pid, store, options, progress, true)?
+                .ok_or_else(|| Error::Failed("it rests on assumptions".into())),
+        });
         let joined = tracer.join();
         joined.unwrap_or_else(|_| Err(Error::Failed("the checkpoint failed inside stillpoint".into())))
     })
@@ -145,7 +149,15 @@ impl Target {
     }
 }
 
-fn take(pid: u32, store: &Store, options: &Options, progress: &(dyn Progress + Sync)) -> Result<Report> {
+/// Takes a checkpoint; `None` if it rested on something that turned out to be wrong ([`crate::inspect::Assumed`]), which
+/// an `exact` one does not.
+fn take(
+    pid: u32,
+    store: &Store,
+    options: &Options,
+    progress: &(dyn Progress + Sync),
+    exact: bool,
+) -> Result<Option<Report>> {
     let start = Instant::now();
     let target = Target::open(pid)?;
     let mut builder = Builder::new();
@@ -162,11 +174,12 @@ fn take(pid: u32, store: &Store, options: &Options, progress: &(dyn Progress + S
         &target.pagemap,
         &options.inherited,
         earlier,
+        exact,
     )?;
     refuse_if_needed(&mut builder)?;
     let mut frozen = Frozen::freeze(&target.process)?;
     clocks.stamp(&mut builder.image.meta);
-    inspect(&mut builder, &mut frozen, &known)?;
+    let assumed = inspect(&mut builder, &mut frozen, &known)?;
     refuse_if_needed(&mut builder)?;
     copy_all(&mut builder, &mut writer, &target, progress)?;
     reuse_digests(&mut builder, last.as_ref());
@@ -182,11 +195,14 @@ fn take(pid: u32, store: &Store, options: &Options, progress: &(dyn Progress + S
         (pause, committed)
     } else {
         let pause = frozen.thaw();
+        if !assumed.holds(&known)? {
+            return Ok(None);
+        }
         builder.image.meta.pause_ns = pause.as_nanos() as u64;
         files::take_digests_of(&mut builder, Usage::Read)?;
         (pause, writer.commit(builder.image)?)
     };
-    Ok(Report {
+    Ok(Some(Report {
         job: options.job.clone(),
         id: committed.id,
         bytes: committed.pages * PAGE,
@@ -196,7 +212,7 @@ fn take(pid: u32, store: &Store, options: &Options, progress: &(dyn Progress + S
         wall: start.elapsed(),
         engine: options.engine.name(),
         notes: Vec::new(),
-    })
+    }))
 }
 
 /// Waits until a killed process is no more (though its parent may not have noticed yet).

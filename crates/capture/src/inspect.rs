@@ -6,7 +6,7 @@ use crate::attributes::thread::{Look, ThreadFiles};
 use crate::blocked::{self, Waiting};
 use crate::files::{self, Outsiders};
 use crate::freeze::Frozen;
-use crate::mappings::capture_mappings;
+use crate::mappings::{Mappings, capture_mappings};
 use crate::visits::Visits;
 use crate::{Builder, Error, Result};
 use std::collections::HashMap;
@@ -17,7 +17,7 @@ use stillpoint_linux::descriptors::make_room;
 use stillpoint_linux::inject::{find_gadgets, outside_critical_section};
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::pagemap::Pagemap;
-use stillpoint_linux::proc::{Proc, Status};
+use stillpoint_linux::proc::{Proc, Status, Vma};
 use stillpoint_linux::ptrace::Stopped;
 
 /// What is known of the target before it is stopped.
@@ -36,6 +36,8 @@ pub struct Known<'a> {
     examined: Examined,
     /// The files of its threads in `/proc`.
     threads: HashMap<u32, ThreadFiles>,
+    /// Its mappings; `None` if they must be read in the freeze.
+    mappings: Option<Mappings>,
     /// Who else holds descriptors of what.
     outsiders: Outsiders,
     /// Where in its code its threads can make system calls, if there is such a place.
@@ -48,10 +50,11 @@ pub struct Known<'a> {
 
 impl<'a> Known<'a> {
     /// Learns what can be learned while the program runs; called right before it is stopped. What cannot be captured
-    /// is among the refusals.
+    /// is among the refusals. `exact`: nothing that is assumed in the freeze may have to be confirmed after it.
     ///
     /// # Errors
     /// That something cannot be read, or the process is gone.
+    #[allow(clippy::too_many_arguments)]
     pub fn learn(
         builder: &mut Builder,
         process: &'a Proc,
@@ -60,6 +63,7 @@ impl<'a> Known<'a> {
         pagemap: &'a Pagemap,
         inherited: &'a [(u32, Vec<u8>)],
         earlier: HashMap<u32, BlockedCall>,
+        exact: bool,
     ) -> Result<Self> {
         let pid = process.pid();
         let maps = process.maps()?;
@@ -83,10 +87,12 @@ impl<'a> Known<'a> {
         #[rustfmt::skip]
         let mut known = Known {
             process, pidfd, memory, pagemap, inherited, examined, threads, outsiders, gadgets, earlier,
-            waiting: HashMap::new(),
+            waiting: HashMap::new(), mappings: None,
         };
         if builder.refusals.is_empty() {
-            known.rehearse();
+            let mappings = Mappings::read(process, pagemap)?;
+            known.rehearse(&mappings);
+            known.mappings = (!exact && !mappings.are_cheap()).then_some(mappings);
             // The rehearsal may have taken a while.
             known.examined = target::examine(builder, process)?;
             // Last of all, so that it is the same sleep that the freeze interrupts.
@@ -98,7 +104,7 @@ impl<'a> Known<'a> {
 
     /// Goes through most of [`inspect`] while the program runs, and forgets what it finds: what is then done in the
     /// freeze is done for the second time, with code, memory and the kernel's tables of names at hand.
-    fn rehearse(&self) {
+    fn rehearse(&self, mappings: &Mappings) {
         let mut builder = Builder::new();
         let target = self.target(false);
         for files in self.threads.values() {
@@ -108,10 +114,18 @@ impl<'a> Known<'a> {
             let _ = attributes::process::process(self.process, &stat, &status);
             let _ = attributes::process::space(self.process, &stat);
         }
-        let _ = capture_mappings(&mut builder, &target, self.process, self.pagemap);
+        let _ = capture_mappings(&mut builder, &target, self.process, mappings);
         let _ = files::capture_files(&mut builder, &target);
         for (name, usage) in [("exe", Usage::Read), ("cwd", Usage::Path), ("root", Usage::Path)] {
             let _ = link(&mut builder, self.process, name, usage);
+        }
+    }
+
+    /// The mappings at the cut; whether their states are assumed to be those of before. `now`: as `maps` tells them.
+    fn mappings(&self, now: &[Vma]) -> Result<(Mappings, bool)> {
+        match self.mappings.as_ref().and_then(|before| before.carried_over(now)) {
+            Some(mappings) => Ok((mappings, true)),
+            None => Ok((Mappings::read(self.process, self.pagemap)?, false)),
         }
     }
 
@@ -121,8 +135,34 @@ impl<'a> Known<'a> {
     }
 }
 
+/// What a checkpoint rests on that the freeze left no time to read.
+///
+/// States of mappings (advice, locks, protection keys, guard regions) do not show in `maps`, and to read them takes 9 ms
+/// for each GiB. They are read before the freeze and after it; between the two, in the freeze, `maps` must tell the
+/// same mappings. Where both readings agree, the states were the same all along; a program that changed some of them
+/// and changed them back, within these few milliseconds and with the cut in between, is the one thing not seen.
+#[derive(Debug)]
+#[must_use]
+pub struct Assumed(Option<Mappings>);
+
+impl Assumed {
+    /// Whether it has turned out to be right; asked when the program runs again. If not, the checkpoint is to be taken
+    /// anew, with [`Known::learn`] told to be exact.
+    ///
+    /// # Errors
+    /// That the mappings cannot be read.
+    pub fn holds(&self, known: &Known<'_>) -> Result<bool> {
+        let Some(mappings) = &self.0 else { return Ok(true) };
+        match Mappings::read(known.process, known.pagemap) {
+            Ok(later) => Ok(mappings.agree_with(&later)),
+            // It has ended since, and had time to change anything.
+            Err(_) => Ok(false),
+        }
+    }
+}
+
 /// Describes the frozen process in the builder.
-pub fn inspect(builder: &mut Builder, frozen: &mut Frozen, known: &Known<'_>) -> Result<()> {
+pub fn inspect(builder: &mut Builder, frozen: &mut Frozen, known: &Known<'_>) -> Result<Assumed> {
     let new = open_new(frozen, known)?;
     let files = frozen.threads.iter().map(|t| known.threads.get(&t.tid()).or_else(|| new.get(&t.tid())));
     let files: Vec<&ThreadFiles> = files.flatten().collect();
@@ -138,15 +178,16 @@ pub fn inspect(builder: &mut Builder, frozen: &mut Frozen, known: &Known<'_>) ->
     }
     process.pending = pending(&frozen.threads[0], true)?;
     attributes::thread::complete_pending(main.status.shared_pending, &mut process.pending);
+    let maps = known.process.maps()?;
     if builder.refusals.is_empty() {
-        let maps = known.process.maps()?;
         Visits { known, maps: &maps, looks: &looks }.make(builder, frozen, &mut process, &mut space)?;
     }
     if !builder.refusals.is_empty() {
-        return Ok(());
+        return Ok(Assumed(None));
     }
     let target = known.target(true);
-    space.mappings = capture_mappings(builder, &target, known.process, known.pagemap)?;
+    let (mappings, assumed) = known.mappings(&maps)?;
+    space.mappings = capture_mappings(builder, &target, known.process, &mappings)?;
     process.table = files::capture_files(builder, &target)?;
     process.exe = link(builder, known.process, "exe", Usage::Read)?;
     process.cwd = link(builder, known.process, "cwd", Usage::Path)?;
@@ -154,7 +195,7 @@ pub fn inspect(builder: &mut Builder, frozen: &mut Frozen, known: &Known<'_>) ->
     builder.image.meta.host.xfeatures = arch::xstate_features(&process.threads[0].xstate.0);
     builder.image.spaces.push(space);
     builder.image.processes.push(process);
-    Ok(())
+    Ok(Assumed(assumed.then_some(mappings)))
 }
 
 /// The files of threads that began after the others were looked at.
