@@ -56,8 +56,9 @@ impl Mappings {
         let mut before = self.smaps.iter().peekable();
         for vma in now {
             while before.next_if(|s| s.vma.end <= vma.start).is_some() {}
-            let smap = before.peek().filter(|s| is_same(&s.vma, vma))?;
-            smaps.push(Smap { vma: vma.clone(), ..(*smap).clone() });
+            // Each is carried over once: where one has become two, their states differ.
+            let smap = before.next().filter(|s| is_same(&s.vma, vma))?;
+            smaps.push(Smap { vma: vma.clone(), ..smap.clone() });
         }
         Some(Mappings { smaps, guards: self.guards.clone(), took: self.took })
     }
