@@ -6,13 +6,12 @@
 use crate::{Error, Result};
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
+use stillpoint_linux::alarm::Alarm;
 use stillpoint_linux::proc::Proc;
 use stillpoint_linux::ptrace::{Seized, Stop, Stopped, Waited, options};
 
 /// How long a thread may stay in an uninterruptible sleep before a checkpoint gives up.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How long a thread is waited for without sleeping between looks.
-const EAGER: Duration = Duration::from_millis(3);
 
 /// A process whose threads all stand still. Dropping it lets them go.
 #[derive(Debug)]
@@ -35,14 +34,15 @@ impl Frozen {
         let pid = process.pid();
         let mut known = HashSet::new();
         let first = seize_new(process, &mut known)?;
+        let alarm = Alarm::after(PATIENCE)?;
         let since = Instant::now();
-        let mut threads = stop(first)?;
+        let mut threads = stop(first, &alarm)?;
         loop {
             let more = seize_new(process, &mut known)?;
             if more.is_empty() {
                 break;
             }
-            threads.extend(stop(more)?);
+            threads.extend(stop(more, &alarm)?);
         }
         threads.sort_by_key(|t| (t.tid() != pid, t.tid()));
         if threads.first().map(Stopped::tid) != Some(pid) {
@@ -110,7 +110,7 @@ fn is_ending(process: &Proc, tid: u32) -> bool {
 }
 
 /// Interrupts all, then waits for all.
-fn stop(threads: Vec<Seized>) -> Result<Vec<Stopped>> {
+fn stop(threads: Vec<Seized>, alarm: &Alarm) -> Result<Vec<Stopped>> {
     for thread in &threads {
         match thread.interrupt() {
             Ok(()) | Err(stillpoint_linux::Error::Gone(_)) => {}
@@ -119,38 +119,28 @@ fn stop(threads: Vec<Seized>) -> Result<Vec<Stopped>> {
     }
     let mut stopped = Vec::with_capacity(threads.len());
     for thread in threads {
-        stopped.extend(rest(thread)?);
+        stopped.extend(rest(thread, alarm)?);
     }
     Ok(stopped)
 }
 
 /// Waits for an interrupted thread. A signal that reaches it first is delivered: the interrupt is still to come.
-fn rest(mut thread: Seized) -> Result<Option<Stopped>> {
-    let start = Instant::now();
+fn rest(mut thread: Seized, alarm: &Alarm) -> Result<Option<Stopped>> {
     loop {
-        match thread.poll()? {
+        thread = match thread.wait_until(alarm)? {
             Ok(Waited::Ended(_)) => return Ok(None),
             Ok(Waited::Stopped(s)) => match s.stop() {
-                Stop::Signal(signal) => thread = s.resume(signal)?,
+                Stop::Signal(signal) => s.resume(signal)?,
                 Stop::Interrupt | Stop::Group(_) => return Ok(Some(s)),
-                _ => thread = s.resume(0)?,
+                _ => s.resume(0)?,
             },
             Err(running) => {
-                let waited = start.elapsed();
-                if waited > PATIENCE {
-                    return Err(Error::Failed(format!(
-                        "thread {} does not come to rest: it is in an uninterruptible wait in the kernel; \
-                         try again when its device or file system answers",
-                        running.tid()
-                    )));
-                }
-                if waited > EAGER {
-                    std::thread::sleep(Duration::from_micros(200));
-                } else {
-                    std::thread::yield_now();
-                }
-                thread = running;
+                return Err(Error::Failed(format!(
+                    "thread {} does not come to rest: it is in an uninterruptible wait in the kernel; \
+                     try again when its device or file system answers",
+                    running.tid()
+                )));
             }
-        }
+        };
     }
 }

@@ -13,7 +13,7 @@ use std::collections::VecDeque;
 use stillpoint_image::{AddressSpace, PAGE, Process, Thread};
 use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::arch::{self, Gadgets, Regs};
-use stillpoint_linux::batch::{self, Away, Origin, Signal};
+use stillpoint_linux::batch::{self, Away, Origin, Place, Signal};
 use stillpoint_linux::bpf::{self, FilteredCall};
 use stillpoint_linux::inject::{Planted, Site, Stack, Visit};
 use stillpoint_linux::pagemap::{Category, Query};
@@ -189,7 +189,8 @@ impl Round<'_> {
             // They come back in the order in which they went, so this slot is free.
             let slot = sent % site.slots();
             sent += 1;
-            let gone = site.send(slot, of_all, planted, stopped, origin, signal, program)?;
+            let place = if of_all { Place::SlotAndData(slot) } else { Place::Slot(slot) };
+            let gone = site.send(place, planted, stopped, origin, signal, program)?;
             away.push_back((i, question, gone));
         }
         while !away.is_empty() {

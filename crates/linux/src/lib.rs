@@ -3,6 +3,7 @@
 //! The only room with `unsafe` and architecture-specific code. Nothing here knows what a checkpoint is.
 #![allow(unsafe_code)] // each block says why it holds
 
+pub mod alarm;
 pub mod arch;
 pub mod batch;
 pub mod bpf;

@@ -4,6 +4,7 @@
 //! run on from wherever they stand, so nothing here is ever done to a thread that it could not run on from.
 //! All calls for one thread must come from the OS thread that seized it; the types are therefore not `Send`.
 
+use crate::alarm::Alarm;
 use crate::arch::Regs;
 use crate::{Error, RemoteAddr, Result};
 use rustix::io::Errno;
@@ -122,20 +123,20 @@ impl Seized {
 
     /// Waits until it stops or ends.
     pub fn wait(self) -> Result<Waited> {
-        match wait(self.tid, 0)? {
+        match wait(self.tid, 0, None)? {
             Some(waited) => Ok(waited),
             None => Err(Error::Other(format!("thread {}: wait returned nothing", self.tid))),
         }
     }
 
-    /// Looks whether it has stopped or ended; gives it back if it still runs.
-    pub fn poll(self) -> Result<Result<Waited, Self>> {
-        Ok(wait(self.tid, libc::WNOHANG)?.ok_or(self))
+    /// As [`Seized::wait`]; gives it back if it still runs when the alarm goes off.
+    pub fn wait_until(self, alarm: &Alarm) -> Result<Result<Waited, Self>> {
+        Ok(wait(self.tid, 0, Some(alarm))?.ok_or(self))
     }
 }
 
 /// The one place that waits for tracees.
-fn wait(tid: u32, flags: i32) -> Result<Option<Waited>> {
+fn wait(tid: u32, flags: i32, alarm: Option<&Alarm>) -> Result<Option<Waited>> {
     let mut status = 0;
     loop {
         // SAFETY: `status` outlives the call.
@@ -148,6 +149,7 @@ fn wait(tid: u32, flags: i32) -> Result<Option<Waited>> {
         }
         let e = std::io::Error::last_os_error();
         match e.raw_os_error() {
+            Some(libc::EINTR) if alarm.is_some_and(Alarm::is_over) => return Ok(None),
             Some(libc::EINTR) => continue,
             Some(libc::ECHILD) => return Ok(Some(Waited::Ended(Ended::Unknown))),
             _ => return Err(Error::call(format!("wait for thread {tid}"), e)),
