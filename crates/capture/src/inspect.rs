@@ -1,7 +1,7 @@
 //! Everything about a frozen process except the contents of its memory.
 
 use crate::attributes;
-use crate::attributes::target::{self, Examined};
+use crate::attributes::target::{self, Examined, Seen};
 use crate::attributes::thread::{Look, ThreadFiles};
 use crate::blocked::{self, Waiting};
 use crate::files::{self, Outsiders};
@@ -108,7 +108,7 @@ impl<'a> Known<'a> {
         let mut builder = Builder::new();
         let target = self.target(false);
         for files in self.threads.values() {
-            let _ = files.look().and_then(|look| attributes::thread::thread(files.tid(), &look));
+            let _ = self.examined.see(files);
         }
         if let (Ok(stat), Ok(status)) = (self.process.stat(), self.process.status()) {
             let _ = attributes::process::process(self.process, &stat, &status);
@@ -166,21 +166,21 @@ pub fn inspect(builder: &mut Builder, frozen: &mut Frozen, known: &Known<'_>) ->
     let new = open_new(frozen, known)?;
     let files = frozen.threads.iter().map(|t| known.threads.get(&t.tid()).or_else(|| new.get(&t.tid())));
     let files: Vec<&ThreadFiles> = files.flatten().collect();
-    let looks = files.iter().map(|f| f.look()).collect::<Result<Vec<Look>>>()?;
-    let threads: Vec<(&ThreadFiles, &Look)> = files.iter().copied().zip(&looks).collect();
+    let mut threads = see_all(&files, &known.examined)?;
     target::examine_again(builder, known.process, &known.examined, &threads)?;
-    let main = &looks[0];
+    let main = threads[0].look.clone();
     let mut process = attributes::process::process(known.process, &main.stat, &main.status)?;
     let mut space = attributes::process::space(known.process, &main.stat)?;
     process.stopped = frozen.stopped_by();
-    for (stopped, look) in frozen.threads.iter().zip(&looks) {
-        process.threads.push(thread(builder, known, stopped, look)?);
+    for (stopped, seen) in frozen.threads.iter().zip(&mut threads) {
+        let from_outside = std::mem::take(&mut seen.thread);
+        process.threads.push(thread(builder, known, stopped, &seen.look, from_outside)?);
     }
     process.pending = pending(&frozen.threads[0], true)?;
     attributes::thread::complete_pending(main.status.shared_pending, &mut process.pending);
     let maps = known.process.maps()?;
     if builder.refusals.is_empty() {
-        Visits { known, maps: &maps, looks: &looks }.make(builder, frozen, &mut process, &mut space)?;
+        Visits { known, maps: &maps, threads: &threads }.make(builder, frozen, &mut process, &mut space)?;
     }
     if !builder.refusals.is_empty() {
         return Ok(Assumed(None));
@@ -196,6 +196,31 @@ pub fn inspect(builder: &mut Builder, frozen: &mut Frozen, known: &Known<'_>) ->
     builder.image.spaces.push(space);
     builder.image.processes.push(process);
     Ok(Assumed(assumed.then_some(mappings)))
+}
+
+/// From this many threads on, others of ours help to look at them.
+const MANY: usize = 16;
+/// Most helpers.
+const HELPERS: usize = 7;
+
+/// Looks at all threads, in their order.
+fn see_all(files: &[&ThreadFiles], examined: &Examined) -> Result<Vec<Seen>> {
+    let see = |part: &[&ThreadFiles]| part.iter().map(|f| examined.see(f)).collect::<Result<Vec<Seen>>>();
+    if files.len() < MANY {
+        return see(files);
+    }
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    let mut parts = files.chunks(files.len().div_ceil(processors.min(HELPERS + 1)));
+    std::thread::scope(|scope| {
+        let own = parts.next().unwrap_or_default();
+        let helpers: Vec<_> = parts.map(|part| scope.spawn(move || see(part))).collect();
+        let mut all = see(own)?;
+        for helper in helpers {
+            let failed = |_| Err(Error::Failed("looking at threads failed inside stillpoint".into()));
+            all.extend(helper.join().unwrap_or_else(failed)?);
+        }
+        Ok(all)
+    })
 }
 
 /// The files of threads that began after the others were looked at.
@@ -219,9 +244,14 @@ fn link(builder: &mut Builder, process: &Proc, name: &str, usage: Usage) -> Resu
     Ok(files::path_file(builder, &path, file, usage, what)?.unwrap_or(0))
 }
 
-/// What ptrace and `/proc` tell of one thread.
-fn thread(builder: &mut Builder, known: &Known<'_>, stopped: &Stopped, look: &Look) -> Result<Thread> {
-    let mut thread = attributes::thread::thread(stopped.tid(), look)?;
+/// Adds what ptrace tells of one thread.
+fn thread(
+    builder: &mut Builder,
+    known: &Known<'_>,
+    stopped: &Stopped,
+    look: &Look,
+    mut thread: Thread,
+) -> Result<Thread> {
     attributes::thread::stopped(builder, stopped, look.status.seccomp, &mut thread)?;
     let regs = stopped.regs()?;
     if !regs.is_64_bit() {
