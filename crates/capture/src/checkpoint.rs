@@ -5,6 +5,7 @@ use crate::engine::fork::Fork;
 use crate::engine::precopy::Precopy;
 use crate::engine::stop::Stop;
 use crate::engine::tracking::Tracking;
+use crate::engine::wp::{Armed, Wp};
 use crate::engine::{self, Cut, Engine, Log, MemoryEngine, Running, Still};
 use crate::freeze::Frozen;
 use crate::inspect::{Known, inspect};
@@ -96,12 +97,13 @@ pub fn checkpoint(
 pub struct Session {
     pid: u32,
     tracking: Option<Tracking>,
+    armed: Option<Armed>,
 }
 
 impl Session {
     /// A session with a process; nothing is done to it before the first checkpoint.
     pub fn new(pid: u32) -> Self {
-        Session { pid, tracking: None }
+        Session { pid, tracking: None, armed: None }
     }
 
     /// Takes a checkpoint. Whatever fails, the process runs on unharmed and the store is as before.
@@ -114,7 +116,8 @@ impl Session {
         let pid = self.pid;
         // On a thread of its own: what it may still trace when it fails is let go of when it ends.
         std::thread::scope(|scope| {
-            let tracer = scope.spawn(|| take(pid, store, options, &mut self.tracking, progress));
+            let tracer =
+                scope.spawn(|| take(pid, store, options, &mut self.tracking, &mut self.armed, progress));
             let joined = tracer.join();
             joined.unwrap_or_else(|_| Err(Error::Failed("the checkpoint failed inside stillpoint".into())))
         })
@@ -193,6 +196,7 @@ fn take(
     store: &Store,
     options: &Options,
     tracking: &mut Option<Tracking>,
+    armed: &mut Option<Armed>,
     progress: &(dyn Progress + Sync),
 ) -> Result<Report> {
     let start = Instant::now();
@@ -216,7 +220,7 @@ fn take(
         writer: Some(writer),
         log: Log::default(),
     };
-    let done = work.with_some_engine(tracking, base)?;
+    let done = work.with_some_engine(tracking, armed, base)?;
     if let Some(tracking) = tracking {
         tracking.base = Some((options.job.clone(), done.committed.id));
     }
@@ -262,7 +266,12 @@ struct Done {
 impl<'a> Work<'a> {
     /// Takes the checkpoint with the first engine that can. `base` is what an earlier checkpoint has of what
     /// `tracking` followed.
-    fn with_some_engine(&mut self, tracking: &mut Option<Tracking>, base: &[Extent]) -> Result<Done> {
+    fn with_some_engine(
+        &mut self,
+        tracking: &mut Option<Tracking>,
+        armed: &mut Option<Armed>,
+        base: &[Extent],
+    ) -> Result<Done> {
         let asked = self.options.engine;
         // Nothing is done to a program that must be refused.
         self.learn()?;
@@ -270,6 +279,11 @@ impl<'a> Work<'a> {
             let mut engine: Box<dyn MemoryEngine> = match engine {
                 Engine::Precopy => Box::new(Precopy::new(tracking, base.to_vec(), self.options.buffer)),
                 Engine::Fork => Box::new(Fork::new(self.options.buffer)),
+                Engine::Wp => {
+                    // Memory is followed in one way only.
+                    *tracking = None;
+                    Box::new(Wp::new(armed, self.options.buffer))
+                }
                 _ => Box::new(Stop::default()),
             };
             let name = engine.engine().name();
@@ -298,10 +312,14 @@ impl<'a> Work<'a> {
             let mut still = Still { target, frozen: &mut frozen, builder: &builder, writer, progress, log };
             let cut = engine.cut(&mut still)?;
             if cut == Cut::Taken {
-                return self.complete(engine, builder, frozen).map(Some);
+                match self.complete(engine, builder, frozen) {
+                    Err(Error::Lost(why)) => self.log.tell(format!("an instant was lost: {why}")),
+                    done => return done.map(Some),
+                }
+            } else {
+                self.log.pauses.push(frozen.thaw());
+                self.earlier = earlier_calls(&builder.image, self.target);
             }
-            self.log.pauses.push(frozen.thaw());
-            self.earlier = earlier_calls(&builder.image, self.target);
             let name = engine.engine().name();
             if let Cut::Impossible(why) = cut {
                 if self.options.engine != Engine::Auto {
@@ -380,6 +398,7 @@ impl<'a> Work<'a> {
         let mut pause = None;
         if !self.options.kill {
             pause = frozen.take().map(Frozen::thaw);
+            self.earlier = earlier_calls(&builder.image, self.target);
         }
         self.running(|running| engine.finish(running))?;
         files::take_digests_of(&mut builder, Usage::Read)?;

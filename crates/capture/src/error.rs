@@ -18,6 +18,10 @@ pub enum Error {
     /// The kernel refused an operation (exit code 1).
     #[error(transparent)]
     Kernel(#[from] stillpoint_linux::Error),
+    /// The program has done away with memory of the instant before it was saved: another instant, or another engine,
+    /// may do better (exit code 1).
+    #[error("the checkpoint could not be completed: {0}")]
+    Lost(String),
     /// Anything else that failed (exit code 1).
     #[error("{0}")]
     Failed(String),

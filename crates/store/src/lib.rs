@@ -49,6 +49,7 @@ pub use error::{Error, PutError, Result};
 #[doc(hidden)]
 pub use medium::{Fault, Op};
 pub use name::check_name;
+pub use parallel::Source;
 pub use pipeline::Fill;
 pub use reader::{Checkpoint, Reader};
 pub use running::{Claim, Running, Trouble};
