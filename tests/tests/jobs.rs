@@ -242,8 +242,16 @@ fn a_supervisor_that_is_killed_leaves_nothing_behind() {
     let next = job.checkpoint(&["--incremental"]);
     assert_eq!((&next["job"], &next["incremental"]), (&"web".into(), &false.into()), "{next}");
     assert!(number(&next["bytes"]) > 32 * MIB, "{next}");
+    assert!(next["notes"][0].as_str().is_some_and(|n| n.contains("stillpoint adopt")), "{next}");
     assert!(!is_followed(job.pid), "nothing stays behind");
-    job.comes_back("without a supervisor");
+    // Another takes over.
+    let pid = job.pid.to_string();
+    let answer = job.stillpoint.run(&["adopt", &pid, "--json"]).ok().json();
+    assert_eq!(answer["job"], "web");
+    assert_eq!(process(&answer["supervisor_pid"]), job.supervisor());
+    job.checkpoint(&[]);
+    assert_eq!(job.checkpoint(&["--incremental"])["incremental"], is_followed(job.pid));
+    job.comes_back("with another supervisor");
 }
 
 #[test]
