@@ -164,7 +164,7 @@ impl Target {
         let process = attributes::target::find(pid)?;
         // A process whose main thread has ended has no memory by its own name.
         let mut builder = Builder::new();
-        attributes::target::examine(&mut builder, &process)?;
+        attributes::target::leader_ended(&mut builder, &process)?;
         refuse_if_needed(&mut builder)?;
         let (memory, pagemap) = (Memory::open(pid)?, Pagemap::open(pid)?);
         let maps = process.maps()?;
@@ -207,6 +207,10 @@ fn take(
     let base = tracking.as_mut().and_then(|t| t.base.take()).filter(|_| !options.full);
     let is_base = |l: &&Checkpoint| base == Some((l.image.meta.job.clone(), l.image.meta.id));
     let base = last.as_ref().filter(is_base).map(|l| l.pages.extents.as_slice()).unwrap_or_default();
+    if base.is_empty() {
+        // What counts as unwritten is what some checkpoint has; without that one, everything must be saved.
+        *tracking = None;
+    }
     if base.is_empty() {
         // What counts as unwritten is what some checkpoint has; without that one, everything must be saved.
         *tracking = None;
@@ -369,7 +373,7 @@ impl<'a> Work<'a> {
     fn freeze(&mut self, engine: &mut dyn MemoryEngine) -> Result<(Builder, Frozen)> {
         let (mut builder, mut known) = self.learn()?;
         self.running(|running| engine.converge(running))?;
-        known.observe()?;
+        known.observe();
         let mut frozen = Frozen::freeze(&self.target.process)?;
         known.set_earlier(&self.earlier, self.target.clocks().0);
         self.target.stamp(&mut builder.image.meta);
