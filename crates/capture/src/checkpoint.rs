@@ -114,6 +114,30 @@ impl Session {
         progress: &(dyn Progress + Sync),
     ) -> Result<Report> {
         let pid = self.pid;
+        let mut result = self.attempt(store, options, progress);
+        for _ in 0..MOST_PROGRAMS {
+            if !matches!(result, Err(Error::Replaced)) {
+                break;
+            }
+            (self.tracking, self.armed) = (None, None);
+            result = self.attempt(store, options, progress);
+        }
+        result.map_err(|e| match e {
+            // Whatever could not be read or done, this is why.
+            Error::Kernel(_) | Error::Failed(_) | Error::Refused(_) | Error::Replaced if is_dying(pid) => {
+                Error::Failed(format!("process {pid} ended before its checkpoint was complete"))
+            }
+            e => e,
+        })
+    }
+
+    fn attempt(
+        &mut self,
+        store: &Store,
+        options: &Options,
+        progress: &(dyn Progress + Sync),
+    ) -> Result<Report> {
+        let pid = self.pid;
         // On a thread of its own: what it may still trace when it fails is let go of when it ends.
         std::thread::scope(|scope| {
             let tracer =
@@ -121,15 +145,11 @@ impl Session {
             let joined = tracer.join();
             joined.unwrap_or_else(|_| Err(Error::Failed("the checkpoint failed inside stillpoint".into())))
         })
-        .map_err(|e| match e {
-            // Whatever could not be read or done, this is why.
-            Error::Kernel(_) | Error::Failed(_) | Error::Refused(_) if is_dying(pid) => {
-                Error::Failed(format!("process {pid} ended before its checkpoint was complete"))
-            }
-            e => e,
-        })
     }
 }
+
+/// How often a process may become another program while it is being checkpointed, before that is given up.
+const MOST_PROGRAMS: usize = 20;
 
 /// Whether a process has ended, is ending, or has been killed.
 fn is_dying(pid: u32) -> bool {
@@ -175,6 +195,23 @@ impl Target {
         Ok(Target { pid, pidfd, process, memory, pagemap, gadgets, clock_shift })
     }
 
+    /// Brings all threads to rest.
+    ///
+    /// # Errors
+    /// [`Error::Replaced`] if what is known of it is of another program than it is now.
+    pub fn freeze(&self) -> Result<Frozen> {
+        let frozen = Frozen::freeze(&self.process)?;
+        match self.is_replaced() {
+            true => Err(Error::Replaced),
+            false => Ok(frozen),
+        }
+    }
+
+    /// Whether it has become another program (`execve(2)`) since it was opened: its memory of then is no more.
+    fn is_replaced(&self) -> bool {
+        self.pagemap.is_of_the_past()
+    }
+
     /// Its monotonic and boot time, nanoseconds.
     pub fn clocks(&self) -> (i64, i64) {
         let now = |clock| {
@@ -211,10 +248,6 @@ fn take(
         // What counts as unwritten is what some checkpoint has; without that one, everything must be saved.
         *tracking = None;
     }
-    if base.is_empty() {
-        // What counts as unwritten is what some checkpoint has; without that one, everything must be saved.
-        *tracking = None;
-    }
     let mut work = Work {
         options,
         target: &target,
@@ -224,7 +257,11 @@ fn take(
         writer: Some(writer),
         log: Log::default(),
     };
-    let done = work.with_some_engine(tracking, armed, base)?;
+    let done = work.with_some_engine(tracking, armed, base).map_err(|e| match e {
+        // Whatever did not fit together, this is why.
+        Error::Kernel(_) | Error::Failed(_) | Error::Refused(_) if target.is_replaced() => Error::Replaced,
+        e => e,
+    })?;
     if let Some(tracking) = tracking {
         tracking.base = Some((options.job.clone(), done.committed.id));
     }
@@ -374,7 +411,7 @@ impl<'a> Work<'a> {
         let (mut builder, mut known) = self.learn()?;
         self.running(|running| engine.converge(running))?;
         known.observe();
-        let mut frozen = Frozen::freeze(&self.target.process)?;
+        let mut frozen = self.target.freeze()?;
         known.set_earlier(&self.earlier, self.target.clocks().0);
         self.target.stamp(&mut builder.image.meta);
         inspect(&mut builder, &mut frozen, &known)?;

@@ -98,6 +98,13 @@ fn check_tracer(target: &Proc, name: &str) -> Result<()> {
     Ok(())
 }
 
+/// In a sentence, by whom a thread is traced, if it is.
+pub fn tracer(target: &Proc, tid: u32) -> Option<String> {
+    let tracer = target.sibling(tid).and_then(|t| t.status()).ok()?.tracer;
+    let name = describe(target.pid(), &target.stat().ok()?.comm);
+    (tracer != 0).then(|| format!("{name} is traced by {} already", named(tracer)))
+}
+
 /// 32-bit programs have 32-bit executables. (A 64-bit program that switched its code segment shows in its registers
 /// only.)
 fn check_class(target: &Proc, name: &str) -> Result<()> {
