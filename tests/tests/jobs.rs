@@ -334,6 +334,34 @@ fn a_store_with_a_long_path() {
     job.finish("with a long path");
 }
 
+/// What is made for the job is not for its checkpoints.
+#[test]
+fn a_job_with_narrow_limits() {
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    let target = Target::new("files", "large", Build::Dynamic).expect("cc");
+    let directory = scratch.directory("job");
+    let mut command = std::process::Command::new("bash");
+    command
+        .args(["-c", "ulimit -f 100 -n 40; exec \"$@\"", "bash"])
+        .arg(stillpoint_tests::stillpoint::binary());
+    let prepared = stillpoint.command(&["run", "--detach", "--name", "web", "--"]);
+    command.args(prepared.get_args()).arg(&target.program).arg("large").arg(&directory);
+    command.envs(prepared.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    let out = fs::File::create(directory.join("out")).expect("out");
+    assert!(command.stdin(Stdio::null()).stdout(out).stderr(Stdio::null()).status().expect("run").success());
+    let pid = process(&listed(&stillpoint, "web")["pid"]);
+    let running = Running::restored(pid, &directory);
+    running.await_ready();
+    for _ in 0..2 {
+        assert!(number(&stillpoint.checkpoint("web", "web", &[]).json["bytes"]) > 32 * MIB);
+    }
+    running.finish("with narrow limits");
+}
+
 #[test]
 fn as_time_passes() {
     if undisturbed_only() {
