@@ -5,6 +5,7 @@ use crate::engine::fork::Fork;
 use crate::engine::precopy::Precopy;
 use crate::engine::stop::Stop;
 use crate::engine::tracking::Tracking;
+use crate::engine::wp::{Armed, Wp};
 use crate::engine::{self, Cut, Engine, Log, MemoryEngine, Running, Still};
 use crate::freeze::Frozen;
 use crate::inspect::{Known, inspect};
@@ -96,12 +97,13 @@ pub fn checkpoint(
 pub struct Session {
     pid: u32,
     tracking: Option<Tracking>,
+    armed: Option<Armed>,
 }
 
 impl Session {
     /// A session with a process; nothing is done to it before the first checkpoint.
     pub fn new(pid: u32) -> Self {
-        Session { pid, tracking: None }
+        Session { pid, tracking: None, armed: None }
     }
 
     /// Takes a checkpoint. Whatever fails, the process runs on unharmed and the store is as before.
@@ -118,6 +120,7 @@ impl Session {
                 break;
             }
             self.tracking = None;
+            self.armed = None;
             result = self.attempt(store, options, progress);
         }
         result.map_err(|e| match e {
@@ -138,7 +141,8 @@ impl Session {
         let pid = self.pid;
         // On a thread of its own: what it may still trace when it fails is let go of when it ends.
         std::thread::scope(|scope| {
-            let tracer = scope.spawn(|| take(pid, store, options, &mut self.tracking, progress));
+            let tracer =
+                scope.spawn(|| take(pid, store, options, &mut self.tracking, &mut self.armed, progress));
             let joined = tracer.join();
             joined.unwrap_or_else(|_| Err(Error::Failed("the checkpoint failed inside stillpoint".into())))
         })
@@ -181,7 +185,7 @@ impl Target {
         let process = attributes::target::find(pid)?;
         // A process whose main thread has ended has no memory by its own name.
         let mut builder = Builder::new();
-        attributes::target::examine(&mut builder, &process)?;
+        attributes::target::leader_ended(&mut builder, &process)?;
         refuse_if_needed(&mut builder)?;
         let (memory, pagemap) = (Memory::open(pid)?, Pagemap::open(pid)?);
         let maps = process.maps()?;
@@ -230,6 +234,7 @@ fn take(
     store: &Store,
     options: &Options,
     tracking: &mut Option<Tracking>,
+    armed: &mut Option<Armed>,
     progress: &(dyn Progress + Sync),
 ) -> Result<Report> {
     let start = Instant::now();
@@ -240,6 +245,10 @@ fn take(
     let base = tracking.as_mut().and_then(|t| t.base.take()).filter(|_| !options.full);
     let is_base = |l: &&Checkpoint| base == Some((l.image.meta.job.clone(), l.image.meta.id));
     let base = last.as_ref().filter(is_base).map(|l| l.pages.extents.as_slice()).unwrap_or_default();
+    if base.is_empty() {
+        // What counts as unwritten is what some checkpoint has; without that one, everything must be saved.
+        *tracking = None;
+    }
     let mut work = Work {
         options,
         target: &target,
@@ -249,9 +258,11 @@ fn take(
         writer: Some(writer),
         log: Log::default(),
     };
-    let done = work.with_some_engine(tracking, base).map_err(|e| match e {
+    let done = work.with_some_engine(tracking, armed, base).map_err(|e| match e {
         // Whatever did not fit together, this is why.
-        Error::Kernel(_) | Error::Failed(_) | Error::Refused(_) if target.is_replaced() => Error::Replaced,
+        Error::Kernel(_) | Error::Failed(_) | Error::Lost(_) | Error::Refused(_) if target.is_replaced() => {
+            Error::Replaced
+        }
         e => e,
     })?;
     if let Some(tracking) = tracking {
@@ -268,7 +279,7 @@ fn take(
         other_pauses: work.log.pauses,
         wall: start.elapsed(),
         engine: engine.name(),
-        incremental: !base.is_empty(),
+        incremental: !base.is_empty() && engine == Engine::Precopy,
         story: work.log.story,
         notes,
     })
@@ -299,7 +310,12 @@ struct Done {
 impl<'a> Work<'a> {
     /// Takes the checkpoint with the first engine that can. `base` is what an earlier checkpoint has of what
     /// `tracking` followed.
-    fn with_some_engine(&mut self, tracking: &mut Option<Tracking>, base: &[Extent]) -> Result<Done> {
+    fn with_some_engine(
+        &mut self,
+        tracking: &mut Option<Tracking>,
+        armed: &mut Option<Armed>,
+        base: &[Extent],
+    ) -> Result<Done> {
         let asked = self.options.engine;
         // Nothing is done to a program that must be refused.
         self.learn()?;
@@ -307,6 +323,11 @@ impl<'a> Work<'a> {
             let mut engine: Box<dyn MemoryEngine> = match engine {
                 Engine::Precopy => Box::new(Precopy::new(tracking, base.to_vec(), self.options.buffer)),
                 Engine::Fork => Box::new(Fork::new(self.options.buffer)),
+                Engine::Wp => {
+                    // Memory is followed in one way only.
+                    *tracking = None;
+                    Box::new(Wp::new(armed, self.options.buffer))
+                }
                 _ => Box::new(Stop::default()),
             };
             let name = engine.engine().name();
@@ -335,10 +356,14 @@ impl<'a> Work<'a> {
             let mut still = Still { target, frozen: &mut frozen, builder: &builder, writer, progress, log };
             let cut = engine.cut(&mut still)?;
             if cut == Cut::Taken {
-                return self.complete(engine, builder, frozen).map(Some);
+                match self.complete(engine, builder, frozen) {
+                    Err(Error::Lost(why)) => self.log.tell(format!("an instant was lost: {why}")),
+                    done => return done.map(Some),
+                }
+            } else {
+                self.log.pauses.push(frozen.thaw());
+                self.earlier = earlier_calls(&builder.image, self.target);
             }
-            self.log.pauses.push(frozen.thaw());
-            self.earlier = earlier_calls(&builder.image, self.target);
             let name = engine.engine().name();
             if let Cut::Impossible(why) = cut {
                 if self.options.engine != Engine::Auto {
@@ -388,7 +413,7 @@ impl<'a> Work<'a> {
     fn freeze(&mut self, engine: &mut dyn MemoryEngine) -> Result<(Builder, Frozen)> {
         let (mut builder, mut known) = self.learn()?;
         self.running(|running| engine.converge(running))?;
-        known.observe()?;
+        known.observe();
         let mut frozen = self.target.freeze()?;
         known.set_earlier(&self.earlier, self.target.clocks().0);
         self.target.stamp(&mut builder.image.meta);
@@ -417,6 +442,7 @@ impl<'a> Work<'a> {
         let mut pause = None;
         if !self.options.kill {
             pause = frozen.take().map(Frozen::thaw);
+            self.earlier = earlier_calls(&builder.image, self.target);
         }
         self.running(|running| engine.finish(running))?;
         files::take_digests_of(&mut builder, Usage::Read)?;

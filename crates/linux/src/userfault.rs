@@ -7,9 +7,10 @@
 use crate::{Error, RemoteAddr, Result};
 use bitflags::bitflags;
 use linux_raw_sys::general::{
-    _UFFDIO_WRITEPROTECT, UFFD_EVENT_PAGEFAULT, UFFD_FEATURE_PAGEFAULT_FLAG_WP, UFFD_FEATURE_THREAD_ID,
-    UFFD_FEATURE_WP_ASYNC, UFFD_FEATURE_WP_HUGETLBFS_SHMEM, UFFD_FEATURE_WP_UNPOPULATED,
-    UFFDIO_REGISTER_MODE_WP,
+    _UFFDIO_WRITEPROTECT, UFFD_EVENT_PAGEFAULT, UFFD_EVENT_REMAP, UFFD_EVENT_REMOVE,
+    UFFD_FEATURE_EVENT_REMAP, UFFD_FEATURE_EVENT_REMOVE, UFFD_FEATURE_PAGEFAULT_FLAG_WP,
+    UFFD_FEATURE_THREAD_ID, UFFD_FEATURE_WP_ASYNC, UFFD_FEATURE_WP_HUGETLBFS_SHMEM,
+    UFFD_FEATURE_WP_UNPOPULATED, UFFDIO_REGISTER_MODE_WP,
 };
 use linux_raw_sys::ioctl::{
     UFFDIO_API, UFFDIO_REGISTER, UFFDIO_UNREGISTER, UFFDIO_WAKE, UFFDIO_WRITEPROTECT,
@@ -28,6 +29,8 @@ bitflags! {
     struct Features: u64 {
         const FAULT_FLAG_WP = UFFD_FEATURE_PAGEFAULT_FLAG_WP as u64;
         const THREAD_ID = UFFD_FEATURE_THREAD_ID as u64;
+        const EVENT_REMOVE = UFFD_FEATURE_EVENT_REMOVE as u64;
+        const EVENT_REMAP = UFFD_FEATURE_EVENT_REMAP as u64;
         const WP_SHMEM = UFFD_FEATURE_WP_HUGETLBFS_SHMEM as u64;
         const WP_UNPOPULATED = UFFD_FEATURE_WP_UNPOPULATED as u64;
         const WP_ASYNC = UFFD_FEATURE_WP_ASYNC as u64;
@@ -39,7 +42,8 @@ bitflags! {
 pub enum Mode {
     /// The kernel notes it and lets the writer go on; [`crate::pagemap`] tells which pages were written.
     Noted,
-    /// The writer waits until the page is released; [`Userfault::faults`] tells of it.
+    /// The writer waits until the page is released; [`Userfault::events`] tells of it. Whoever drops or moves pages
+    /// (`madvise`, `mremap`) waits until that has been read too.
     Waits,
 }
 
@@ -84,26 +88,55 @@ const _: () = assert!(size_of::<WriteProtect>() == 24);
 const PROTECT: u64 = 1; // UFFDIO_WRITEPROTECT_MODE_WP
 const DONT_WAKE: u64 = 2; // UFFDIO_WRITEPROTECT_MODE_DONTWAKE
 
-/// `struct uffd_msg` of a page fault.
+/// `struct uffd_msg`: for a page fault flags, address, thread; for dropped pages start, end; for moved ones from, to,
+/// length.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 struct Message {
     event: u8,
     reserved: [u8; 7],
-    flags: u64,
-    address: u64,
-    thread: u32,
-    _rest: u32,
+    words: [u64; 3],
 }
 const _: () = assert!(size_of::<Message>() == 32);
 
-/// A write that waits.
+/// What happened in a process whose writers wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Fault {
-    /// Its page.
-    pub page: RemoteAddr,
-    /// The thread that waits.
-    pub thread: u32,
+pub enum Event {
+    /// A thread waits to write to a page.
+    Write {
+        /// The page.
+        page: RemoteAddr,
+        /// The thread.
+        thread: u32,
+    },
+    /// Pages of `[start, end)` are about to be dropped, or freed lazily; their protection goes with them.
+    Dropped {
+        /// First address.
+        start: RemoteAddr,
+        /// First address behind.
+        end: RemoteAddr,
+    },
+    /// Pages were moved with their protection. (What `mremap` unmapped is not told.)
+    Moved {
+        /// Where they were.
+        from: RemoteAddr,
+        /// Where they are.
+        to: RemoteAddr,
+        /// Bytes.
+        len: u64,
+    },
+}
+
+impl Message {
+    fn event(&self) -> Option<Event> {
+        let [a, b, c] = self.words;
+        match u32::from(self.event) {
+            UFFD_EVENT_PAGEFAULT => Some(Event::Write { page: RemoteAddr(b & !4095), thread: c as u32 }),
+            UFFD_EVENT_REMOVE => Some(Event::Dropped { start: RemoteAddr(a), end: RemoteAddr(b) }),
+            UFFD_EVENT_REMAP => Some(Event::Moved { from: RemoteAddr(a), to: RemoteAddr(b), len: c }),
+            _ => None,
+        }
+    }
 }
 
 /// What follows one address space.
@@ -122,7 +155,10 @@ impl Userfault {
         let common = Features::WP_SHMEM | Features::WP_UNPOPULATED;
         let features = match mode {
             Mode::Noted => common | Features::WP_ASYNC,
-            Mode::Waits => common | Features::FAULT_FLAG_WP | Features::THREAD_ID,
+            Mode::Waits => {
+                let events = Features::EVENT_REMOVE | Features::EVENT_REMAP;
+                common | events | Features::FAULT_FLAG_WP | Features::THREAD_ID
+            }
         };
         let userfault = Userfault { fd, pid };
         let mut api = Api { api: API, features: features.bits(), ioctls: 0 };
@@ -169,9 +205,11 @@ impl Userfault {
         self.control("wake", UFFDIO_WAKE, &mut range)
     }
 
-    /// Appends writes that wait and have not been told of, at most 64; none if there are none (the descriptor can be
-    /// polled for more).
-    pub fn faults(&self, faults: &mut Vec<Fault>) -> Result<()> {
+    /// Appends what happened and has not been told yet, at most 64 events; none if there are none (the descriptor can
+    /// be polled for more).
+    ///
+    /// Until all events but writes are read, protecting and releasing fail with `EAGAIN`, and for a moment longer.
+    pub fn events(&self, events: &mut Vec<Event>) -> Result<()> {
         let mut messages = [Message::default(); 64];
         // SAFETY: the kernel writes whole `struct uffd_msg`s, no more than fit (userfaultfd(2)).
         let n =
@@ -184,11 +222,7 @@ impl Userfault {
             };
         }
         let told = &messages[..n as usize / size_of::<Message>()];
-        faults.extend(
-            told.iter()
-                .filter(|m| u32::from(m.event) == UFFD_EVENT_PAGEFAULT)
-                .map(|m| Fault { page: RemoteAddr(m.address & !4095), thread: m.thread }),
-        );
+        events.extend(told.iter().filter_map(Message::event));
         Ok(())
     }
 

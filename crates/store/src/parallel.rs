@@ -39,20 +39,39 @@ pub(crate) struct Target<'a> {
     pub reserved: Mutex<Option<u64>>,
 }
 
+/// Where pages come from that are put as they come; asked by several threads at a time.
+pub trait Source: Sync {
+    /// Why it has failed.
+    type Error: Send;
+
+    /// Fills the front of the buffer, 1 MiB, with the contents of some ranges of whole pages, one behind the other,
+    /// and returns these. May wait for more; no ranges mean that there will be none.
+    fn next(&self, buffer: &mut [u8]) -> Result<Vec<Range>, Self::Error>;
+}
+
 /// Puts the pages of some ranges; returns what was put, in no order.
 pub(crate) fn put<E: Send>(
     target: &Target<'_>,
     ranges: &[Range],
     fill: &Fill<'_, E>,
 ) -> Result<Vec<Piece>, PutError<E>> {
-    let work = Work { target, batches: Mutex::new(Batches::new(ranges)), stop: AtomicBool::new(false) };
     let total: u64 = ranges.iter().map(|r| r.len).sum();
     let useful = (total / BUFFER as u64 + 1).min(MOST as u64) as usize;
+    put_from(target, &Known { batches: Mutex::new(Batches::new(ranges)), fill }, useful)
+}
+
+/// Puts the pages that a source gives, by at most `useful` threads; returns what was put, in no order.
+pub(crate) fn put_from<S: Source>(
+    target: &Target<'_>,
+    source: &S,
+    useful: usize,
+) -> Result<Vec<Piece>, PutError<S::Error>> {
+    let work = Work { target, source, stop: AtomicBool::new(false) };
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     std::thread::scope(|scope| {
-        let start = |_| scope.spawn(|| work.run(fill));
-        let threads: Vec<_> = (1..useful.min(processors * THREADS_EACH)).map(start).collect();
-        let mut pieces = work.run(fill);
+        let start = |_| scope.spawn(|| work.run());
+        let threads: Vec<_> = (1..useful.min(MOST).min(processors * THREADS_EACH)).map(start).collect();
+        let mut pieces = work.run();
         for thread in threads {
             match thread.join() {
                 Ok(theirs) => pieces = both(pieces, theirs),
@@ -61,6 +80,24 @@ pub(crate) fn put<E: Send>(
         }
         pieces
     })
+}
+
+/// Ranges that are known from the start.
+struct Known<'a, E> {
+    batches: Mutex<Batches<'a>>,
+    fill: &'a Fill<'a, E>,
+}
+
+impl<E: Send> Source for Known<'_, E> {
+    type Error = E;
+
+    fn next(&self, buffer: &mut [u8]) -> Result<Vec<Range>, E> {
+        let next = self.batches.lock().unwrap_or_else(PoisonError::into_inner).next();
+        let Some(batch) = next else { return Ok(Vec::new()) };
+        let len: u64 = batch.iter().map(|r| r.len).sum();
+        (self.fill)(&batch, &mut buffer[..len as usize])?;
+        Ok(batch)
+    }
 }
 
 fn both<E>(
@@ -73,40 +110,40 @@ fn both<E>(
 }
 
 /// What the threads share.
-struct Work<'a> {
+struct Work<'a, S> {
     target: &'a Target<'a>,
-    batches: Mutex<Batches<'a>>,
+    source: &'a S,
     /// One has failed: the others need not go on.
     stop: AtomicBool,
 }
 
-impl Work<'_> {
-    fn run<E>(&self, fill: &Fill<'_, E>) -> Result<Vec<Piece>, PutError<E>> {
+impl<S: Source> Work<'_, S> {
+    fn run(&self) -> Result<Vec<Piece>, PutError<S::Error>> {
         let mut buffer = Buffer::new(BUFFER);
         let mut pieces = Vec::new();
         while !self.stop.load(Ordering::Relaxed) {
-            let next = self.batches.lock().unwrap_or_else(PoisonError::into_inner).next();
-            let Some(batch) = next else { break };
-            if let Err(e) = self.one(&batch, &mut buffer, fill, &mut pieces) {
-                self.stop.store(true, Ordering::Relaxed);
-                return Err(e);
+            match self.one(&mut buffer, &mut pieces) {
+                Ok(true) => {}
+                Ok(false) => break,
+                Err(e) => {
+                    self.stop.store(true, Ordering::Relaxed);
+                    return Err(e);
+                }
             }
         }
         Ok(pieces)
     }
 
-    fn one<E>(
-        &self,
-        batch: &[Range],
-        buffer: &mut Buffer,
-        fill: &Fill<'_, E>,
-        pieces: &mut Vec<Piece>,
-    ) -> Result<(), PutError<E>> {
+    /// False if there is nothing more.
+    fn one(&self, buffer: &mut Buffer, pieces: &mut Vec<Piece>) -> Result<bool, PutError<S::Error>> {
+        let batch = self.source.next(buffer.bytes_mut()).map_err(PutError::Fill)?;
+        if batch.is_empty() {
+            return Ok(false);
+        }
         let len: u64 = batch.iter().map(|r| r.len).sum();
         let bytes = &mut buffer.bytes_mut()[..len as usize];
-        fill(batch, bytes).map_err(PutError::Fill)?;
         let first = pieces.len();
-        let used = pack(bytes, self.target, batch, pieces);
+        let used = pack(bytes, self.target, &batch, pieces);
         if used > 0 {
             let Target { medium, segment, .. } = self.target;
             let at = self.target.end.fetch_add(used as u64, Ordering::Relaxed);
@@ -114,7 +151,7 @@ impl Work<'_> {
             medium.write_at(&segment.file, &segment.path, &bytes[..used], at)?;
             pieces[first..].iter_mut().for_each(|p| p.move_by(at));
         }
-        Ok(())
+        Ok(true)
     }
 
     /// Reserves room ahead of the writes. Inside the size of a file they run in parallel, at its end one by one.

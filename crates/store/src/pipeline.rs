@@ -7,7 +7,7 @@
 use crate::buffer::Buffer;
 use crate::layers::Layers;
 use crate::medium::Medium;
-use crate::parallel::{self, Piece};
+use crate::parallel::{self, Piece, Source};
 use crate::segment::{self, Segment};
 use crate::writer::Zeros;
 use crate::{Error, PutError, Result};
@@ -178,6 +178,25 @@ impl Pipeline {
         zeros: Zeros,
         fill: &Fill<'_, E>,
     ) -> Result<(), PutError<E>> {
+        self.put_pieces(owner, zeros, |target| parallel::put(target, ranges, fill))
+    }
+
+    /// Puts the pages that a source gives, by several threads at a time.
+    pub fn put_from<S: Source>(
+        &mut self,
+        owner: Owner,
+        zeros: Zeros,
+        source: &S,
+    ) -> Result<(), PutError<S::Error>> {
+        self.put_pieces(owner, zeros, |target| parallel::put_from(target, source, usize::MAX))
+    }
+
+    fn put_pieces<E>(
+        &mut self,
+        owner: Owner,
+        zeros: Zeros,
+        put: impl FnOnce(&parallel::Target<'_>) -> Result<Vec<Piece>, PutError<E>>,
+    ) -> Result<(), PutError<E>> {
         self.check()?;
         self.submit();
         let target = parallel::Target {
@@ -187,7 +206,7 @@ impl Pipeline {
             end: AtomicU64::new(self.offset),
             reserved: Mutex::new(self.reserves.then_some(self.reserved)),
         };
-        let pieces = parallel::put(&target, ranges, fill);
+        let pieces = put(&target);
         self.offset = target.end.into_inner();
         let reserved = target.reserved.into_inner().unwrap_or_else(PoisonError::into_inner);
         self.reserves = reserved.is_some();

@@ -4,6 +4,7 @@ use crate::folder::Folder;
 use crate::ledger::Ledger;
 use crate::lock::Lock;
 use crate::medium::Medium;
+use crate::parallel::Source;
 use crate::pipeline::{Fill, Pipeline};
 use crate::segment::Segment;
 use crate::{Error, PutError, Result};
@@ -136,6 +137,19 @@ impl Writer {
     ) -> Result<(), PutError<E>> {
         ranges.iter().for_each(whole_pages);
         self.pipeline.put_parallel(owner, ranges, zeros, fill)
+    }
+
+    /// Puts the pages that a source gives until it has no more, asking it from several threads at a time.
+    ///
+    /// # Errors
+    /// As [`Writer::put_parallel`].
+    pub fn put_from<S: Source>(
+        &mut self,
+        owner: Owner,
+        zeros: Zeros,
+        source: &S,
+    ) -> Result<(), PutError<S::Error>> {
+        self.pipeline.put_from(owner, zeros, source)
     }
 
     /// Takes pages over from an older checkpoint of the same job, where they stay.

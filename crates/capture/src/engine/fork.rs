@@ -4,8 +4,7 @@
 //! The pause grows with the memory's page tables (some 10 ms a GiB, a twentieth of that with huge pages) but not with
 //! how fast the program writes; nothing has to be prepared, and nothing is followed.
 
-use super::precopy::Copied;
-use super::{Cut, Engine, MemoryEngine, Running, Still, put};
+use super::{Copied, Cut, Engine, MemoryEngine, Running, Still, put};
 use crate::lend::Lender;
 use crate::regions::{Span, own_pages, spans, zeros};
 use crate::{Error, Result};

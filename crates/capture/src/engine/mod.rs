@@ -8,10 +8,12 @@ pub mod fork;
 pub mod precopy;
 pub mod stop;
 pub mod tracking;
+pub mod wp;
 
 use crate::blocked::Earlier;
 use crate::checkpoint::{Progress, Target};
 use crate::freeze::Frozen;
+use crate::regions::zeros;
 use crate::{Builder, Error, Result};
 use std::time::Duration;
 use stillpoint_image::{Owner, Range};
@@ -51,7 +53,7 @@ impl Engine {
 pub(crate) fn order(asked: Engine) -> Vec<Engine> {
     match asked {
         Engine::Auto => vec![Engine::Precopy, Engine::Fork, Engine::Stop],
-        Engine::Precopy => vec![Engine::Precopy, Engine::Stop],
+        Engine::Precopy => vec![Engine::Precopy, Engine::Fork, Engine::Stop],
         other => vec![other],
     }
 }
@@ -149,5 +151,46 @@ pub(crate) fn put_error(e: PutError<stillpoint_linux::Error>) -> Error {
     match e {
         PutError::Fill(e) => Error::Kernel(e),
         PutError::Store(e) => Error::Store(e),
+    }
+}
+
+/// Pages copied at the cut, in memory that was there before.
+#[derive(Debug, Default)]
+pub(crate) struct Copied {
+    pub bytes: Vec<u8>,
+    ranges: Vec<(Range, bool)>,
+}
+
+impl Copied {
+    /// Gets memory ready, so that the cut need not wait for any.
+    pub fn reserve(&mut self, bytes: u64) {
+        self.bytes.resize(bytes as usize, 1);
+        self.bytes.clear();
+    }
+
+    pub fn copy(&mut self, memory: &Memory, ranges: &[(Range, bool)]) -> Result<()> {
+        let total: u64 = ranges.iter().map(|(r, _)| r.len).sum();
+        self.bytes.resize(total as usize, 0);
+        let from: Vec<(u64, u64)> = ranges.iter().map(|(r, _)| (r.start, r.len)).collect();
+        memory.read_many(&from, &mut self.bytes)?;
+        self.ranges = ranges.to_vec();
+        Ok(())
+    }
+
+    pub fn put(&self, writer: &mut Writer) -> Result<()> {
+        let mut at = 0;
+        for (range, zeros_matter) in &self.ranges {
+            let bytes = &self.bytes[at..at + range.len as usize];
+            at += range.len as usize;
+            let fill = |address: u64, buffer: &mut [u8]| {
+                let from = (address - range.start) as usize;
+                buffer.copy_from_slice(&bytes[from..from + buffer.len()]);
+                Ok::<(), stillpoint_linux::Error>(())
+            };
+            let put: Result<(), PutError<_>> =
+                writer.put(Owner::Space(0), *range, zeros(*zeros_matter), fill);
+            put.map_err(put_error)?;
+        }
+        Ok(())
     }
 }

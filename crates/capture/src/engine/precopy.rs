@@ -5,13 +5,12 @@
 //! program dropped or unmapped since it was copied is found missing at the cut, and forgotten.
 
 use super::tracking::{Found, Tracking, writes_unnoticed};
-use super::{Cut, Engine, MemoryEngine, Running, Still, put_error};
+use super::{Copied, Cut, Engine, MemoryEngine, Running, Still, put_error};
 use crate::regions::{spans, spans_of_maps, zeros};
 use crate::{Error, Result};
 use std::sync::{Mutex, PoisonError};
 use stillpoint_image::{Extent, Owner, PAGE, Range};
 use stillpoint_linux::memory::Memory;
-use stillpoint_store::{PutError, Writer};
 
 /// Rounds of copying before a cut.
 const ROUNDS: usize = 8;
@@ -179,45 +178,4 @@ fn put_what_is_there(
     let put = running.writer.put_parallel(Owner::Space(0), ranges, zeros(zeros_matter), &fill);
     put.map_err(put_error)?;
     Ok(missed.into_inner().unwrap_or_else(PoisonError::into_inner))
-}
-
-/// Pages copied at the cut, in memory that was there before.
-#[derive(Debug, Default)]
-pub(super) struct Copied {
-    bytes: Vec<u8>,
-    ranges: Vec<(Range, bool)>,
-}
-
-impl Copied {
-    /// Gets memory ready, so that the cut need not wait for any.
-    fn reserve(&mut self, bytes: u64) {
-        self.bytes.resize(bytes as usize, 1);
-        self.bytes.clear();
-    }
-
-    pub fn copy(&mut self, memory: &Memory, ranges: &[(Range, bool)]) -> Result<()> {
-        let total: u64 = ranges.iter().map(|(r, _)| r.len).sum();
-        self.bytes.resize(total as usize, 0);
-        let from: Vec<(u64, u64)> = ranges.iter().map(|(r, _)| (r.start, r.len)).collect();
-        memory.read_many(&from, &mut self.bytes)?;
-        self.ranges = ranges.to_vec();
-        Ok(())
-    }
-
-    pub fn put(&self, writer: &mut Writer) -> Result<()> {
-        let mut at = 0;
-        for (range, zeros_matter) in &self.ranges {
-            let bytes = &self.bytes[at..at + range.len as usize];
-            at += range.len as usize;
-            let fill = |address: u64, buffer: &mut [u8]| {
-                let from = (address - range.start) as usize;
-                buffer.copy_from_slice(&bytes[from..from + buffer.len()]);
-                Ok::<(), stillpoint_linux::Error>(())
-            };
-            let put: Result<(), PutError<_>> =
-                writer.put(Owner::Space(0), *range, zeros(*zeros_matter), fill);
-            put.map_err(put_error)?;
-        }
-        Ok(())
-    }
 }
