@@ -19,7 +19,8 @@ demo:
 test:
 	sh scripts/test.sh
 
-# Pause and time against a raw write of the same bytes, and against other tools where they are installed.
+# Pauses, times and slowdown of every engine, against a raw write of the same bytes and other tools where they are
+# installed: about 15 minutes. BENCH_ONLY=pause,durable measures a part; bench/src/main.rs has the names and the rest.
 bench:
 	$(CARGO) build --release --workspace
 	sh scripts/bench.sh

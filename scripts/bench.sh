@@ -1,6 +1,6 @@
 #!/bin/sh
-# Measures pause, time and restore, and writes bench/results. BENCH_SIZES (MiB), BENCH_RUNS, BENCH_WRITES and
-# BENCH_DIRECTORY change what is measured and where; STILLPOINT_BIN which command.
+# Measures pauses, times and slowdown, and writes bench/results. BENCH_ONLY=pause,durable measures a part; the head of
+# bench/src/main.rs lists the experiments' names and all that can be changed.
 set -eu
 cd "$(dirname "$0")/.."
 bench=${CARGO_TARGET_DIR:-target}/release/stillpoint-bench

@@ -119,8 +119,7 @@ impl Session {
             if !matches!(result, Err(Error::Replaced)) {
                 break;
             }
-            self.tracking = None;
-            self.armed = None;
+            (self.tracking, self.armed) = (None, None);
             result = self.attempt(store, options, progress);
         }
         result.map_err(|e| match e {
@@ -245,6 +244,10 @@ fn take(
     let base = tracking.as_mut().and_then(|t| t.base.take()).filter(|_| !options.full);
     let is_base = |l: &&Checkpoint| base == Some((l.image.meta.job.clone(), l.image.meta.id));
     let base = last.as_ref().filter(is_base).map(|l| l.pages.extents.as_slice()).unwrap_or_default();
+    if base.is_empty() {
+        // What counts as unwritten is what some checkpoint has; without that one, everything must be saved.
+        *tracking = None;
+    }
     if base.is_empty() {
         // What counts as unwritten is what some checkpoint has; without that one, everything must be saved.
         *tracking = None;

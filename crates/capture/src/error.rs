@@ -18,13 +18,13 @@ pub enum Error {
     /// The kernel refused an operation (exit code 1).
     #[error(transparent)]
     Kernel(#[from] stillpoint_linux::Error),
-    /// It has become another program while it was looked at (`execve(2)`), again and again (exit code 1).
-    #[error("it replaces itself by another program all the time")]
-    Replaced,
     /// The program has done away with memory of the instant before it was saved: another instant, or another engine,
     /// may do better (exit code 1).
     #[error("the checkpoint could not be completed: {0}")]
     Lost(String),
+    /// It has become another program while it was looked at (`execve(2)`), again and again (exit code 1).
+    #[error("it replaces itself by another program all the time")]
+    Replaced,
     /// Anything else that failed (exit code 1).
     #[error("{0}")]
     Failed(String),

@@ -1,0 +1,32 @@
+//! The experiments, in the order of the summary.
+
+mod chain;
+mod deadline;
+mod downtime;
+mod durable;
+mod incremental;
+mod interval;
+mod pause;
+mod published;
+mod restore;
+mod slowdown;
+
+use crate::bench::Bench;
+use crate::report::Section;
+use anyhow::Result;
+
+/// An experiment: measures, and says what it found.
+pub type Experiment = fn(&Bench) -> Result<Section>;
+
+/// All of them by name.
+pub const EXPERIMENTS: &[(&str, Experiment)] = &[
+    ("pause", pause::run),
+    ("durable", durable::run),
+    ("restore", restore::run),
+    ("incremental", incremental::run),
+    ("slowdown", slowdown::run),
+    ("downtime", downtime::run),
+    ("interval", interval::run),
+    ("chain", chain::run),
+    ("deadline", deadline::run),
+];

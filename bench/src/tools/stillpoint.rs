@@ -1,0 +1,222 @@
+//! The command. What it can do is asked of it, so that an older or newer one can be measured, too.
+
+use super::run;
+use crate::heartbeat::Heartbeat;
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// A memory engine, in the way in which it is to be used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Engine {
+    /// Name in the tables.
+    pub name: &'static str,
+    /// Value of `--engine`.
+    argument: &'static str,
+    /// Environment that makes it this variant.
+    variant: Option<(&'static str, &'static str)>,
+}
+
+const fn engine(name: &'static str) -> Engine {
+    Engine { name, argument: name, variant: None }
+}
+
+impl Engine {
+    /// The program stands still while its memory is copied.
+    pub const STOP: Engine = engine("stop");
+    /// All engines that there may be.
+    pub const ALL: [Engine; 5] =
+        [Self::STOP, engine("precopy"), engine("wp"), engine("fork"), engine("auto")];
+    /// Write-protect in the cut instead of before it, one page for each fault: as Li, Naughton and Plank (1990) did it.
+    pub const CLL: Engine = Engine { name: "CLL", argument: "wp", variant: Some(("STILLPOINT_WP", "plain")) };
+}
+
+/// What is asked for.
+#[derive(Clone, Copy, Default)]
+pub struct Request<'a> {
+    /// Which engine; the command's own choice if none.
+    pub engine: Option<Engine>,
+    /// Job that the checkpoint belongs to; the target's own if none.
+    pub job: Option<&'a str>,
+    /// `--full` or `--incremental`, where the command has them.
+    pub mode: Option<&'static str>,
+}
+
+/// A checkpoint of ours.
+pub struct Cut {
+    /// Time of the whole command.
+    pub wall: Duration,
+    /// What the command reported.
+    report: Value,
+}
+
+impl Cut {
+    /// A number of the report.
+    pub fn number(&self, key: &str) -> Option<f64> {
+        self.report[key].as_f64()
+    }
+
+    /// Pause by the command's own stopwatch, milliseconds.
+    pub fn own_pause_ms(&self) -> f64 {
+        self.number("pause_ms").unwrap_or(f64::NAN)
+    }
+
+    /// Pages that the checkpoint describes.
+    pub fn pages(&self) -> f64 {
+        self.number("pages").unwrap_or(f64::NAN)
+    }
+
+    /// Bytes that were written for it.
+    pub fn written(&self) -> f64 {
+        self.number("written_bytes").or(self.number("bytes")).unwrap_or(f64::NAN)
+    }
+
+    /// Number of the checkpoint in its job.
+    pub fn id(&self) -> Option<u64> {
+        self.report["id"].as_u64()
+    }
+
+    /// Whether it was made in this way: a variant has to be confirmed, so that nothing is shown under a wrong name.
+    fn is_by(&self, engine: Engine) -> bool {
+        let says = |key: &str, what: &str| self.report[key].as_str().is_some_and(|s| s.contains(what));
+        engine.variant.is_none_or(|(_, value)| says("engine", value) || says("variant", value))
+    }
+}
+
+/// A job in the background.
+pub struct Job {
+    /// Process id of the program.
+    pub pid: u32,
+    supervisor: u32,
+}
+
+impl Job {
+    fn from(report: &Value) -> Result<Self> {
+        let number = |key: &str| {
+            let id = report[key].as_u64().and_then(|n| u32::try_from(n).ok());
+            id.with_context(|| format!("no {key} in {report}"))
+        };
+        Ok(Job { pid: number("pid")?, supervisor: number("supervisor_pid")? })
+    }
+
+    /// Waits until the supervisor is gone, after which the job may be removed.
+    pub fn wait(&self) -> Result<()> {
+        let until = Instant::now() + Duration::from_secs(30);
+        let stat = || std::fs::read_to_string(format!("/proc/{}/stat", self.supervisor)).unwrap_or_default();
+        while stat().rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X'])) {
+            if Instant::now() > until {
+                bail!("supervisor {} does not end", self.supervisor);
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        Ok(())
+    }
+}
+
+/// The command.
+pub struct Stillpoint {
+    binary: PathBuf,
+}
+
+impl Stillpoint {
+    /// `STILLPOINT_BIN`, or the one beside this program.
+    pub fn find() -> Result<Self> {
+        let beside = || Some(std::env::current_exe().ok()?.with_file_name("stillpoint"));
+        let binary =
+            std::env::var_os("STILLPOINT_BIN").map(PathBuf::from).or_else(beside).context("no stillpoint")?;
+        if !binary.is_file() {
+            bail!("{} is missing: build the workspace first", binary.display());
+        }
+        Ok(Stillpoint { binary: binary.canonicalize()? })
+    }
+
+    /// Whether it knows these arguments of a command: those it does not know it refuses before it gives the help.
+    fn knows(&self, arguments: &[&str]) -> bool {
+        let mut command = Command::new(&self.binary);
+        command.args(arguments).arg("--help").stdin(Stdio::null()).stdout(Stdio::null());
+        command.stderr(Stdio::null()).status().is_ok_and(|s| s.success())
+    }
+
+    /// Whether it has an engine.
+    pub fn has(&self, engine: Engine) -> bool {
+        self.knows(&["checkpoint", "--engine", engine.argument])
+    }
+
+    /// Whether it can make checkpoints that hold only what changed.
+    pub fn is_incremental(&self) -> bool {
+        self.knows(&["checkpoint", "--incremental"])
+    }
+
+    fn json(
+        &self,
+        store: &Path,
+        variant: Option<(&str, &str)>,
+        arguments: &[&str],
+    ) -> Result<(Value, Duration)> {
+        let mut command = Command::new(&self.binary);
+        command.args(arguments).env("STILLPOINT_STORE", store).envs(variant);
+        let (out, took) = run(&mut command)?;
+        Ok((serde_json::from_str(&out).with_context(|| out.clone())?, took))
+    }
+
+    /// Checkpoints a process (or job) that goes on. `None` if the command does not have this variant of the engine.
+    pub fn try_checkpoint(&self, target: &str, store: &Path, request: Request<'_>) -> Result<Option<Cut>> {
+        let mut arguments = vec!["checkpoint", target, "--json"];
+        arguments.extend(request.job.into_iter().flat_map(|job| ["--name", job]));
+        arguments.extend(request.engine.into_iter().flat_map(|engine| ["--engine", engine.argument]));
+        arguments.extend(request.mode.filter(|mode| self.knows(&["checkpoint", mode])));
+        let variant = request.engine.and_then(|e| e.variant);
+        let (report, wall) = self.json(store, variant, &arguments)?;
+        let cut = Cut { wall, report };
+        Ok(request.engine.is_none_or(|e| cut.is_by(e)).then_some(cut))
+    }
+
+    /// Checkpoints a process (or job) that goes on.
+    pub fn checkpoint(&self, target: &str, store: &Path, request: Request<'_>) -> Result<Cut> {
+        let cut = self.try_checkpoint(target, store, request)?;
+        cut.with_context(|| format!("not made by {}", request.engine.map_or("any engine", |e| e.name)))
+    }
+
+    /// A full checkpoint of a process that belongs to no job before; only the newest is kept.
+    pub fn checkpoint_process(&self, pid: u32, store: &Path, engine: Engine) -> Result<Option<Cut>> {
+        let request = Request { engine: Some(engine), job: Some("bench"), mode: Some("--full") };
+        let cut = self.try_checkpoint(&pid.to_string(), store, request)?;
+        self.keep(store, "bench", 1)?;
+        Ok(cut)
+    }
+
+    /// Removes all but the newest checkpoints of a job.
+    pub fn keep(&self, store: &Path, job: &str, checkpoints: u64) -> Result<()> {
+        self.json(store, None, &["prune", job, "--keep", &checkpoints.to_string(), "--json"])?;
+        Ok(())
+    }
+
+    /// Starts a program as a job in the background.
+    pub fn run(&self, store: &Path, job: &str, place: &Path, command_line: &[String]) -> Result<Job> {
+        let mut command = Command::new(&self.binary);
+        command.args(["run", "--detach", "--json", "--name", job, "--"]).args(command_line);
+        let (out, _) = run(command.env("STILLPOINT_STORE", store).current_dir(place))?;
+        Job::from(&serde_json::from_str(&out).with_context(|| out.clone())?)
+    }
+
+    /// Restores a checkpoint into the background.
+    pub fn restore(&self, store: &Path, checkpoint: &str) -> Result<Job> {
+        let (report, _) = self.json(store, None, &["restore", checkpoint, "--detach", "--json"])?;
+        Job::from(&report)
+    }
+
+    /// Checkpoints and kills a program and restores it; time of the restore until the program answers.
+    pub fn kill_and_restore(&self, program: &mut Heartbeat, store: &Path) -> Result<Duration> {
+        let pid = program.pid.to_string();
+        self.json(store, None, &["checkpoint", &pid, "--name", "restore", "--kill", "--json"])?;
+        program.reap();
+        let began = Instant::now();
+        self.restore(store, "restore")?;
+        program.longest_gap()?;
+        let took = began.elapsed();
+        self.keep(store, "restore", 1)?;
+        Ok(took)
+    }
+}
