@@ -16,7 +16,7 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use rustix::time::{ClockId, clock_gettime};
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant, SystemTime};
-use stillpoint_image::{Extent, Image, Meta, PAGE, PathFile, Usage};
+use stillpoint_image::{Extent, Image, Meta, Owner, PAGE, PathFile, Range, Usage};
 use stillpoint_linux::arch::Gadgets;
 use stillpoint_linux::host;
 use stillpoint_linux::inject::find_gadgets;
@@ -378,9 +378,17 @@ impl<'a> Work<'a> {
             let cut = engine.cut(&mut Still { target, frozen, builder, writer, progress, log })?;
             if cut == Cut::Taken {
                 let exact = self.exact;
+                let contents: Vec<(Owner, Vec<Range>)> =
+                    held.builder.contents.iter().map(|c| (c.owner, c.ranges.clone())).collect();
                 match self.complete(engine, held) {
                     Err(Error::Lost(why)) => self.log.tell(format!("an instant was lost: {why}")),
                     done => return done.map(Some),
+                }
+                // In the next instant they may have other numbers, or not be there.
+                if let Some(writer) = &mut self.writer {
+                    for (owner, ranges) in contents {
+                        ranges.into_iter().for_each(|range| writer.forget(owner, whole_pages(range)));
+                    }
                 }
                 if self.exact && !exact {
                     self.prepare(engine)?;
@@ -469,9 +477,10 @@ impl<'a> Work<'a> {
         let pause = frozen.thaw();
         let holds = assumed.holds(&known)?;
         self.earlier = earlier_calls(&builder.image, self.target);
-        self.running(|running| engine.finish(running))?;
+        self.running(|running| engine.finish(running)).inspect_err(|_| self.log.pauses.push(pause))?;
         if !holds {
             self.exact = true;
+            self.log.pauses.push(pause);
             return Err(Error::Lost("the program changed states of its mappings".into()));
         }
         self.commit(engine, builder, pause).map(|committed| Done {
@@ -528,6 +537,12 @@ struct Held<'a> {
 
 fn impossible(engine: &str, why: &str) -> Error {
     Error::Failed(format!("the engine {engine} is not possible: {why} (auto takes another)"))
+}
+
+/// The pages of a range.
+fn whole_pages(range: Range) -> Range {
+    let start = range.start / PAGE * PAGE;
+    Range { start, len: range.end().next_multiple_of(PAGE) - start }
 }
 
 /// Waits until a killed process is no more (though its parent may not have noticed yet).
