@@ -8,9 +8,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How many checkpoints each life of a writer has: `STILLPOINT_CUTS`, by default 3.
+/// How many checkpoints each life of a writer has: `STILLPOINT_CUTS`, by default 2.
 pub fn cuts() -> usize {
-    std::env::var("STILLPOINT_CUTS").ok().and_then(|c| c.parse().ok()).unwrap_or(3)
+    std::env::var("STILLPOINT_CUTS").ok().and_then(|c| c.parse().ok()).unwrap_or(2)
 }
 
 /// A scenario that writes all the time, and an engine.
@@ -24,7 +24,10 @@ pub struct Cuts {
     needs: fn() -> Option<Arc<Held>>,
 }
 
-/// A checkpoint and how it was taken.
+/// What the command says where an engine is not possible for a program, as it is at the moment.
+const IMPOSSIBLE: [&str; 2] = ["auto takes another", "cannot save this program"];
+
+/// Checkpoints, in the order they were taken.
 type History = Vec<Checkpoint>;
 
 impl Cuts {
@@ -76,13 +79,23 @@ impl Cuts {
             return life.ends(running, expected.as_deref(), "undisturbed");
         }
 
-        let mut history = life.through(&pid.to_string(), false);
+        let mut history = match life.through(&pid.to_string(), false) {
+            Ok(history) => history,
+            Err(why) => {
+                life.ends(running, expected.as_deref(), "after a checkpoint that was not possible");
+                return skipped(&why);
+            }
+        };
         life.ends(running, expected.as_deref(), "after checkpoints");
 
         let any = scratch.random().below(history.len() as u64) as usize;
         let running = life.restore(&history[any]);
-        history.extend(life.through("job", true));
+        let more = life.through("job", true);
         running.kill();
+        match more {
+            Ok(more) => history.extend(more),
+            Err(why) => return skipped(&why),
+        }
 
         let any = scratch.random().below(history.len() as u64) as usize;
         for n in [history.len() - 1, any] {
@@ -113,37 +126,46 @@ impl Life<'_> {
         std::thread::sleep(Duration::from_millis(self.scratch.random().below(most)));
     }
 
-    /// Takes checkpoints at random moments, of a process or of a job.
+    /// Takes checkpoints at random moments, of a process or of a job; or tells why this engine cannot.
     #[track_caller]
-    fn through(&self, target: &str, job: bool) -> History {
+    fn through(&self, target: &str, job: bool) -> Result<History, String> {
         let mut history = Vec::new();
         for _ in 0..cuts() {
             self.pause();
-            history.push(self.checkpoint(target));
+            history.push(self.checkpoint(target)?);
             if !job {
                 let traces = traces_of_us(self.pid, !self.cuts.retried.is_empty());
                 assert!(traces.is_empty(), "left behind after a checkpoint: {traces:#?}");
             }
         }
-        history
+        Ok(history)
     }
 
     #[track_caller]
-    fn checkpoint(&self, target: &str) -> Checkpoint {
+    fn checkpoint(&self, target: &str) -> Result<Checkpoint, String> {
         let kinds = engine::kinds();
         let kind = kinds[self.scratch.random().below(kinds.len() as u64) as usize];
         let mut arguments =
             vec!["checkpoint", target, "--name", "job", "--json", "--engine", self.cuts.engine];
         arguments.extend(kind);
-        for _ in 0..400 {
+        for attempt in 0.. {
             let output = self.stillpoint.run(&arguments);
-            if self.cuts.retried.is_empty() || output.code() != 3 {
-                return Checkpoint::of(&output.ok());
+            let impossible = output.code() == 1 && IMPOSSIBLE.iter().any(|w| output.stderr.contains(w));
+            if self.cuts.engine != "auto" && impossible {
+                // The user named the engine: it may not be the one for such a program, and says so.
+                if attempt == 5 {
+                    return Err(format!("not by {}: {}", self.cuts.engine, output.stderr.trim()));
+                }
+            } else if self.cuts.retried.is_empty() || output.status.success() {
+                return Ok(Checkpoint::of(&output.ok()));
+            } else {
+                assert!(attempt < 400, "always refused: {output}");
+                let code = output.code();
+                output.fails(code, self.cuts.retried);
             }
-            output.fails(3, self.cuts.retried);
             self.pause();
         }
-        panic!("always refused");
+        unreachable!("attempts are counted")
     }
 
     #[track_caller]

@@ -230,7 +230,7 @@ static void execs(void) {
   pthread_t t = spawn(write_own, 0);
   if (generation == 0)
     ready();
-  double end = now() + 0.02 + mix(generation) % 100 * 0.002;
+  double end = now() + 0.02 + mix(generation) % 100 * 0.004;
   while (now() < end && !gone())
     nap(0.001);
   if (!gone()) {

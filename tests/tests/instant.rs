@@ -66,7 +66,7 @@ under! { stop precopy wp fork auto: {
         forks.until_not_refused(&["child"]),
         spawns.until_not_refused(&["child"]),
         // While another thread takes the main thread's place, there is none, and the one has its own descriptors.
-        execs.until_not_refused(&["main thread"]),
+        execs.until_not_refused(&["main thread", "replaces itself"]),
         threads,
     ;
     pages:

@@ -263,7 +263,9 @@ fn take(
     };
     let done = work.with_some_engine(tracking, armed, base).map_err(|e| match e {
         // Whatever did not fit together, this is why.
-        Error::Kernel(_) | Error::Failed(_) | Error::Refused(_) if target.is_replaced() => Error::Replaced,
+        Error::Kernel(_) | Error::Failed(_) | Error::Lost(_) | Error::Refused(_) if target.is_replaced() => {
+            Error::Replaced
+        }
         e => e,
     })?;
     if let Some(tracking) = tracking {

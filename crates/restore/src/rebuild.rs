@@ -115,9 +115,7 @@ pub fn restore(
     for (tid, signal) in last::late_signals(process) {
         spawn::tgkill(newborn.pid(), tid.unwrap_or(newborn.pid()), signal as i32)?;
     }
-    for thread in threads {
-        thread.detach()?;
-    }
+    let_go(threads)?;
     let shell = newborn.live();
     notes.extend(open.notes());
     Ok(Restored {
@@ -361,6 +359,21 @@ fn give_attributes<'a>(
         last::verify(remote.tid(), &process.threads[index].creds)?;
     }
     Ok(threads)
+}
+
+/// Lets all threads run, the first one first. What runs already may end the others, by `execve(2)` or as a whole: then
+/// it is for us, their tracer, to see their ends, which `execve` waits for.
+fn let_go(threads: Vec<Stopped>) -> Result<()> {
+    let mut first = true;
+    for thread in threads {
+        let tid = thread.tid();
+        match thread.detach() {
+            Err(stillpoint_linux::Error::Gone(_)) if !first => drop(Seized::born(tid).wait()?),
+            detached => detached?,
+        }
+        first = false;
+    }
+    Ok(())
 }
 
 /// Removes the code of remote calls and gives every thread its own registers; they are ready to run.

@@ -445,11 +445,11 @@ fn sharers(builder: &mut Builder, target: &Proc, others: &[u32]) {
             (Shared::FileSystem, "current directory"),
         ] {
             if sharing::shared(pid, target.pid(), object).unwrap_or(false) {
-                builder.refuse(
-                    named(pid),
-                    format!("it shares its {name} with the program"),
-                    "try again later",
-                );
+                // The twin of another checkpoint, while it is being made.
+                let twin = Proc::process(pid).ok().and_then(|p| tracer(&p, pid)).is_some();
+                let of = if twin { ", for another checkpoint it seems" } else { "" };
+                let why = format!("it shares its {name} with the program{of}");
+                builder.refuse(named(pid), why, "try again later");
             }
         }
     }
