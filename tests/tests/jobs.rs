@@ -212,9 +212,7 @@ fn clients_that_vanish_hang_or_talk_nonsense() {
     for _ in 0..10 {
         let mut client =
             job.stillpoint.command(&["checkpoint", "web"]).stdout(Stdio::null()).spawn().expect("client");
-        std::thread::sleep(
-            scratch.random().below(30_000).try_into().map(Duration::from_micros).expect("short"),
-        );
+        std::thread::sleep(Duration::from_micros(scratch.random().below(30_000)));
         client.kill().and_then(|()| client.wait()).expect("kill");
     }
     let last = job.checkpoint(&[]);
@@ -244,8 +242,16 @@ fn a_supervisor_that_is_killed_leaves_nothing_behind() {
     let next = job.checkpoint(&["--incremental"]);
     assert_eq!((&next["job"], &next["incremental"]), (&"web".into(), &false.into()), "{next}");
     assert!(number(&next["bytes"]) > 32 * MIB, "{next}");
+    assert!(next["notes"][0].as_str().is_some_and(|n| n.contains("stillpoint adopt")), "{next}");
     assert!(!is_followed(job.pid), "nothing stays behind");
-    job.comes_back("without a supervisor");
+    // Another takes over.
+    let pid = job.pid.to_string();
+    let answer = job.stillpoint.run(&["adopt", &pid, "--json"]).ok().json();
+    assert_eq!(answer["job"], "web");
+    assert_eq!(process(&answer["supervisor_pid"]), job.supervisor());
+    job.checkpoint(&[]);
+    assert_eq!(job.checkpoint(&["--incremental"])["incremental"], is_followed(job.pid));
+    job.comes_back("with another supervisor");
 }
 
 #[test]
@@ -326,6 +332,34 @@ fn a_store_with_a_long_path() {
     job.checkpoint(&[]);
     assert!(job.checkpointer().is_some(), "it was reached through its socket");
     job.finish("with a long path");
+}
+
+/// What is made for the job is not for its checkpoints.
+#[test]
+fn a_job_with_narrow_limits() {
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    let target = Target::new("files", "large", Build::Dynamic).expect("cc");
+    let directory = scratch.directory("job");
+    let mut command = std::process::Command::new("bash");
+    command
+        .args(["-c", "ulimit -f 100 -n 40; exec \"$@\"", "bash"])
+        .arg(stillpoint_tests::stillpoint::binary());
+    let prepared = stillpoint.command(&["run", "--detach", "--name", "web", "--"]);
+    command.args(prepared.get_args()).arg(&target.program).arg("large").arg(&directory);
+    command.envs(prepared.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    let out = fs::File::create(directory.join("out")).expect("out");
+    assert!(command.stdin(Stdio::null()).stdout(out).stderr(Stdio::null()).status().expect("run").success());
+    let pid = process(&listed(&stillpoint, "web")["pid"]);
+    let running = Running::restored(pid, &directory);
+    running.await_ready();
+    for _ in 0..2 {
+        assert!(number(&stillpoint.checkpoint("web", "web", &[]).json["bytes"]) > 32 * MIB);
+    }
+    running.finish("with narrow limits");
 }
 
 #[test]

@@ -24,6 +24,7 @@ struct Counters {
 }
 
 const KINDS: usize = 12;
+const PATIENCE: Duration = Duration::from_secs(60);
 
 impl Counters {
     fn of(running: &Running) -> Option<Self> {
@@ -220,6 +221,42 @@ fn during_checkpoint(engine: &str) {
     unharmed(&running, &before, "restored");
     running.finish("restored");
     scratch.nothing_is_left("in the end");
+}
+
+/// A process that follows the target from checkpoint to checkpoint dies between two of them, or in one.
+#[test]
+fn during_a_session() {
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    let running = start(&scratch);
+    let before = facts(running.pid);
+    unharmed(&running, &before, "undisturbed");
+    let pid = running.pid.to_string();
+    let engines = ["auto", "precopy", "wp", "fork"];
+    for round in 0..kills().div_ceil(8) {
+        let engine = engines[round as usize % engines.len()];
+        let every = format!("{}ms", 1 + scratch.random().below(30));
+        let adopt = ["adopt", &pid, "--name", "job", "--every", &every, "--keep", "3", "--json"];
+        let answer = stillpoint.run(&[&adopt[..], &["--engine", engine]].concat()).ok().json();
+        let supervisor = answer["supervisor_pid"].as_u64().expect("supervisor") as u32;
+        let newest = || stillpoint.checkpoints("job").last().copied();
+        if round % 2 == 0 {
+            let before = newest();
+            stillpoint_tests::wait_for("a checkpoint", PATIENCE, || (newest() > before).then_some(()));
+        }
+        let pause = Duration::from_micros(scratch.random().below(200_000));
+        std::thread::sleep(pause);
+        kernel::kill(supervisor, kernel::SIGKILL);
+        kernel::wait_gone(supervisor, PATIENCE);
+        let what = format!("round {round}, engine {engine}, every {every}, killed after {pause:?}");
+        unharmed(&running, &before, &what);
+        nothing_of_ours(running.pid, &what);
+    }
+    stillpoint.run(&["verify"]).ok();
+    running.finish("after all");
 }
 
 /// Whoever looks at once may still see what is being taken away.

@@ -18,6 +18,23 @@ fn mistakes_in_the_arguments() {
         (&["checkpoint"], &["TARGET"]),
         (&["checkpoint", "web", "--engine", "warp"], &["warp", "stop"]),
         (&["checkpoint", "web", "--name", ".x"], &[".x"]),
+        (&["checkpoint", "web", "--buffer", "16 apples"], &["apples", "MiB"]),
+        (&["checkpoint", "web", "--buffer", "1k"], &["64KiB"]),
+        (&["checkpoint", "web", "--incremental", "--full"], &["--incremental", "--full"]),
+        (&["run", "--every", "10", "--", "true"], &["unit", "10s"]),
+        (&["run", "--every", "0s", "--", "true"], &["nothing"]),
+        (&["run", "--every", "soon", "--", "true"], &["10s"]),
+        (&["run", "--every", "1s", "--keep", "0", "--", "true"], &["--keep"]),
+        (&["run", "--keep", "3", "--", "true"], &["--every"]),
+        (&["run", "--engine", "wp", "--", "true"], &["--every"]),
+        (&["restore", "web", "--buffer", "1MiB"], &["--every"]),
+        (&["adopt"], &["PID"]),
+        (&["adopt", "web"], &["no process id"]),
+        (&["adopt", "-1"], &[]),
+        (&["adopt", "1", "--name", "1"], &["process id"]),
+        (&["release"], &["JOB"]),
+        (&["release", "12"], &["process id"]),
+        (&["checkpointer", "web", "--process", "1", "--supervisor", "1"], &["supervisor of a job"]),
         (&["restore"], &["JOB"]),
         (&["restore", "web@0"], &["from 1"]),
         (&["restore", "web", "--files", "maybe"], &["rollback", "keep", "refuse"]),
@@ -49,11 +66,13 @@ fn things_that_do_not_exist() {
         &["restore", "web"],
         &["restore", "web@3", "--detach"],
         &["checkpoint", "web"],
+        &["release", "web"],
     ] {
         bench.run(arguments).assert_fails(2, &["no job web"]);
     }
     for pid in ["0", "4194305", "99999999999999999999"] {
         bench.run(&["checkpoint", pid]).assert_fails(2, &["there is no process"]);
+        bench.run(&["adopt", pid]).assert_fails(2, &["there is no process"]);
     }
     for detach in [&[] as &[&str], &["--detach"]] {
         let missing = [&["run"], detach, &["--", "/does/not/exist", "x"]].concat();

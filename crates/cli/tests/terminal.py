@@ -71,6 +71,8 @@ shell.expect(r"Stopped[^\r\n]*cat\r\n")
 shell.expect("READY> ")
 check("Ctrl-Z stops the job and gives the shell the terminal", shell.status() in (146, 148))
 shell.expect("READY> ")
+answers = [os.popen(f"{STILLPOINT} --json checkpoint cat").read() for _ in range(2)]
+check("a stopped job is checkpointed as others are", all('"notes":[]' in answer for answer in answers))
 shell.fg()
 shell.type("again\n")
 shell.expect("again\r\nagain\r\n")

@@ -20,5 +20,5 @@ fn a_job_in_a_terminal() {
     command.args([driver, STILLPOINT]).arg(bench.path("listener.py"));
     let outcome = Outcome::of(command.env("STILLPOINT_STORE", bench.store()).output().unwrap());
     assert_eq!(outcome.code, Some(0), "{}\n{}", outcome.stdout, outcome.stderr);
-    assert_eq!(outcome.stdout.lines().count(), 9, "{}", outcome.stdout);
+    assert_eq!(outcome.stdout.lines().count(), 10, "{}", outcome.stdout);
 }

@@ -11,6 +11,7 @@ pub mod digest;
 pub mod error;
 pub mod fdinfo;
 pub mod features;
+pub mod headroom;
 pub mod host;
 pub mod inject;
 pub mod layout;

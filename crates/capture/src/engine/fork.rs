@@ -8,7 +8,9 @@ use super::{Copied, Cut, Engine, MemoryEngine, Running, Still, put};
 use crate::lend::Lender;
 use crate::regions::{Span, own_pages, spans, zeros};
 use crate::{Error, Result};
+use std::time::{Duration, Instant};
 use stillpoint_image::{Image, Mapping, MappingFlags, Owner, Range};
+use stillpoint_linux::headroom::headroom;
 use stillpoint_linux::pagemap::Pagemap;
 use stillpoint_linux::proc::Proc;
 use stillpoint_linux::twin::{self, Twin};
@@ -18,8 +20,10 @@ use stillpoint_linux::{Error as Kernel, RemoteAddr};
 const PIECE: u64 = 64 << 20;
 /// Less than that is not given back before the end.
 const WORTH_A_CALL: u64 = 256 << 10;
-/// Who has so many children that ended and were not buried buries none.
+/// Who has so many children that ended and are not buried may bury none …
 const UNBURIED: usize = 16;
+/// … and does not, if none of them is within this time.
+const PATIENCE: Duration = Duration::from_secs(5);
 
 /// At work on one checkpoint.
 #[derive(Debug)]
@@ -107,7 +111,8 @@ impl MemoryEngine for Fork {
     }
 
     fn prepare(&mut self, running: &mut Running<'_>) -> Result<()> {
-        check_burial(&running.target.process)
+        check_burial(&running.target.process)?;
+        check_memory(&running.target.process)
     }
 
     fn cut(&mut self, still: &mut Still<'_>) -> Result<Cut> {
@@ -142,12 +147,15 @@ impl MemoryEngine for Fork {
             let _ = twin.unmap(RemoteAddr(range.start), range.len);
         }
         let saved = self.save(&mut twin, running);
-        if twin.check().is_err() {
-            return Err(Error::Failed(
-                "the twin was killed before all of its memory was saved: was memory short?".into(),
-            ));
-        }
-        let mut own = saved?;
+        let alive = twin.check().map_err(Error::Kernel);
+        let mut own = match (saved, alive) {
+            (Err(e @ Error::Store(_)), _) => return Err(e),
+            (Ok(own), Ok(())) => own,
+            (Err(e), _) | (Ok(_), Err(e)) => {
+                let what = "the twin could not be read to its end; was it killed, as memory was short?";
+                return Err(Error::Failed(format!("{what} ({e})")));
+            }
+        };
         twin.end()?;
         self.aside.put(running.writer)?;
         running.progress.advance(self.aside_ranges.iter().map(|r| r.len).sum());
@@ -189,17 +197,49 @@ fn check_burial(process: &Proc) -> Result<()> {
     let mut pid = status.ppid;
     while pid != 0 {
         let Ok(ancestor) = Proc::process(pid) else { break };
-        let dead = |&child: &u32| Proc::process(child).and_then(|c| c.stat()).is_ok_and(|s| s.state == b'Z');
-        let unburied = ancestor.children()?.iter().filter(|c| dead(c)).count();
-        if unburied >= UNBURIED {
+        if !buries(&ancestor)? {
             let name = String::from_utf8_lossy(&ancestor.comm()?).into_owned();
-            return Err(Error::Failed(format!(
-                "process {pid} ({name}), which may have to bury the twin, does not bury its children ({unburied} of them)"
-            )));
+            let what = format!("process {pid} ({name}), to which the twin may come when it ends");
+            return Err(Error::Failed(format!("{what}, does not bury its children")));
         }
         pid = ancestor.status()?.ppid;
     }
     Ok(())
+}
+
+/// Whether a process buries its children sooner or later, as far as one can see.
+fn buries(process: &Proc) -> Result<bool> {
+    let ended = |&pid: &u32| Proc::process(pid).and_then(|c| c.stat()).is_ok_and(|s| s.state == b'Z');
+    let unburied =
+        || -> Result<Vec<u32>> { Ok(process.children()?.into_iter().filter(|c| ended(c)).collect()) };
+    let before = unburied()?;
+    if before.len() < UNBURIED {
+        return Ok(true);
+    }
+    let start = Instant::now();
+    while start.elapsed() < PATIENCE {
+        let now = unburied()?;
+        if before.iter().any(|pid| !now.contains(pid)) {
+            return Ok(true);
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    Ok(false)
+}
+
+/// Whether there is memory for a copy of each page, should the program write to all of them before they are saved.
+/// When memory is short the kernel kills the twin first (`oom_score_adj`), but may not wait for what that frees.
+fn check_memory(process: &Proc) -> Result<()> {
+    let (most, left) = (process.status()?.rss, headroom(process)?);
+    if most <= left {
+        return Ok(());
+    }
+    let mebibytes = |bytes: u64| bytes.div_ceil(1 << 20);
+    Err(Error::Failed(format!(
+        "while its twin lives, the program may need another {} MiB of memory, and only {} MiB can be had",
+        mebibytes(most),
+        mebibytes(left)
+    )))
 }
 
 /// Pages in ascending order, cut into pieces.

@@ -3,7 +3,7 @@
 use crate::args::Periodic;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use std::ffi::OsString;
 use std::io::ErrorKind;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -109,6 +109,7 @@ impl Beside {
     /// end. A signal that would end us has no patience.
     pub fn finish(self, signals: &Signals) {
         let Some(Process { mut child, pidfd, .. }) = self.process else { return };
+        let _ = pidfd_send_signal(&pidfd, Signal::CONT); // whoever stopped it had the job in mind
         while matches!(child.try_wait(), Ok(None)) {
             let sources = [pidfd.as_fd(), signals.as_fd()];
             let mut polled = sources.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
@@ -116,6 +117,7 @@ impl Beside {
             while let Ok(Some(signal)) = signals.next() {
                 if signal.would_end_us() {
                     let _ = child.kill();
+                    return; // it may hang in a system call; it does not outlive us
                 }
             }
         }

@@ -13,7 +13,7 @@ use std::process::ExitCode;
 use stillpoint_image::Bytes;
 use stillpoint_linux::proc::Proc;
 use stillpoint_linux::supervise::Signals;
-use stillpoint_store::Running;
+use stillpoint_store::{Running, Store};
 
 /// Runs the command.
 pub fn run(common: &Common, args: &Adopt) -> Result<ExitCode> {
@@ -59,7 +59,7 @@ impl Adopted {
     fn adopt(common: &Common, args: &Adopt) -> Result<Self> {
         let store = jobs::open_store(common.store.as_deref())?;
         let target = jobs::target(&store, &args.pid)?;
-        if let Some(running) = &target.running {
+        if let Some(running) = target.running.as_ref().filter(|r| jobs::is_supervised(r)) {
             let what = format!("process {} is that of job {} already", running.pid, target.job);
             return Err(Failure::usage(what)
                 .hint(format!("stillpoint checkpoint {} takes a checkpoint of it", target.job)));
@@ -69,12 +69,13 @@ impl Adopted {
         let id = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or_else(ended)?;
         let pidfd = pidfd_open(id, PidfdFlags::empty()).map_err(|_| ended())?;
         check(pid)?;
+        let inherited = target.running.map(|orphan| forget(&store, &target.job, orphan)).transpose()?;
         let name = args.name.clone().unwrap_or(target.job);
         let claim = jobs::claim(&store, &name)?;
         let signals = Signals::take()?;
         let command = Proc::process(pid)?.cmdline()?.into_iter().map(Bytes).collect();
         let running = jobs::running_record(pid, command, None, &args.periodic)?;
-        let running = Running { adopted: true, inherited: Vec::new(), ..running };
+        let running = Running { adopted: true, inherited: inherited.unwrap_or_default(), ..running };
         let record = Record::write(store, claim, running)?.with_control();
         Ok(Self { record, signals, pid, pidfd, periodic: args.periodic.clone() })
     }
@@ -101,7 +102,7 @@ impl Adopted {
             job: self.record.job().to_string(),
             pid: self.pid,
             pidfd: self.pidfd,
-            inherited: Vec::new(),
+            inherited: self.record.inherited(),
             periodic: self.periodic,
             listener: self.record.take_control(),
             heeds_signals: true,
@@ -110,6 +111,13 @@ impl Adopted {
         drop(self.record);
         over.map(|()| ExitCode::SUCCESS)
     }
+}
+
+/// A job whose supervisor was killed can be adopted like any other process. Returns what it was started with.
+fn forget(store: &Store, job: &str, orphan: Running) -> Result<Vec<(u32, Bytes)>> {
+    let _claim = store.claim(job).map_err(jobs::store_failure)?;
+    store.clear_running(job).map_err(jobs::store_failure)?;
+    Ok(orphan.inherited)
 }
 
 /// Whether it can be the target of a checkpoint at all.

@@ -65,6 +65,10 @@ fn why_complete(target: &Target, asked: &Asked, taken: &Taken) -> String {
             "nobody follows what process {} writes (stillpoint adopt {0} makes it a job whose supervisor does)",
             target.pid
         ),
+        Some(running) if !jobs::is_supervised(running) => format!(
+            "the supervisor of job {} was killed (stillpoint adopt {} gives it another)",
+            target.job, target.pid
+        ),
         Some(_) => format!(
             "there is no checkpoint of job {} since which its supervisor has followed what it writes",
             asked.job

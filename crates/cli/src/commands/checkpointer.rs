@@ -16,6 +16,10 @@ pub fn run(common: &Common, args: &Checkpointer) -> Result<ExitCode> {
     die_with(args.supervisor)?;
     let listener = control_socket()?;
     lift_limits();
+    if args.periodic.every.is_none() && !may_write_checkpoints() {
+        // Whoever asks takes the checkpoint by themselves, then, with limits of their own.
+        return Err(Failure::failed("the limits of the job are too narrow for its checkpoints"));
+    }
     let _ = rustix::thread::set_name(c"stillpoint"); // and not "exe", as which we were started
     let _ = std::env::set_current_dir("/"); // must not keep a file system busy
     let gone = || Failure::usage(format!("there is no process {}", args.process));
@@ -58,7 +62,8 @@ fn control_socket() -> Result<Option<UnixListener>> {
     Ok(Some(listener.into()))
 }
 
-/// Limits were made for the job. (`ulimit -f` would forbid to write a checkpoint, `ulimit -t` end us in the middle.)
+/// Limits were made for the job. (`ulimit -f` would forbid to write a checkpoint, `ulimit -t` end us in the middle.) As
+/// far as they are hard, it takes `CAP_SYS_RESOURCE`.
 fn lift_limits() {
     for resource in [Resource::As, Resource::Cpu, Resource::Data, Resource::Fsize, Resource::Nofile] {
         let hard = getrlimit(resource).maximum;
@@ -68,4 +73,11 @@ fn lift_limits() {
             let _ = setrlimit(resource, Rlimit { current: hard, maximum: hard });
         }
     }
+}
+
+/// Whether files may be as large as they come, and enough of them be open.
+fn may_write_checkpoints() -> bool {
+    const ENOUGH: u64 = 256;
+    let limit = |resource| getrlimit(resource).current;
+    limit(Resource::Fsize).is_none() && limit(Resource::Nofile).is_none_or(|n| n >= ENOUGH)
 }

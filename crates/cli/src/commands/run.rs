@@ -159,6 +159,11 @@ impl Record {
         &self.store
     }
 
+    /// Streams besides the standard ones that the job was started with.
+    pub fn inherited(&self) -> Vec<(u32, Vec<u8>)> {
+        jobs::inherited(&self.running)
+    }
+
     /// The control socket, if it is open and nobody has it yet.
     pub fn take_control(&mut self) -> Option<UnixListener> {
         self.listener.take()
@@ -170,7 +175,7 @@ impl Record {
             store: self.store.clone(),
             job: self.claim.job().to_string(),
             pid,
-            inherited: jobs::inherited(&self.running),
+            inherited: self.inherited(),
             periodic: periodic.clone(),
         };
         Beside::new(errand, self.take_control())

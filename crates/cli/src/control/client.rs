@@ -40,9 +40,10 @@ pub fn ask(store: &Store, job: &str, asked: &Asked, progress: &dyn Progress) -> 
     match line.hear() {
         Ok(Some(Word::Hello { version: VERSION })) => {}
         Ok(Some(Word::Hello { .. })) => return deaf(job, "is of another version of stillpoint"),
-        Ok(None) => return Asking::Nobody,
         Err(e) if is_timeout(&e) => return deaf(job, "does not answer; it may be stopped"),
         Ok(Some(Word::Failed(failure))) => return Asking::Answered(Err(failure)),
+        Err(e) if e.kind() != ErrorKind::InvalidData => return Asking::Nobody, // it hung up
+        Ok(None) => return Asking::Nobody,
         Ok(Some(_)) | Err(_) => return deaf(job, "says what this version does not understand"),
     }
     let _ = line.stream().set_read_timeout(Some(SILENCE));
