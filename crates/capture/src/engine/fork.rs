@@ -63,7 +63,7 @@ impl Fork {
     fn set_aside(&mut self, still: &Still<'_>) -> Result<Option<String>> {
         let mappings = &still.builder.image.spaces[0].mappings;
         let left_out: Vec<&Mapping> =
-            mappings.iter().filter(|m| !m.shared && !(is_inherited(m) && m.huge_page == 0)).collect();
+            mappings.iter().filter(|m| !m.shared && (!is_inherited(m) || m.huge_page != 0)).collect();
         let apart = |s: &Span| left_out.iter().any(|m| m.start == s.range.start);
         let (apart, inherited): (Vec<Span>, Vec<Span>) =
             spans(&still.builder.image.spaces[0]).into_iter().partition(apart);
