@@ -464,6 +464,8 @@ impl<'a> Work<'a> {
     fn complete(&mut self, engine: &mut dyn MemoryEngine, held: Held<'_>) -> Result<Done> {
         let Held { frozen, mut builder, known, assumed } = held;
         self.running(|running| {
+            // An instant that was lost had its own.
+            running.writer.forget_all_but_spaces();
             for content in &builder.contents {
                 files::copy_content(content, running.writer, &mut |bytes| running.progress.advance(bytes))?;
             }

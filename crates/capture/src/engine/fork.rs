@@ -59,10 +59,11 @@ impl Fork {
         }
     }
 
-    /// Copies what a child does not inherit (`MADV_DONTFORK`, `MADV_WIPEONFORK`); returns why not, if that is too much.
+    /// Copies what the twin does not inherit or must not keep; returns why not, if that is too much.
     fn set_aside(&mut self, still: &Still<'_>) -> Result<Option<String>> {
         let mappings = &still.builder.image.spaces[0].mappings;
-        let left_out: Vec<&Mapping> = mappings.iter().filter(|m| !m.shared && !is_inherited(m)).collect();
+        let left_out: Vec<&Mapping> =
+            mappings.iter().filter(|m| !m.shared && (!is_inherited(m) || m.huge_page != 0)).collect();
         let apart = |s: &Span| left_out.iter().any(|m| m.start == s.range.start);
         let (apart, inherited): (Vec<Span>, Vec<Span>) =
             spans(&still.builder.image.spaces[0]).into_iter().partition(apart);
@@ -74,7 +75,9 @@ impl Fork {
         }
         let bytes: u64 = self.aside_ranges.iter().map(|r| r.len).sum();
         if bytes > self.most {
-            let what = format!("{bytes} bytes of its memory are kept from its children (MADV_DONTFORK)");
+            let what = format!(
+                "{bytes} bytes are kept from its children (MADV_DONTFORK) or from the pool of huge pages"
+            );
             return Ok(Some(format!("{what}, more than the buffer holds")));
         }
         self.aside.copy(&still.target.memory, &ranges)?;
@@ -130,7 +133,16 @@ impl MemoryEngine for Fork {
         let forked =
             lender.main_thread(still.frozen, &twin::calls(), |site, visit| Ok(Twin::fork(site, visit)?));
         match forked {
-            Ok(twin) => self.twin = Some(twin),
+            Ok(mut twin) => {
+                // The program's first write to a huge page that the twin has too would take another from the pool,
+                // where there may be none.
+                for m in mappings.iter().filter(|m| !m.shared && m.huge_page != 0 && is_inherited(m)) {
+                    if let Err(e) = twin.unmap(RemoteAddr(m.start), m.end - m.start) {
+                        return Ok(Cut::Impossible(e.to_string()));
+                    }
+                }
+                self.twin = Some(twin);
+            }
             Err(e @ (Error::Failed(_) | Error::Kernel(Kernel::Remote { .. }))) => {
                 return Ok(Cut::Impossible(e.to_string()));
             }
@@ -179,10 +191,6 @@ fn obstacle(image: &Image) -> Option<String> {
     let needed = |m: &&Mapping| m.flags.contains(MappingFlags::STACK) || m.prot & libc::PROT_EXEC as u32 != 0;
     if space.mappings.iter().filter(needed).any(|m| !is_inherited(m)) {
         return Some("it keeps its stack or code from its children (MADV_DONTFORK)".into());
-    }
-    // There may be no further huge page for the first write to one that the twin has too.
-    if space.mappings.iter().any(|m| !m.shared && m.huge_page != 0) {
-        return Some("it has huge pages from the pool (MAP_HUGETLB)".into());
     }
     None
 }
