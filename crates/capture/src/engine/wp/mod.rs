@@ -19,7 +19,7 @@ mod copies;
 mod pages;
 mod server;
 
-use super::tracking::{open_inside, writes_unnoticed};
+use super::tracking::open_inside;
 use super::{Copied, Cut, Engine, MemoryEngine, Running, Still};
 use crate::brief::stop_briefly;
 use crate::checkpoint::{Progress, Target};
@@ -147,8 +147,7 @@ impl MemoryEngine for Wp<'_> {
             let why = "it may write its own memory through /proc, which fails while its writers wait";
             return Err(Error::Lost(why.into()));
         }
-        // What a device writes past the page tables is not noted.
-        if self.base.is_empty() || writes_unnoticed(running.target.pid)? {
+        if self.base.is_empty() {
             *self.armed = None;
         }
         let base = std::mem::take(&mut self.base);
