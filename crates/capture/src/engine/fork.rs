@@ -68,6 +68,7 @@ impl Fork {
         let (apart, inherited): (Vec<Span>, Vec<Span>) =
             spans(&still.builder.image.spaces[0]).into_iter().partition(apart);
         let mut ranges = Vec::new();
+        self.aside_ranges.clear();
         for span in &apart {
             let first = self.aside_ranges.len();
             own_pages(&still.target.pagemap, span, &mut self.aside_ranges)?;
@@ -114,6 +115,8 @@ impl MemoryEngine for Fork {
     }
 
     fn prepare(&mut self, running: &mut Running<'_>) -> Result<()> {
+        // Of an instant that was lost.
+        self.twin = None;
         check_burial(&running.target.process)?;
         check_memory(&running.target.process)
     }
