@@ -4,6 +4,7 @@ use crate::bench::{Bench, size_name};
 use crate::heartbeat::{Gap, Heartbeat, Load};
 use crate::report::{Chart, Figure, Limit, Promise, Scale, Section, Table, number};
 use crate::series::{Series, ms};
+use crate::tools::Tool;
 use anyhow::{Context, Result};
 use std::time::Duration;
 
@@ -11,7 +12,7 @@ const ABOUT: &str = "\
 A program of one thread that looks at the clock all the time and one that writes random pages is checkpointed again and
 again, by each engine in turn. The gap is the longest that the clock thread saw; `stopped` leaves out the time for which
 that thread was ready and waited for a processor, which the checkpoint's own work may have taken; `own` is the command's
-stopwatch. `none` is the program left alone for as long.";
+stopwatch. `none` is the program left alone for a moment. Other tools are measured at one size and rate.";
 
 /// Time for which the program is left alone, as a measure of what the machine does by itself.
 const ALONE: Duration = Duration::from_millis(300);
@@ -102,19 +103,26 @@ pub fn run(bench: &Bench) -> Result<Section> {
     Ok(section)
 }
 
+/// Other tools stop a program in proportion to its memory: it is enough to see them at one size.
+fn peers_for(bench: &Bench, load: Load) -> &[Box<dyn Tool>] {
+    let shown =
+        load.writes == WRITES && (load.mebibytes == bench.base_size() || load.threads == THREADS.threads);
+    if shown { &bench.peers } else { &[] }
+}
+
 fn measure(bench: &Bench, load: Load) -> Result<Case> {
     let place = bench.plan.place("pause")?;
     let start = |name: &str, launcher: &[String]| {
         Heartbeat::start(&bench.programs, &place.join("programs").join(name), load, launcher)
     };
     let ours = start("ours", &[])?;
+    let peers = peers_for(bench, load);
     let mut theirs = Vec::new();
-    for peer in &bench.peers {
+    for peer in peers {
         let launcher = peer.launcher(&place.join(peer.name()))?;
         theirs.push(if launcher.is_empty() { None } else { Some(start(peer.name(), &launcher)?) });
     }
-    let names =
-        bench.engines.iter().map(|e| e.name).chain(bench.peers.iter().map(|p| p.name())).chain(["none"]);
+    let names = bench.engines.iter().map(|e| e.name).chain(peers.iter().map(|p| p.name())).chain(["none"]);
     let mut measured: Vec<_> = names.map(|name| (name.to_owned(), Measured::default())).collect();
     for run in 0..=bench.plan.runs {
         let mut results = Vec::new();
@@ -124,7 +132,7 @@ fn measure(bench: &Bench, load: Load) -> Result<Case> {
             let cut = cut.with_context(|| format!("no engine {}", engine.name))?;
             results.push((ours.longest_gap()?, cut.own_pause_ms(), cut.wall));
         }
-        for (peer, program) in bench.peers.iter().zip(&theirs) {
+        for (peer, program) in peers.iter().zip(&theirs) {
             let target = program.as_ref().unwrap_or(&ours);
             target.longest_gap()?;
             let took = peer.checkpoint(target.pid, &place.join(peer.name()))?;
