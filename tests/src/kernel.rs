@@ -21,6 +21,15 @@ pub fn threads(pid: u32) -> Vec<u32> {
     tids
 }
 
+/// Processes, also ended ones, that a process is to wait for.
+pub fn children(pid: u32) -> Vec<u32> {
+    let parent = |p: u32| {
+        let stat = std::fs::read_to_string(format!("/proc/{p}/stat")).ok()?;
+        stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse().ok()
+    };
+    processes().into_iter().filter(|&p| parent(p) == Some(pid)).collect()
+}
+
 /// Names of a directory that are numbers.
 pub fn numbers(directory: &Path) -> Vec<u32> {
     let Ok(entries) = std::fs::read_dir(directory) else { return Vec::new() };

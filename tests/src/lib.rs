@@ -10,17 +10,23 @@
 //! * `STILLPOINT_SEED`: the seed of random moments; a failing test prints the one it had.
 //! * `STILLPOINT_UNDISTURBED=1`: only run the programs and their checks, without any checkpoint.
 //! * `STILLPOINT_KILLS`: how many times the tests in `killing_us` kill the command (each).
+//! * `STILLPOINT_CUTS`: how many checkpoints each life of a writer in `instant` goes through.
+//! * `STILLPOINT_CHAIN`: how many checkpoints a chain in `incremental` has.
 //! * `STILLPOINT_KEEP=1`: keep the directories of tests that pass, too.
 #![forbid(unsafe_code)]
 
+pub mod cuts;
+pub mod engine;
 pub mod feature;
 pub mod kernel;
+pub mod machine;
 pub mod observe;
 pub mod programs;
 pub mod scratch;
 pub mod stillpoint;
 pub mod target;
 
+pub use cuts::Cuts;
 pub use feature::Feature;
 pub use scratch::{Rng, Scratch};
 pub use stillpoint::{Checkpoint, Output, Stillpoint};

@@ -211,6 +211,48 @@ impl Facts {
     }
 }
 
+/// What a checkpoint may leave behind in a process: memory that is watched, a descriptor of ours, a tracer, a child (unless
+/// the process has children of its own).
+pub fn traces_of_us(pid: u32, has_children: bool) -> Vec<String> {
+    let mut traces = Vec::new();
+    let smaps =
+        String::from_utf8_lossy(&fs::read(format!("/proc/{pid}/smaps")).unwrap_or_default()).into_owned();
+    let mut mapping = "";
+    for line in smaps.lines() {
+        match line.strip_prefix("VmFlags:") {
+            Some(flags) if flags.split(' ').any(|f| WATCHED.contains(&f)) => {
+                traces.push(format!("watched: {mapping} {flags}"));
+            }
+            Some(_) => {}
+            None if line.split(' ').next().is_some_and(|f| f.contains('-') && !f.ends_with(':')) => {
+                mapping = line
+            }
+            None => {}
+        }
+    }
+    for fd in kernel::numbers(std::path::Path::new(&format!("/proc/{pid}/fd"))) {
+        let link = fs::read_link(format!("/proc/{pid}/fd/{fd}")).unwrap_or_default().display().to_string();
+        if link.contains("userfaultfd") {
+            traces.push(format!("descriptor {fd}: {link}"));
+        }
+    }
+    for tid in kernel::threads(pid) {
+        let base = format!("/proc/{pid}/task/{tid}");
+        match kernel::status_in(&format!("{base}/status"), "TracerPid") {
+            Some(tracer) if tracer != "0" => traces.push(format!("thread {tid} is traced by {tracer}")),
+            _ => {}
+        }
+    }
+    let children = kernel::children(pid);
+    if !has_children && !children.is_empty() {
+        traces.push(format!("children: {}", kernel::describe(&children)));
+    }
+    traces
+}
+
+/// Flags of mappings that are registered with a userfaultfd: missing pages, write-protection, minor faults.
+const WATCHED: [&str; 3] = ["um", "uw", "ui"];
+
 /// Gives ids numbers in the order of their first sight.
 #[derive(Default)]
 struct Numbering(HashMap<String, usize>);

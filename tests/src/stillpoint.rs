@@ -45,6 +45,19 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
+    /// What a `checkpoint --json` that succeeded has said.
+    #[track_caller]
+    pub fn of(output: &Output) -> Self {
+        let json = output.json();
+        let id = json["id"].as_u64().unwrap_or_else(|| panic!("no id in {json}"));
+        let job = json["job"].as_str().unwrap_or_else(|| panic!("no job in {json}")).to_owned();
+        for number in ["bytes", "pages", "pause_ms", "wall_ms"] {
+            assert!(json[number].is_number(), "no {number} in {json}");
+        }
+        assert!(json["engine"].is_string(), "no engine in {json}");
+        Checkpoint { job, id, json }
+    }
+
     /// `JOB@ID`.
     pub fn name(&self) -> String {
         format!("{}@{}", self.job, self.id)
@@ -187,14 +200,7 @@ impl Stillpoint {
         let target = target.to_string();
         let mut arguments = vec!["checkpoint", &target, "--name", name, "--json"];
         arguments.extend(extra);
-        let json = self.run(&arguments).ok().json();
-        let id = json["id"].as_u64().unwrap_or_else(|| panic!("no id in {json}"));
-        let job = json["job"].as_str().unwrap_or_else(|| panic!("no job in {json}")).to_owned();
-        for number in ["bytes", "pages", "pause_ms", "wall_ms"] {
-            assert!(json[number].is_number(), "no {number} in {json}");
-        }
-        assert!(json["engine"].is_string(), "no engine in {json}");
-        Checkpoint { job, id, json }
+        Checkpoint::of(&self.run(&arguments).ok())
     }
 
     /// `restore NAME --detach --json`, which must succeed; gives the process id.

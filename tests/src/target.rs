@@ -2,13 +2,14 @@
 
 use crate::kernel;
 use crate::scratch::MARK;
+use crate::stillpoint::{Stillpoint, binary};
 use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, LazyLock, Mutex, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How a C program is built.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -109,6 +110,39 @@ impl Target {
         let running = Running::new(child, directory);
         running.await_ready();
         running
+    }
+}
+
+/// A job in the background, with its supervisor.
+#[derive(Debug)]
+pub struct Job {
+    /// The target.
+    pub running: Running,
+    /// Process id of its supervisor.
+    pub supervisor: u32,
+}
+
+impl Target {
+    /// Starts it by `run --detach` as the job `name`, and waits until it is ready.
+    #[track_caller]
+    pub fn start_job(&self, stillpoint: &Stillpoint, name: &str, directory: &Path) -> Job {
+        let out =
+            File::create(directory.join("out")).unwrap_or_else(|e| panic!("{}: {e}", directory.display()));
+        let mut command = alone(binary());
+        command.args(["run", "--name", name, "--detach", "--json", "--"]);
+        command.arg(&self.program).arg(&self.scenario).arg(directory).current_dir(directory);
+        let like = stillpoint.command::<&str>(&[]);
+        command.envs(like.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        // The job keeps standard output, so the report goes to standard error.
+        let done = command.stdin(Stdio::null()).stdout(out).stderr(Stdio::piped()).output();
+        let done = done.unwrap_or_else(|e| panic!("run: {e}"));
+        let report = String::from_utf8_lossy(&done.stderr).into_owned();
+        let json: serde_json::Value =
+            serde_json::from_str(report.trim()).unwrap_or_else(|e| panic!("run: {e}: {report}"));
+        let number = |key: &str| json[key].as_u64().unwrap_or_else(|| panic!("no {key} in {json}")) as u32;
+        let running = Running::restored(number("pid"), directory);
+        running.await_ready();
+        Job { running, supervisor: number("supervisor_pid") }
     }
 }
 
@@ -222,9 +256,12 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        if self.child.is_some() {
-            kernel::kill(self.pid, kernel::SIGKILL);
-            self.reap();
+        let Some(mut child) = self.child.take() else { return };
+        kernel::kill(self.pid, kernel::SIGKILL);
+        // Whoever traces it, and hangs, keeps it from its end: it is waited for, but not for ever.
+        let until = Instant::now() + Duration::from_secs(5);
+        while matches!(child.try_wait(), Ok(None)) && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(1));
         }
     }
 }

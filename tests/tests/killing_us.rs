@@ -1,16 +1,16 @@
-//! SIGKILL for the command itself, at random moments: the target is never harmed, no partial checkpoint is ever seen,
-//! no half process is left behind.
+//! SIGKILL for the command itself, and for the supervisor of a job, at random moments, under each engine: the target is
+//! never harmed, nothing of ours stays in it, no partial checkpoint is ever seen, no half process is left behind.
 #![allow(missing_docs)]
 
 use std::fs;
 use std::os::unix::fs::FileExt;
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
-use stillpoint_tests::observe::Facts;
+use stillpoint_tests::observe::{Facts, traces_of_us};
 use stillpoint_tests::target::Running;
-use stillpoint_tests::{Build, Scratch, Stillpoint, Target, kernel, undisturbed_only};
+use stillpoint_tests::{Build, Scratch, Stillpoint, Target, engine, kernel, skipped, undisturbed_only};
 
-/// How often each test kills.
+/// How often the tests kill: the restoring command half as often, the checkpointing one so often under all engines together.
 fn kills() -> u64 {
     std::env::var("STILLPOINT_KILLS").ok().and_then(|k| k.parse().ok()).unwrap_or(300)
 }
@@ -94,18 +94,71 @@ fn the_target_alone() {
     running.finish("undisturbed");
 }
 
-#[test]
-fn during_checkpoint() {
-    if undisturbed_only() {
-        return;
+/// One test for each function under each engine, in a module of the engine's name.
+macro_rules! under {
+    ($($engine:ident)*) => {
+        $(
+            mod $engine {
+                #[test]
+                fn during_checkpoint() {
+                    crate::with(stringify!($engine), crate::during_checkpoint);
+                }
+
+                #[test]
+                fn the_supervisor() {
+                    crate::with(stringify!($engine), crate::the_supervisor);
+                }
+            }
+        )*
+    };
+}
+
+under! { stop precopy wp fork auto }
+
+fn with(engine: &str, test: impl FnOnce(&str)) {
+    match engine::offered(engine) {
+        _ if undisturbed_only() => {}
+        true => test(engine),
+        false => skipped(&format!("the command has no engine {engine}")),
     }
+}
+
+/// How the moment of a kill is found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Aim {
+    /// Anywhere.
+    Random,
+    /// Soon after the target is stopped.
+    Stopped,
+    /// Soon after its memory is watched, if this engine does that.
+    Watched,
+}
+
+impl Aim {
+    /// Whether the moment has come to count from.
+    fn reached(self, pid: u32) -> bool {
+        match self {
+            Aim::Random => true,
+            Aim::Stopped => kernel::status(pid, "TracerPid").is_some_and(|t| t != "0"),
+            Aim::Watched => is_watched(pid),
+        }
+    }
+}
+
+fn is_watched(pid: u32) -> bool {
+    let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap_or_default();
+    smaps.lines().any(|l| l.starts_with("VmFlags:") && (l.contains(" uw") || l.contains(" um")))
+}
+
+fn during_checkpoint(engine: &str) {
+    let kills = kills() / engine::all().count() as u64;
     let scratch = Scratch::new();
     let stillpoint = scratch.stillpoint();
     let running = start(&scratch);
     let before = facts(running.pid);
     unharmed(&running, &before, "undisturbed");
     let pid = running.pid.to_string();
-    let arguments = ["checkpoint", &pid, "--name", "job", "--json"];
+    let arguments = ["checkpoint", &pid, "--name", "job", "--json", "--engine", engine];
     let mut whole = Vec::new();
     let mut durations: Vec<Duration> = (0..3)
         .map(|_| {
@@ -118,28 +171,21 @@ fn during_checkpoint() {
     let typical = durations[1];
     unharmed(&running, &before, "after whole checkpoints");
 
-    let (mut interrupted, mut frozen, mut late) = (0, 0, 0);
-    for n in 0..kills() {
-        let aimed = n % 2 == 1;
+    let (mut interrupted, mut frozen, mut watched, mut late) = (0, 0, 0, 0);
+    for n in 0..kills {
+        let aim = [Aim::Random, Aim::Stopped, Aim::Watched][(n % 3) as usize];
         let mut child = spawn(&stillpoint, &arguments);
-        let delay = if aimed {
-            // Wait until it has hold of the target, then kill it within the little time that it has.
-            let until = Instant::now() + Duration::from_secs(5);
-            while kernel::status(running.pid, "TracerPid").is_some_and(|t| t == "0") && Instant::now() < until
-            {
-                if child.try_wait().expect("wait").is_some() {
-                    break;
-                }
+        let until = Instant::now() + Duration::from_secs(5);
+        while !aim.reached(running.pid) && Instant::now() < until {
+            if child.try_wait().expect("wait").is_some() {
+                break;
             }
-            scratch.random().fraction() * 0.5
-        } else {
-            scratch.random().fraction() * 1.1
-        };
-        let delay = typical.mul_f64(delay);
-        std::thread::sleep(delay);
-        if kernel::status(running.pid, "TracerPid").is_some_and(|t| t != "0") {
-            frozen += 1;
         }
+        let most = if aim == Aim::Random { 1.1 } else { 0.5 };
+        let delay = typical.mul_f64(scratch.random().fraction() * most);
+        std::thread::sleep(delay);
+        frozen += u64::from(Aim::Stopped.reached(running.pid));
+        watched += u64::from(Aim::Watched.reached(running.pid));
         kernel::kill(child.id(), kernel::SIGKILL);
         let status = child.wait().expect("wait");
         if status.success() {
@@ -147,8 +193,9 @@ fn during_checkpoint() {
         } else {
             interrupted += 1
         }
-        let what = format!("kill {n} after {delay:?} of {typical:?}");
+        let what = format!("kill {n} after {delay:?} of {typical:?} ({aim:?})");
         unharmed(&running, &before, &what);
+        nothing_of_ours(running.pid, &what);
         if n % 20 == 0 {
             let listed = stillpoint.checkpoints("job");
             assert!(whole.iter().all(|id| listed.contains(id)), "{what}: {whole:?} became {listed:?}");
@@ -158,19 +205,75 @@ fn during_checkpoint() {
         }
     }
     eprintln!(
-        "killed {interrupted} ({frozen} with the target frozen), {late} came too late; typical {typical:?}"
+        "{engine}: killed {interrupted} ({frozen} with the target stopped, {watched} with its memory watched), \
+         {late} came too late; typical {typical:?}"
     );
-    assert!(interrupted > kills() / 10, "hardly any of the kills came in time");
+    assert!(interrupted > kills / 10, "hardly any of the kills came in time");
     stillpoint.run(&["verify"]).ok();
 
     // And all still works.
     let mut running = running;
-    stillpoint.checkpoint(running.pid, "job", &["--kill"]);
+    stillpoint.checkpoint(running.pid, "job", &["--kill", "--engine", engine]);
     running.reap();
     let restored = stillpoint.restore_detached("job", &[]);
     let running = Running::restored(restored, running.directory());
     unharmed(&running, &before, "restored");
     running.finish("restored");
+    scratch.nothing_is_left("in the end");
+}
+
+/// Whoever looks at once may still see what is being taken away.
+#[track_caller]
+fn nothing_of_ours(pid: u32, what: &str) {
+    let until = Instant::now() + Duration::from_secs(5);
+    loop {
+        let traces = traces_of_us(pid, false);
+        if traces.is_empty() {
+            return;
+        }
+        assert!(Instant::now() < until, "{what}: left behind: {traces:#?}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// The supervisor of a job, which follows its writes between checkpoints, is killed between two of them or in the middle of
+/// one. The job runs on, unwatched, and can be checkpointed by its name.
+fn the_supervisor(engine: &str) {
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    let target = Target::new("invariants", "everything", Build::Dynamic).expect("cc");
+    let arguments = ["checkpoint", "job", "--json", "--engine", engine];
+    let (mut watched, mut traced) = (0, 0);
+    for n in 0..kills().div_ceil(75) {
+        let directory = scratch.directory(&format!("target-{n}"));
+        let job = target.start_job(&stillpoint, "job", &directory);
+        let (running, supervisor) = (job.running, job.supervisor);
+        let before = facts(running.pid);
+        let typical = stillpoint.run(&arguments).ok().wall;
+        // Between two checkpoints; in the middle of one; both together, the command too.
+        let mut child = (n % 3 != 0).then(|| spawn(&stillpoint, &arguments));
+        std::thread::sleep(typical.mul_f64(scratch.random().fraction() * 1.1));
+        watched += u64::from(Aim::Watched.reached(running.pid));
+        traced += u64::from(Aim::Stopped.reached(running.pid));
+        kernel::kill(supervisor, kernel::SIGKILL);
+        if let Some(child) = &mut child {
+            if n % 3 == 2 {
+                kernel::kill(child.id(), kernel::SIGKILL);
+            }
+            child.wait().expect("wait");
+        }
+        let what = format!("supervisor killed, {n}");
+        unharmed(&running, &before, &what);
+        nothing_of_ours(running.pid, &what);
+        stillpoint.run(&["verify"]).ok();
+        stillpoint.run(&arguments).ok();
+        unharmed(&running, &before, "after a checkpoint by name");
+        nothing_of_ours(running.pid, "after a checkpoint by name");
+        running.finish("in the end");
+    }
+    eprintln!(
+        "{engine}: {watched} supervisors killed with the memory watched, {traced} with the target stopped"
+    );
     scratch.nothing_is_left("in the end");
 }
 

@@ -19,7 +19,7 @@ pub(crate) fn stop_briefly<T>(
     work: impl FnOnce(&mut Frozen) -> Result<T>,
 ) -> Result<(T, Duration)> {
     let waiting = observe(&target.process)?;
-    let mut frozen = Frozen::freeze(&target.process)?;
+    let mut frozen = target.freeze()?;
     let now = target.clocks().0;
     let known = earlier.calls_at(now);
     let mut calls: HashMap<u32, BlockedCall> = HashMap::new();

@@ -7,6 +7,7 @@ use crate::engine::stop::Stop;
 use crate::engine::tracking::Tracking;
 use crate::engine::wp::{Armed, Wp};
 use crate::engine::{self, Cut, Engine, Log, MemoryEngine, Running, Still};
+use crate::files::Moment;
 use crate::freeze::Frozen;
 use crate::inspect::{Known, inspect};
 use crate::{Builder, Error, Result, attributes, files};
@@ -114,6 +115,30 @@ impl Session {
         progress: &(dyn Progress + Sync),
     ) -> Result<Report> {
         let pid = self.pid;
+        let mut result = self.attempt(store, options, progress);
+        for _ in 0..MOST_PROGRAMS {
+            if !matches!(result, Err(Error::Replaced)) {
+                break;
+            }
+            (self.tracking, self.armed) = (None, None);
+            result = self.attempt(store, options, progress);
+        }
+        result.map_err(|e| match e {
+            // Whatever could not be read or done, this is why.
+            Error::Kernel(_) | Error::Failed(_) | Error::Refused(_) | Error::Replaced if is_dying(pid) => {
+                Error::Failed(format!("process {pid} ended before its checkpoint was complete"))
+            }
+            e => e,
+        })
+    }
+
+    fn attempt(
+        &mut self,
+        store: &Store,
+        options: &Options,
+        progress: &(dyn Progress + Sync),
+    ) -> Result<Report> {
+        let pid = self.pid;
         // On a thread of its own: what it may still trace when it fails is let go of when it ends.
         std::thread::scope(|scope| {
             let tracer =
@@ -121,15 +146,13 @@ impl Session {
             let joined = tracer.join();
             joined.unwrap_or_else(|_| Err(Error::Failed("the checkpoint failed inside stillpoint".into())))
         })
-        .map_err(|e| match e {
-            // Whatever could not be read or done, this is why.
-            Error::Kernel(_) | Error::Failed(_) | Error::Refused(_) if is_dying(pid) => {
-                Error::Failed(format!("process {pid} ended before its checkpoint was complete"))
-            }
-            e => e,
-        })
     }
 }
+
+/// Files that the program keeps writing are read at the cut, up to this size, bytes.
+const READ_AT_THE_CUT: u64 = 4 << 20;
+/// How often a process may become another program while it is being checkpointed, before that is given up.
+const MOST_PROGRAMS: usize = 20;
 
 /// Whether a process has ended, is ending, or has been killed.
 fn is_dying(pid: u32) -> bool {
@@ -164,7 +187,7 @@ impl Target {
         let process = attributes::target::find(pid)?;
         // A process whose main thread has ended has no memory by its own name.
         let mut builder = Builder::new();
-        attributes::target::examine(&mut builder, &process)?;
+        attributes::target::leader_ended(&mut builder, &process)?;
         refuse_if_needed(&mut builder)?;
         let (memory, pagemap) = (Memory::open(pid)?, Pagemap::open(pid)?);
         let maps = process.maps()?;
@@ -173,6 +196,23 @@ impl Target {
         let gadgets = find_gadgets(&memory, &code);
         let clock_shift = clock_shift(&process);
         Ok(Target { pid, pidfd, process, memory, pagemap, gadgets, clock_shift })
+    }
+
+    /// Brings all threads to rest.
+    ///
+    /// # Errors
+    /// [`Error::Replaced`] if what is known of it is of another program than it is now.
+    pub fn freeze(&self) -> Result<Frozen> {
+        let frozen = Frozen::freeze(&self.process)?;
+        match self.is_replaced() {
+            true => Err(Error::Replaced),
+            false => Ok(frozen),
+        }
+    }
+
+    /// Whether it has become another program (`execve(2)`) since it was opened: its memory of then is no more.
+    fn is_replaced(&self) -> bool {
+        self.pagemap.is_of_the_past()
     }
 
     /// Its monotonic and boot time, nanoseconds.
@@ -207,16 +247,29 @@ fn take(
     let base = tracking.as_mut().and_then(|t| t.base.take()).filter(|_| !options.full);
     let is_base = |l: &&Checkpoint| base == Some((l.image.meta.job.clone(), l.image.meta.id));
     let base = last.as_ref().filter(is_base).map(|l| l.pages.extents.as_slice()).unwrap_or_default();
+    if base.is_empty() {
+        // What counts as unwritten is what some checkpoint has; without that one, everything must be saved.
+        *tracking = None;
+    }
+    if base.is_empty() {
+        // What counts as unwritten is what some checkpoint has; without that one, everything must be saved.
+        *tracking = None;
+    }
     let mut work = Work {
         options,
         target: &target,
         earlier: last.as_ref().map(|l| earlier_calls(&l.image, &target)).unwrap_or_default(),
         last: last.as_ref().map(|l| &l.image),
         progress,
+        digested: None,
         writer: Some(writer),
         log: Log::default(),
     };
-    let done = work.with_some_engine(tracking, armed, base)?;
+    let done = work.with_some_engine(tracking, armed, base).map_err(|e| match e {
+        // Whatever did not fit together, this is why.
+        Error::Kernel(_) | Error::Failed(_) | Error::Refused(_) if target.is_replaced() => Error::Replaced,
+        e => e,
+    })?;
     if let Some(tracking) = tracking {
         tracking.base = Some((options.job.clone(), done.committed.id));
     }
@@ -231,7 +284,7 @@ fn take(
         other_pauses: work.log.pauses,
         wall: start.elapsed(),
         engine: engine.name(),
-        incremental: !base.is_empty(),
+        incremental: !base.is_empty() && engine == Engine::Precopy,
         story: work.log.story,
         notes,
     })
@@ -246,6 +299,8 @@ struct Work<'a> {
     /// The job's newest checkpoint.
     last: Option<&'a Image>,
     progress: &'a (dyn Progress + Sync),
+    /// Files with the digests they had right before the cut.
+    digested: Option<Image>,
     /// Until the commit.
     writer: Option<Writer>,
     log: Log,
@@ -364,13 +419,17 @@ impl<'a> Work<'a> {
     /// Brings the program to rest and describes it.
     fn freeze(&mut self, engine: &mut dyn MemoryEngine) -> Result<(Builder, Frozen)> {
         let (mut builder, mut known) = self.learn()?;
+        // Files that do not change until the cut need not be read in it.
+        reuse_digests(&mut known.rehearsed, self.last);
+        files::take_digests_of(&mut known.rehearsed, Usage::Write, Moment::Running);
         self.running(|running| engine.converge(running))?;
-        known.observe()?;
-        let mut frozen = Frozen::freeze(&self.target.process)?;
+        known.observe();
+        let mut frozen = self.target.freeze()?;
         known.set_earlier(&self.earlier, self.target.clocks().0);
         self.target.stamp(&mut builder.image.meta);
         inspect(&mut builder, &mut frozen, &known)?;
         refuse_if_needed(&mut builder)?;
+        self.digested = Some(known.rehearsed.image);
         Ok((builder, frozen))
     }
 
@@ -387,8 +446,8 @@ impl<'a> Work<'a> {
             }
             Ok(())
         })?;
-        reuse_digests(&mut builder, self.last);
-        files::take_digests_of(&mut builder, Usage::Write)?;
+        reuse_digests(&mut builder, self.digested.as_ref());
+        files::take_digests_of(&mut builder, Usage::Write, Moment::Still(READ_AT_THE_CUT));
         builder.image.meta.engine = engine.engine().name().into();
         let mut frozen = Some(frozen);
         let mut pause = None;
@@ -397,7 +456,10 @@ impl<'a> Work<'a> {
             self.earlier = earlier_calls(&builder.image, self.target);
         }
         self.running(|running| engine.finish(running))?;
-        files::take_digests_of(&mut builder, Usage::Read)?;
+        reuse_digests(&mut builder, self.last);
+        for usage in [Usage::Write, Usage::Read] {
+            files::take_digests_of(&mut builder, usage, Moment::Running);
+        }
         let so_far = frozen.as_ref().map_or(Duration::ZERO, |f| f.since.elapsed());
         builder.image.meta.pause_ns = pause.unwrap_or(so_far).as_nanos() as u64;
         let writer = self.writer.take().ok_or_else(|| Error::Failed("there is no writer".into()))?;
@@ -437,7 +499,8 @@ fn refuse_if_needed(builder: &mut Builder) -> Result<()> {
 fn reuse_digests(builder: &mut Builder, last: Option<&Image>) {
     let Some(last) = last else { return };
     let key = |p: &PathFile| (p.dev, p.ino, p.size, p.mtime_ns, p.ctime_ns);
-    for path in builder.image.paths.iter_mut().filter(|p| p.mapped_ranges.is_empty() && !p.deleted) {
+    let without = |p: &&mut PathFile| p.mapped_ranges.is_empty() && !p.deleted && p.digest.is_none();
+    for path in builder.image.paths.iter_mut().filter(without) {
         let same = |p: &&PathFile| p.path == path.path && key(p) == key(path) && p.mapped_ranges.is_empty();
         path.digest = last.paths.iter().find(same).and_then(|p| p.digest.clone());
     }

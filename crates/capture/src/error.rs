@@ -22,6 +22,9 @@ pub enum Error {
     /// may do better (exit code 1).
     #[error("the checkpoint could not be completed: {0}")]
     Lost(String),
+    /// It has become another program while it was looked at (`execve(2)`), again and again (exit code 1).
+    #[error("it replaces itself by another program all the time")]
+    Replaced,
     /// Anything else that failed (exit code 1).
     #[error("{0}")]
     Failed(String),

@@ -3,11 +3,12 @@
 //! Everything here must happen on one OS thread, the tracer; when that thread ends, the kernel lets go of whatever
 //! it still traces. A checkpoint therefore runs on a thread of its own.
 
+use crate::attributes::target;
 use crate::{Error, Result};
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
 use stillpoint_linux::proc::Proc;
-use stillpoint_linux::ptrace::{Seized, Stop, Stopped, Waited, options};
+use stillpoint_linux::ptrace::{Ended, Seized, Stop, Stopped, Waited, options};
 
 /// How long a thread may stay in an uninterruptible sleep before a checkpoint gives up.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -36,16 +37,19 @@ impl Frozen {
         let mut known = HashSet::new();
         let first = seize_new(process, &mut known)?;
         let since = Instant::now();
-        let mut threads = stop(first)?;
+        let mut threads = stop(first, pid)?;
         loop {
             let more = seize_new(process, &mut known)?;
             if more.is_empty() {
                 break;
             }
-            threads.extend(stop(more)?);
+            threads.extend(stop(more, pid)?);
         }
         threads.sort_by_key(|t| (t.tid() != pid, t.tid()));
         if threads.first().map(Stopped::tid) != Some(pid) {
+            if is_replaced_by_exec(process) {
+                return Err(Error::Replaced);
+            }
             return Err(Error::Target(format!("process {pid} ended while it was being stopped")));
         }
         Ok(Frozen { pid, threads, since })
@@ -97,8 +101,9 @@ fn seize_new(process: &Proc, known: &mut HashSet<u32>) -> Result<Vec<Seized>> {
             Ok(thread) => seized.push(thread),
             Err(stillpoint_linux::Error::Gone(_)) => {}
             Err(_) if is_ending(process, tid) && tid != pid => {}
+            Err(_) if is_ending(process, tid) && is_replaced_by_exec(process) => return Err(Error::Replaced),
             Err(_) if is_ending(process, tid) => return Err(ended()),
-            Err(e) => return Err(e.into()),
+            Err(e) => return Err(target::tracer(process, tid).map_or(e.into(), Error::Target)),
         }
     }
     Ok(seized)
@@ -109,48 +114,94 @@ fn is_ending(process: &Proc, tid: u32) -> bool {
     stat.map_or(true, |s| matches!(s.state, b'Z' | b'X'))
 }
 
-/// Interrupts all, then waits for all.
-fn stop(threads: Vec<Seized>) -> Result<Vec<Stopped>> {
+/// Whether a main thread that had ended is alive again after a moment: another thread has become it by `execve(2)`.
+fn is_replaced_by_exec(process: &Proc) -> bool {
+    (0..20).any(|_| {
+        std::thread::sleep(Duration::from_millis(1));
+        !is_ending(process, process.pid())
+    })
+}
+
+/// Interrupts all, then waits for all. A thread that replaces the program by another (`execve(2)`) ends all others first:
+///
+/// 1. The kernel kills the others and waits for their ends. Of those that we trace, also of those that stand still already,
+///    somebody must have waited before they count as ended.
+/// 2. It becomes the main thread: its own id is gone, and its interrupt brings the *main* thread's id to rest.
+fn stop(threads: Vec<Seized>, pid: u32) -> Result<Vec<Stopped>> {
     for thread in &threads {
         match thread.interrupt() {
             Ok(()) | Err(stillpoint_linux::Error::Gone(_)) => {}
             Err(e) => return Err(e.into()),
         }
     }
-    let mut stopped = Vec::with_capacity(threads.len());
-    for thread in threads {
-        stopped.extend(rest(thread)?);
+    let start = Instant::now();
+    let mut running = threads;
+    let mut stopped: Vec<Stopped> = Vec::with_capacity(running.len());
+    loop {
+        let mut still_running = Vec::new();
+        for thread in running {
+            let tid = thread.tid();
+            match look(thread)? {
+                Look::Rests(thread) => stopped.push(thread),
+                Look::Runs(thread) => still_running.push(thread),
+                Look::Ended(Ended::Unknown) if tid != pid => {
+                    stopped.retain(|t| t.tid() != pid);
+                    still_running.retain(|t: &Seized| t.tid() != pid);
+                    still_running.push(Seized::born(pid));
+                }
+                Look::Ended(_) => {}
+            }
+        }
+        running = still_running;
+        let Some(first) = running.first() else { return Ok(stopped) };
+        let waited = start.elapsed();
+        if waited > PATIENCE {
+            return Err(Error::Failed(format!(
+                "thread {} does not come to rest: it is in an uninterruptible wait in the kernel; \
+                 try again when its device or file system answers",
+                first.tid()
+            )));
+        }
+        if waited > EAGER {
+            stopped = without_ended(stopped)?;
+            std::thread::sleep(Duration::from_micros(200));
+        } else {
+            std::thread::yield_now();
+        }
     }
-    Ok(stopped)
 }
 
-/// Waits for an interrupted thread. A signal that reaches it first is delivered: the interrupt is still to come.
-fn rest(mut thread: Seized) -> Result<Option<Stopped>> {
-    let start = Instant::now();
+/// Sees the ends of threads that were killed since they stopped.
+fn without_ended(stopped: Vec<Stopped>) -> Result<Vec<Stopped>> {
+    let mut left = Vec::with_capacity(stopped.len());
+    for thread in stopped {
+        match Seized::born(thread.tid()).poll()? {
+            Ok(Waited::Ended(_)) => {}
+            Ok(Waited::Stopped(again)) => left.push(again),
+            Err(_) => left.push(thread),
+        }
+    }
+    Ok(left)
+}
+
+/// What a look at an interrupted thread shows.
+enum Look {
+    Rests(Stopped),
+    Runs(Seized),
+    Ended(Ended),
+}
+
+/// Looks at an interrupted thread. A signal that reaches it first is delivered: the interrupt is still to come.
+fn look(mut thread: Seized) -> Result<Look> {
     loop {
         match thread.poll()? {
-            Ok(Waited::Ended(_)) => return Ok(None),
+            Ok(Waited::Ended(how)) => return Ok(Look::Ended(how)),
             Ok(Waited::Stopped(s)) => match s.stop() {
                 Stop::Signal(signal) => thread = s.resume(signal)?,
-                Stop::Interrupt | Stop::Group(_) => return Ok(Some(s)),
+                Stop::Interrupt | Stop::Group(_) => return Ok(Look::Rests(s)),
                 _ => thread = s.resume(0)?,
             },
-            Err(running) => {
-                let waited = start.elapsed();
-                if waited > PATIENCE {
-                    return Err(Error::Failed(format!(
-                        "thread {} does not come to rest: it is in an uninterruptible wait in the kernel; \
-                         try again when its device or file system answers",
-                        running.tid()
-                    )));
-                }
-                if waited > EAGER {
-                    std::thread::sleep(Duration::from_micros(200));
-                } else {
-                    std::thread::yield_now();
-                }
-                thread = running;
-            }
+            Err(running) => return Ok(Look::Runs(running)),
         }
     }
 }

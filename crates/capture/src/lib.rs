@@ -14,6 +14,7 @@ pub mod inspect;
 mod lend;
 pub mod mappings;
 pub mod regions;
+mod visits;
 
 pub use builder::{Builder, Content};
 pub use checkpoint::{Options, Progress, Report, Session, checkpoint};

@@ -1,8 +1,10 @@
 //! The command line: one definition feeds help, completions and the manual page.
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// Checkpoint, restore, clone and roll back running Linux programs.
 #[derive(Debug, Parser)]
@@ -44,6 +46,10 @@ pub enum Command {
     Checkpoint(Checkpoint),
     /// Bring a program back from the store
     Restore(Restore),
+    /// Make a running program a job, so that each further checkpoint of it saves only what changed
+    Adopt(Adopt),
+    /// Let go of a program that was adopted; it runs on
+    Release(Release),
     /// List jobs, or the checkpoints of one job
     Ls(Ls),
     /// Describe a checkpoint: processes, threads, memory, files
@@ -56,6 +62,9 @@ pub enum Command {
     Prune(Prune),
     /// Tell what this kernel and these privileges allow, and how to get what is missing
     Doctor,
+    /// Take the checkpoints of a job, beside its supervisor
+    #[command(hide = true)]
+    Checkpointer(Checkpointer),
     /// Print a completion script for a shell
     #[command(hide = true)]
     Completions {
@@ -76,6 +85,9 @@ pub struct Run {
     /// Leave the job in the background and return
     #[arg(long)]
     pub detach: bool,
+    /// Checkpoints as time passes.
+    #[command(flatten)]
+    pub periodic: Periodic,
     /// The program and its arguments
     #[arg(value_name = "COMMAND", required = true, trailing_var_arg = true, allow_hyphen_values = true)]
     pub command: Vec<OsString>,
@@ -93,6 +105,18 @@ pub struct Checkpoint {
     /// How its memory is saved
     #[arg(long, value_name = "ENGINE", default_value = "auto")]
     pub engine: EngineName,
+    /// Memory that may be used for pages on their way: 16MiB, 64k, 1GiB
+    #[arg(long, value_name = "SIZE", default_value = DEFAULT_BUFFER, value_parser = crate::units::buffer)]
+    pub buffer: u64,
+    /// Save only what changed since the last checkpoint, and say so if that is not possible
+    #[arg(long, conflicts_with = "full")]
+    pub incremental: bool,
+    /// Save everything, also what the last checkpoint has
+    #[arg(long)]
+    pub full: bool,
+    /// Tell on standard error which engine was taken, why, and what it did
+    #[arg(long, short)]
+    pub verbose: bool,
     /// Kill the program once the checkpoint is safe in the store
     #[arg(long)]
     pub kill: bool,
@@ -101,19 +125,96 @@ pub struct Checkpoint {
     pub label: Option<String>,
 }
 
+/// Memory for pages on their way, unless told otherwise.
+pub const DEFAULT_BUFFER: &str = "16MiB";
+
 /// The memory engines.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum EngineName {
-    /// Whichever suits the program
+    /// Whichever fits the program and the kernel, and another if that one does not
+    #[default]
     Auto,
-    /// Pages are copied while the program runs, and the few that are left while it stands still
+    /// Copied ahead while the program runs; what it writes meanwhile is copied again
     Precopy,
-    /// A copy-on-write twin of the program is made, and read while the program runs on
-    Fork,
-    /// Pages are protected, and the first write to one waits until it is copied
+    /// Write-protected; the first write to a page waits until the page is copied
     Wp,
+    /// Read from a copy-on-write twin
+    Fork,
     /// The program stands still while its memory is written
     Stop,
+}
+
+impl EngineName {
+    /// As it is written on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            EngineName::Auto => "auto",
+            EngineName::Precopy => "precopy",
+            EngineName::Wp => "wp",
+            EngineName::Fork => "fork",
+            EngineName::Stop => "stop",
+        }
+    }
+}
+
+/// Checkpoints as time passes.
+#[derive(Clone, Debug, Default, Args)]
+pub struct Periodic {
+    /// Take a checkpoint every so often while it runs: 500ms, 10s, 5m, 1h
+    #[arg(long, value_name = "TIME", value_parser = crate::units::duration)]
+    pub every: Option<Duration>,
+    /// Keep only the newest N checkpoints of the job [default: all]
+    #[arg(long, value_name = "N", requires = "every", value_parser = clap::value_parser!(u64).range(1..))]
+    pub keep: Option<u64>,
+    /// How memory is saved by these checkpoints [default: auto]
+    #[arg(long, value_name = "ENGINE", requires = "every")]
+    pub engine: Option<EngineName>,
+    /// Memory that these checkpoints may use for pages on their way [default: 16MiB]
+    #[arg(long, value_name = "SIZE", requires = "every", value_parser = crate::units::buffer)]
+    pub buffer: Option<u64>,
+}
+
+/// `stillpoint adopt`
+#[derive(Debug, Args)]
+pub struct Adopt {
+    /// The process
+    #[arg(value_name = "PID")]
+    pub pid: String,
+    /// Name of the job [default: its program's name and process id]
+    #[arg(long, value_name = "NAME", value_parser = crate::names::parse_job)]
+    pub name: Option<String>,
+    /// Checkpoints as time passes.
+    #[command(flatten)]
+    pub periodic: Periodic,
+}
+
+/// `stillpoint release`
+#[derive(Debug, Args)]
+pub struct Release {
+    /// The job
+    #[arg(value_name = "JOB", value_parser = crate::names::parse_job)]
+    pub job: String,
+}
+
+/// `stillpoint checkpointer`: what a supervisor tells the process beside it. Its control socket is standard input.
+#[derive(Debug, Args)]
+pub struct Checkpointer {
+    /// The job
+    #[arg(value_name = "JOB")]
+    pub job: String,
+    /// Its process
+    #[arg(long)]
+    pub process: u32,
+    /// Our parent, which we do not outlive
+    #[arg(long)]
+    pub supervisor: i32,
+    /// Streams besides the standard ones that the job was started with: `FD=NAME`
+    #[arg(long)]
+    pub inherited: Vec<OsString>,
+    /// Checkpoints as time passes.
+    #[command(flatten)]
+    pub periodic: Periodic,
 }
 
 /// `stillpoint restore`
@@ -131,6 +232,9 @@ pub struct Restore {
     /// Refuse unless the program gets back its process id in this pid namespace
     #[arg(long, value_name = "same")]
     pub pid: Option<PidPolicy>,
+    /// Checkpoints as time passes.
+    #[command(flatten)]
+    pub periodic: Periodic,
 }
 
 /// `JOB` or `JOB@ID`.

@@ -1,5 +1,6 @@
 //! What a command tells when it fails: one clear sentence, a line of what to do, an exit code.
 
+use serde::{Deserialize, Serialize};
 use std::fmt::Display;
 
 /// Exit code: failed, the target is unharmed.
@@ -10,7 +11,7 @@ pub const USAGE: u8 = 2;
 pub const REFUSED: u8 = 3;
 
 /// A failed command.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 pub struct Failure {
     /// Exit code.
     pub code: u8,

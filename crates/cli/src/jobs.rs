@@ -1,5 +1,6 @@
 //! Which job is meant, and which process is it now?
 
+use crate::args::Periodic;
 use crate::failure::{Failure, Result};
 use crate::names::job_from;
 use rustix::process::{Pid, test_kill_process};
@@ -54,7 +55,12 @@ pub fn store_failure(error: stillpoint_store::Error) -> Failure {
 }
 
 /// The record of a job that runs as process `pid`, supervised by this process.
-pub fn running_record(pid: u32, command: Vec<Bytes>, restored_from: Option<u64>) -> Result<Running> {
+pub fn running_record(
+    pid: u32,
+    command: Vec<Bytes>,
+    restored_from: Option<u64>,
+    periodic: &Periodic,
+) -> Result<Running> {
     let start_of = |pid| -> Result<u64> {
         let stat = stat_of(pid).ok_or_else(|| Failure::failed(format!("process {pid} ended")))?;
         Ok(stat.start_time)
@@ -71,12 +77,20 @@ pub fn running_record(pid: u32, command: Vec<Bytes>, restored_from: Option<u64>)
         since_ns: crate::output::now_ns(),
         restored_from,
         command,
+        adopted: false,
+        every_ns: periodic.every.map(|every| every.as_nanos() as u64),
+        keep: periodic.every.and(periodic.keep),
     })
 }
 
 /// Whether the process of a record is still there (and not another one that got its pid).
 pub fn is_alive(record: &Running) -> bool {
     record.boot_id == boot_id() && is_process(record.pid, record.start_time)
+}
+
+/// Whether the supervisor of a record is still there.
+pub fn is_supervised(record: &Running) -> bool {
+    record.boot_id == boot_id() && is_process(record.supervisor_pid, record.supervisor_start_time)
 }
 
 fn is_process(pid: u32, start_time: u64) -> bool {
@@ -104,10 +118,16 @@ pub struct Target {
     pub pid: u32,
     /// The job that its checkpoints belong to, unless the user says otherwise.
     pub job: String,
+    /// That job's record, if the process is that of a job.
+    pub running: Option<Running>,
     /// A remark for the user.
     pub note: Option<String>,
-    /// Streams besides the standard ones that it was started with, where that was recorded.
-    pub inherited: Vec<(u32, Vec<u8>)>,
+}
+
+impl Target {
+    fn of_job(job: String, running: Running) -> Self {
+        Self { pid: running.pid, job, running: Some(running), note: None }
+    }
 }
 
 /// Finds the process that TARGET means: a number is a process id, anything else the name of a running job.
@@ -117,7 +137,7 @@ pub fn target(store: &Store, text: &str) -> Result<Target> {
     }
     let job = crate::names::parse_job(text).map_err(|e| Failure::usage(format!("TARGET {text:?}: {e}")))?;
     match running(store, &job)? {
-        Some(record) => Ok(Target { pid: record.pid, job, note: None, inherited: inherited(record) }),
+        Some(record) => Ok(Target::of_job(job, record)),
         None if store.checkpoints(&job).is_ok_and(|ids| !ids.is_empty()) => {
             Err(Failure::usage(format!("job {job} does not run"))
                 .hint(format!("stillpoint restore {job} brings it back from its newest checkpoint")))
@@ -127,8 +147,9 @@ pub fn target(store: &Store, text: &str) -> Result<Target> {
     }
 }
 
-fn inherited(record: Running) -> Vec<(u32, Vec<u8>)> {
-    record.inherited.into_iter().map(|(fd, name)| (fd, name.0)).collect()
+/// Streams besides the standard ones that a job was started with.
+pub fn inherited(record: &Running) -> Vec<(u32, Vec<u8>)> {
+    record.inherited.iter().map(|(fd, name)| (*fd, name.0.clone())).collect()
 }
 
 fn process(store: &Store, text: &str) -> Result<Target> {
@@ -147,20 +168,20 @@ fn process(store: &Store, text: &str) -> Result<Target> {
     for job in store.jobs().map_err(store_failure)? {
         let Some(record) = running(store, &job)? else { continue };
         if record.pid == pid {
-            return Ok(Target { pid, job, note: None, inherited: inherited(record) });
+            return Ok(Target::of_job(job, record));
         }
         // What a shell knows of a job (`$!`) is its supervisor.
         if record.supervisor_pid == pid && record.supervisor_start_time == stat.start_time {
             let note =
                 format!("process {pid} is the supervisor of job {job}, which is process {}", record.pid);
-            return Ok(Target { pid: record.pid, job, note: Some(note), inherited: inherited(record) });
+            return Ok(Target { note: Some(note), ..Target::of_job(job, record) });
         }
     }
     Ok(Target {
         pid,
         job: job_from(&format!("{}-{pid}", String::from_utf8_lossy(&stat.comm))),
+        running: None,
         note: None,
-        inherited: Vec::new(),
     })
 }
 
@@ -204,7 +225,8 @@ mod tests {
 
     #[test]
     fn this_process_is_alive_and_an_older_one_is_not() {
-        let record = running_record(std::process::id(), Vec::new(), None).expect("we run");
+        let record =
+            running_record(std::process::id(), Vec::new(), None, &Periodic::default()).expect("we run");
         assert!(is_alive(&record));
         assert!(!is_alive(&Running { start_time: record.start_time + 1, ..record.clone() }));
         assert!(!is_alive(&Running { boot_id: "other".into(), ..record }));

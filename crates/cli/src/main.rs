@@ -2,15 +2,20 @@
 #![forbid(unsafe_code)]
 
 mod args;
+mod checkpointer;
 mod commands;
+mod control;
 mod detach;
 mod failure;
 mod jobs;
 mod names;
 mod output;
+mod periodic;
 mod progress;
 mod supervise;
+mod taken;
 mod terminal;
+mod units;
 
 use args::{Cli, Command};
 use clap::{CommandFactory, Parser};
@@ -45,12 +50,15 @@ fn dispatch(cli: Cli) -> Result<ExitCode> {
         Command::Run(args) => commands::run::run(common, &args),
         Command::Checkpoint(args) => commands::checkpoint::run(common, &args),
         Command::Restore(args) => commands::restore::run(common, &args),
+        Command::Adopt(args) => commands::adopt::run(common, &args),
+        Command::Release(args) => commands::release::run(common, &args),
         Command::Ls(args) => commands::list::run(common, &args),
         Command::Show(args) => commands::show::run(common, &args),
         Command::Verify(args) => commands::verify::run(common, &args),
         Command::Rm(args) => commands::remove::rm(common, &args),
         Command::Prune(args) => commands::remove::prune(common, &args),
         Command::Doctor => commands::doctor::run(common),
+        Command::Checkpointer(args) => commands::checkpointer::run(common, &args),
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "stillpoint", &mut script);

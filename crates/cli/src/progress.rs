@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 /// What the work tells.
 #[derive(Debug, Default)]
-struct Counts {
+pub struct Counts {
     total: AtomicU64,
     done: AtomicU64,
     end: AtomicBool,
@@ -58,7 +58,7 @@ fn paint(words: &str, counts: &Counts) {
     let mut visible = false;
     loop {
         std::thread::park_timeout(PERIOD);
-        let (total, done) = (counts.total.load(Ordering::Relaxed), counts.done.load(Ordering::Relaxed));
+        let (total, done) = counts.get();
         // A restored program writes to the terminal as soon as its memory is complete: be gone by then.
         if counts.end.load(Ordering::Acquire) || (visible && done >= total) {
             break;
@@ -75,22 +75,39 @@ fn paint(words: &str, counts: &Counts) {
     bar.finish_and_clear();
 }
 
-impl stillpoint_capture::Progress for Bar {
+impl Counts {
+    /// How many bytes there are to be moved, and how many have been.
+    pub fn get(&self) -> (u64, u64) {
+        (self.total.load(Ordering::Relaxed), self.done.load(Ordering::Relaxed))
+    }
+}
+
+impl stillpoint_capture::Progress for Counts {
     fn start(&self, total_bytes: u64) {
-        self.counts.total.store(total_bytes, Ordering::Relaxed);
+        self.total.store(total_bytes, Ordering::Relaxed);
     }
 
     fn advance(&self, bytes: u64) {
-        self.counts.done.fetch_add(bytes, Ordering::Relaxed);
+        self.done.fetch_add(bytes, Ordering::Relaxed);
+    }
+}
+
+impl stillpoint_capture::Progress for Bar {
+    fn start(&self, total_bytes: u64) {
+        stillpoint_capture::Progress::start(&*self.counts, total_bytes);
+    }
+
+    fn advance(&self, bytes: u64) {
+        stillpoint_capture::Progress::advance(&*self.counts, bytes);
     }
 }
 
 impl stillpoint_restore::Progress for Bar {
     fn start(&self, total_bytes: u64) {
-        self.counts.total.store(total_bytes, Ordering::Relaxed);
+        stillpoint_capture::Progress::start(&*self.counts, total_bytes);
     }
 
     fn advance(&self, bytes: u64) {
-        self.counts.done.fetch_add(bytes, Ordering::Relaxed);
+        stillpoint_capture::Progress::advance(&*self.counts, bytes);
     }
 }

@@ -1,6 +1,7 @@
 //! The supervisor: it stands between whoever started a job (a shell, a script, a service manager) and the job, and
 //! tries not to be noticed. Signals, stops and the end pass through it in both directions.
 
+use crate::checkpointer::Beside;
 use crate::failure::{Failure, Result};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -37,6 +38,8 @@ pub struct Supervisor {
     pid: u32,
     pidfd: OwnedFd,
     terminal: Option<Foreground>,
+    /// Takes its checkpoints.
+    checkpointer: Option<Beside>,
     stopped: bool,
     /// We are process 1 of the job's pid namespace.
     init: bool,
@@ -45,7 +48,7 @@ pub struct Supervisor {
 impl Supervisor {
     /// Supervises a child of ours.
     pub fn new(signals: Signals, pid: u32, pidfd: OwnedFd) -> Self {
-        Self { signals, pid, pidfd, terminal: None, stopped: false, init: false }
+        Self { signals, pid, pidfd, terminal: None, checkpointer: None, stopped: false, init: false }
     }
 
     /// If the job leads a process group of its own in our session, it gets the terminal whenever that is ours to give.
@@ -60,6 +63,11 @@ impl Supervisor {
         self
     }
 
+    /// This one takes the job's checkpoints.
+    pub fn with_checkpointer(self, checkpointer: Option<Beside>) -> Self {
+        Self { checkpointer, ..self }
+    }
+
     /// Whether what the terminal sends to our process group has reached the job already.
     fn in_our_group(&self) -> bool {
         relations(self.pid).zip(relations(std::process::id())).is_none_or(|(job, ours)| job.pgrp == ours.pgrp)
@@ -70,12 +78,19 @@ impl Supervisor {
         self.give_terminal();
         loop {
             if let Some(end) = self.changes()? {
+                if let Some(checkpointer) = self.checkpointer.take() {
+                    checkpointer.finish(&self.signals);
+                }
                 return Ok(end);
             }
+            self.checkpointer.iter_mut().for_each(Beside::attend);
             if self.init {
-                reap_orphans(self.pid)?;
+                let checkpointer = self.checkpointer.as_ref().and_then(Beside::pid);
+                reap_orphans(&checkpointer.into_iter().chain([self.pid]).collect::<Vec<_>>())?;
             }
-            wait_for(&[self.signals.as_fd(), self.pidfd.as_fd()])?;
+            let mut sources = vec![self.signals.as_fd(), self.pidfd.as_fd()];
+            sources.extend(self.checkpointer.as_ref().and_then(Beside::source));
+            wait_for(&sources)?;
             while let Some(signal) = self.signals.next()? {
                 if self.is_for_job(&signal) {
                     forward(self.pidfd.as_fd(), &signal)?;
@@ -125,6 +140,8 @@ impl Supervisor {
             }
             terminal.take_back();
         }
+        // The job can be checkpointed while it is stopped, and we cannot see to it then.
+        self.checkpointer.iter_mut().for_each(Beside::start);
         stop_like(signal);
         self.give_terminal();
     }

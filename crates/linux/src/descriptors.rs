@@ -157,6 +157,20 @@ pub fn reopen(fd: impl AsFd, flags: i32) -> Result<OwnedFd> {
     }
 }
 
+/// Makes room for so many more descriptors at once. The kernel waits for all CPUs (`synchronize_rcu`, 10 ms and more)
+/// whenever the table of a process with several threads outgrows its size.
+pub fn make_room(count: usize) {
+    let open = std::fs::read_dir("/proc/self/fd").map_or(0, Iterator::count);
+    let highest = (open + count) as libc::rlim_t;
+    let limit = raise_descriptor_limit().map_or(0, |(_, most)| most);
+    if let Ok(folder) = std::fs::File::open("/proc/self/fd")
+        && limit > 0
+    {
+        // Closing it again leaves the table as large as it is.
+        let _ = duplicate_above(folder, highest.min(limit - 1) as u32);
+    }
+}
+
 /// The soft and the hard limit on descriptor numbers of this process; raises the soft one to the hard one.
 pub fn raise_descriptor_limit() -> Result<(u64, u64)> {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };

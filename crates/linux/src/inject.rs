@@ -49,8 +49,8 @@ pub struct Stack {
 const STACK_MARGIN: u64 = 16 << 10;
 
 impl<'a> Site<'a> {
-    /// Chooses room for `slots` threads at a time and `data_len` bytes of data at the low end of the main thread's
-    /// stack, growing it where it is too short. All threads of the program must be stopped, and stay so until
+    /// Chooses room for up to `slots` threads at a time and `data_len` bytes of data at the low end of the main thread's
+    /// stack: for as many as there is room below its live part, but for one at least, growing it where it is too short. All threads of the program must be stopped, and stay so until
     /// [`Site::clean`].
     pub fn choose(
         memory: &'a Memory,
@@ -64,8 +64,10 @@ impl<'a> Site<'a> {
         let frame_len = (arch::home_frame_len(xstate_len) as u64).next_multiple_of(64);
         let slot_len = 2 * frame_len;
         let data_len = data_len.next_multiple_of(64);
-        let len = (slot_len * slots as u64 + data_len as u64).next_multiple_of(4096);
         let live = if (stack.start..stack.end).contains(&stack.sp) { stack.sp } else { stack.start };
+        let room = (live - stack.start).saturating_sub(STACK_MARGIN + data_len as u64 + 4096);
+        let slots = slots.min((room / slot_len) as usize).max(1);
+        let len = (slot_len * slots as u64 + data_len as u64).next_multiple_of(4096);
         let start = if live - stack.start >= len + STACK_MARGIN { stack.start } else { stack.start - len };
         if start < stack.start {
             // A write below the stack grows it, as the program's own would.
@@ -81,6 +83,27 @@ impl<'a> Site<'a> {
     /// Where calls are made and frames returned through.
     pub fn gadgets(&self) -> Gadgets {
         self.gadgets
+    }
+
+    /// The program's memory.
+    pub(crate) fn memory(&self) -> &'a Memory {
+        self.memory
+    }
+
+    /// Number of slots.
+    pub fn slots(&self) -> usize {
+        self.slots
+    }
+
+    /// Address of a slot, and how many bytes of it a frame home takes. As many again are free behind.
+    pub(crate) fn slot(&self, slot: usize) -> (u64, u64) {
+        debug_assert!(slot < self.slots);
+        (self.start.0 + slot as u64 * self.slot_len, self.frame_len)
+    }
+
+    /// Length of the data area, bytes.
+    pub(crate) fn data_len(&self) -> usize {
+        self.data_len
     }
 
     /// Address of the data area.
@@ -374,39 +397,63 @@ pub fn outside_critical_section(memory: &Memory, thread: &Stopped, regs: Regs) -
 }
 
 /// Length of what [`Planted`] writes.
-const PLANT_LEN: u64 = 16;
+const PLANT_LEN: u64 = 64;
 
-/// Gadgets in a program that has none of its own (a static one of few calls): written into the unused end of the
-/// kernel's vdso in its address space, which every program has. If we die, these bytes, which nobody reads, stay.
+/// The batch loop ([`crate::batch`]), and gadgets for a program that has none of its own (a static one of few calls):
+/// written into the unused end of the kernel's vdso in its address space, which every program has. If we die, these
+/// bytes, which nobody reads, stay, for as long as a thread of the program may still be on its way home through them.
 #[derive(Debug)]
 pub struct Planted<'a> {
     memory: &'a Memory,
     at: RemoteAddr,
-    /// Where they are.
+    /// They were there before: a thread may yet need them.
+    found: bool,
+    /// Where the gadgets are.
     pub gadgets: Gadgets,
 }
 
 impl<'a> Planted<'a> {
-    /// Writes the gadgets; all threads must be stopped. `vdso` is the mapping's range. `None` if its end is in use.
+    /// Writes the code; all threads must be stopped. `vdso` is the mapping's range. `None` if its end is in use.
     pub fn plant(memory: &'a Memory, vdso: (u64, u64)) -> Result<Option<Self>> {
         let at = RemoteAddr(vdso.1 - PLANT_LEN);
         // Twice the room, so that what lies before is no code that runs into it.
         let mut room = [0; 2 * PLANT_LEN as usize];
         memory.read(RemoteAddr(vdso.1 - 2 * PLANT_LEN), &mut room)?;
-        if room.iter().any(|&b| b != 0) {
+        let [long, _] = arch::SIGRETURN_GADGETS;
+        let (code, _) = arch::batch_loop();
+        let mut plant = [code, arch::CALL_GADGET, long].concat();
+        debug_assert!(plant.len() <= PLANT_LEN as usize);
+        plant.resize(PLANT_LEN as usize, 0);
+        let (before, place) = room.split_at(PLANT_LEN as usize);
+        let found = *place == plant;
+        if before.iter().any(|&b| b != 0) || (!found && place.iter().any(|&b| b != 0)) {
             return Ok(None);
         }
-        let [long, _] = arch::SIGRETURN_GADGETS;
-        memory.write_forced(at, &[arch::CALL_GADGET, long].concat())?;
-        let sigreturn = RemoteAddr(at.0 + arch::CALL_GADGET.len() as u64);
-        Ok(Some(Planted { memory, at, gadgets: Gadgets { call: at, sigreturn } }))
+        if !found {
+            memory.write_forced(at, &plant)?;
+        }
+        let call = RemoteAddr(at.0 + code.len() as u64);
+        let sigreturn = RemoteAddr(call.0 + arch::CALL_GADGET.len() as u64);
+        Ok(Some(Planted { memory, at, found, gadgets: Gadgets { call, sigreturn } }))
+    }
+
+    /// The batch loop.
+    pub fn batch_loop(&self) -> RemoteAddr {
+        self.at
+    }
+
+    /// Whether a thread stands in the code that an earlier stillpoint planted before it died.
+    pub fn holds(&self, ip: u64) -> bool {
+        self.found && (self.at.0..self.at.0 + PLANT_LEN).contains(&ip)
     }
 }
 
 impl Drop for Planted<'_> {
     fn drop(&mut self) {
-        // Fails only if the program is gone.
-        let _ = self.memory.write_forced(self.at, &[0; PLANT_LEN as usize]);
+        if !self.found {
+            // Fails only if the program is gone.
+            let _ = self.memory.write_forced(self.at, &[0; PLANT_LEN as usize]);
+        }
     }
 }
 

@@ -4,6 +4,7 @@ use crate::{Error, RemoteAddr, Result};
 use bitflags::bitflags;
 use std::fs::File;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
 
 bitflags! {
     /// Categories of a page (`PAGE_IS_*`).
@@ -129,6 +130,12 @@ impl Pagemap {
             }
         }
         Ok(pagemap)
+    }
+
+    /// Whether the memory that this is the map of is no more: its process has ended, or become another program.
+    pub fn is_of_the_past(&self) -> bool {
+        // Reading of the map itself ends at once then (fs/proc/task_mmu.c, pagemap_read).
+        self.file.read_at(&mut [0; 8], 0).is_ok_and(|n| n == 0)
     }
 
     /// Whether the kernel tells guard regions.

@@ -288,19 +288,32 @@ fn own_layout() -> Result<prctl_mm_map> {
     Ok(layout)
 }
 
-/// userfaultfd with asynchronous write-protection.
-pub fn userfaultfd() -> Result<()> {
+/// What becomes of the first write to a protected page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Protection {
+    /// The kernel notes it and lets it pass (Linux 6.7).
+    Noted,
+    /// It waits until somebody lets it pass.
+    Waits,
+}
+
+/// userfaultfd with write-protection.
+pub fn userfaultfd(protection: Protection) -> Result<()> {
     const UFFDIO_API: libc::c_ulong = 0xc018_aa3f;
     const PAGEFAULT_FLAG_WP: u64 = 1;
     const WP_UNPOPULATED: u64 = 1 << 13;
     const WP_ASYNC: u64 = 1 << 15;
+    let features = match protection {
+        Protection::Noted => PAGEFAULT_FLAG_WP | WP_UNPOPULATED | WP_ASYNC,
+        Protection::Waits => PAGEFAULT_FLAG_WP,
+    };
     // SAFETY: userfaultfd(2) takes no pointers and returns a descriptor that nobody else owns; UFFDIO_API reads and
     // writes the three words of `struct uffdio_api`.
     unsafe {
         let fd = libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK) as i32;
         check("userfaultfd", fd)?;
         let fd = OwnedFd::from_raw_fd(fd);
-        let mut api = [0xaau64, PAGEFAULT_FLAG_WP | WP_UNPOPULATED | WP_ASYNC, 0];
+        let mut api = [0xaau64, features, 0];
         check("UFFDIO_API", libc::ioctl(fd.as_raw_fd(), UFFDIO_API, api.as_mut_ptr()))
     }
 }

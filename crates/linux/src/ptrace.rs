@@ -202,11 +202,10 @@ impl Stopped {
 
     /// Extended state in the standard XSAVE format.
     pub fn xstate(&self) -> Result<Vec<u8>> {
-        let mut state = vec![0u8; 16 << 10];
+        let mut state = [0u8; 16 << 10];
         let mut iov = libc::iovec { iov_base: state.as_mut_ptr().cast(), iov_len: state.len() };
         self.regset(libc::PTRACE_GETREGSET, NT_X86_XSTATE, &mut iov)?;
-        state.truncate(iov.iov_len);
-        Ok(state)
+        Ok(state[..iov.iov_len].to_vec())
     }
 
     /// Sets the extended state.
@@ -310,6 +309,14 @@ impl Stopped {
     /// Asks for a stop before it runs its next instruction in user mode; takes effect when it is resumed.
     pub fn interrupt(&self) -> Result<()> {
         ptrace(libc::PTRACE_INTERRUPT, self.tid, 0, 0).map(drop).map_err(|e| failed("interrupt", self.tid, e))
+    }
+
+    /// The thread, which is about to be given a signal, without that signal.
+    pub fn without_signal(self) -> Self {
+        match self.stop {
+            Stop::Signal(_) => Stopped { stop: Stop::Interrupt, ..self },
+            _ => self,
+        }
     }
 
     /// Lets it go for good.

@@ -51,6 +51,15 @@ pub fn int_option(socket: impl AsFd, level: u32, name: u32) -> Result<Option<i32
     Ok(value.and_then(|v| v.get(..4).map(|b| i32::from_ne_bytes([b[0], b[1], b[2], b[3]]))))
 }
 
+/// User id of whoever is at the other end of a unix socket (`SO_PEERCRED`, unix(7)), also where their process has no id
+/// in our pid namespace.
+pub fn peer_user(socket: impl AsFd) -> Result<u32> {
+    let credentials = option(socket, libc::SOL_SOCKET as u32, libc::SO_PEERCRED as u32)?;
+    // struct ucred: process, user and group id.
+    let user = credentials.as_deref().and_then(|c| c.get(4..8)).and_then(|user| user.try_into().ok());
+    user.map(u32::from_ne_bytes).ok_or_else(|| Error::Other("the socket has no other end".into()))
+}
+
 /// Whether a packet filter is attached (`SO_GET_FILTER`).
 pub fn has_filter(socket: impl AsFd) -> Result<bool> {
     let mut len: libc::socklen_t = 0;

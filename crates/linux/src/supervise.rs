@@ -485,10 +485,10 @@ fn show_own_processes() -> Result<()> {
     mount("proc", "/proc", "proc", flags, None).map_err(|e| Error::call("mount /proc", e))
 }
 
-/// Collects children that ended, except one: process 1 inherits orphans.
-pub fn reap_orphans(except: u32) -> Result<()> {
+/// Collects children that ended, except some: process 1 inherits orphans.
+pub fn reap_orphans(except: &[u32]) -> Result<()> {
     let children = crate::proc::Proc::process(std::process::id())?.children()?;
-    for child in children.into_iter().filter(|&c| c != except) {
+    for child in children.into_iter().filter(|c| !except.contains(c)) {
         // SAFETY: no pointers; a child that has not ended is left alone.
         unsafe { libc::waitpid(child as i32, std::ptr::null_mut(), libc::WNOHANG) };
     }

@@ -111,7 +111,7 @@ impl Twin {
         if buried != pid {
             return Err(remote_error("wait4", visit.pid(), buried));
         }
-        let memory = Memory::open(twin.pid)?;
+        let memory = Memory::open_shared(twin.pid)?;
         // Only now: until here this was its way out.
         site.clean_copy(&memory)?;
         Ok(Twin { puppet: twin, memory })

@@ -95,7 +95,7 @@ fn read(still: &mut Still) -> (Process, AddressSpace) {
     let mut p = read_process::process(&folder, &stat, &status).unwrap();
     let mut space = read_process::space(&folder, &stat).unwrap();
     let timers = folder.timers().unwrap();
-    let query = ProcessQuery::new(&folder.status().unwrap(), &timers);
+    let query = ProcessQuery::new(&folder.status().unwrap(), &timers, None);
     let outcome = still.run(0, query.program());
     query.decode(&outcome, &still.tids, &mut builder, &mut p, &mut space);
     let query = ThreadQuery::new();
@@ -175,7 +175,7 @@ fn a_rich_programs_attributes_are_given_to_a_blank_one() {
     let folder = target::find(rich.tids[0]).unwrap();
     let mut builder = Builder::new();
     target::examine(&mut builder, &folder).unwrap();
-    target::mappings(&mut builder, &folder, &folder.smaps().unwrap(), false);
+    target::mappings(&mut builder, &folder, &folder.smaps().unwrap());
     assert_eq!(builder.refusals, []);
     let (mut p, space) = read(&mut Still::new(&rich));
     is_rich(&p, &space);

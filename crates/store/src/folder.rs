@@ -47,6 +47,14 @@ impl Folder {
         self.path.join("running")
     }
 
+    pub fn trouble(&self) -> PathBuf {
+        self.path.join("trouble")
+    }
+
+    pub fn control(&self) -> PathBuf {
+        self.path.join("control")
+    }
+
     pub fn writer_lock(&self) -> PathBuf {
         self.path.join("writer.lock")
     }

@@ -5,6 +5,8 @@
 //! STORE/jobs/JOB/checkpoints/ID        manifest: description of the program and page map; its rename commits
 //! STORE/jobs/JOB/tails/                cut tails of files, kept until the whole job is removed
 //! STORE/jobs/JOB/running               who runs the job now
+//! STORE/jobs/JOB/trouble               what is wrong with its periodic checkpoints, if anything is
+//! STORE/jobs/JOB/control               socket of whoever takes its checkpoints
 //! ```
 //!
 //! A checkpoint is visible once its manifest has its name, and by then everything it points to is durable; a crash, a
@@ -50,7 +52,7 @@ pub use name::check_name;
 pub use parallel::Source;
 pub use pipeline::Fill;
 pub use reader::{Checkpoint, Reader};
-pub use running::{Claim, Running};
+pub use running::{Claim, Running, Trouble};
 pub use store::{Store, Summary};
 pub use sweep::Freed;
 pub use tails::Tail;

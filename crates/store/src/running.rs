@@ -3,6 +3,7 @@
 use crate::lock::Lock;
 use crate::record::Record;
 use crate::{Error, Result, Store, check_name};
+use std::path::PathBuf;
 use std::time::Duration;
 use stillpoint_image::Bytes;
 
@@ -29,6 +30,22 @@ pub struct Running {
     /// Pipes, sockets and terminals besides its standard streams that the job was started with: descriptor and what
     /// `/proc/PID/fd` calls it.
     pub inherited: Vec<(u32, Bytes)>,
+    /// The process was there before it became a job: the supervisor is not its parent.
+    pub adopted: bool,
+    /// How often a checkpoint is taken, nanoseconds, if that was asked for.
+    pub every_ns: Option<u64>,
+    /// How many of the newest checkpoints such a one leaves, if not all.
+    pub keep: Option<u64>,
+}
+
+/// What keeps a running job from being checkpointed as often as was asked for.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Trouble {
+    /// Why the last checkpoint failed, if it did, and since when (nanoseconds since 1970) checkpoints fail for this
+    /// reason.
+    pub failing: Option<(u64, String)>,
+    /// Why some were left out.
+    pub slow: Option<String>,
 }
 
 /// The name of a job, held by whoever starts or runs it until this is dropped or its process dies.
@@ -108,6 +125,14 @@ impl Store {
         for (fd, name) in &running.inherited {
             record = record.with("inherited", [format!("{fd} ").as_bytes(), &name.0].concat());
         }
+        if running.adopted {
+            record = record.number("adopted", 1);
+        }
+        for (key, value) in [("every-ns", running.every_ns), ("keep", running.keep)] {
+            if let Some(value) = value {
+                record = record.number(key, value);
+            }
+        }
         record.write(&self.medium, &folder.running())
     }
 
@@ -130,6 +155,9 @@ impl Store {
                 restored_from: record.get("restored-from"),
                 command: record.all("command").map(|argument| Bytes(argument.to_vec())).collect(),
                 inherited: record.all("inherited").map(inherited).collect::<Option<_>>()?,
+                adopted: record.get("adopted") == Some(1),
+                every_ns: record.get("every-ns"),
+                keep: record.get("keep"),
             })
         };
         decode().map(Some).ok_or(Error::Record { path, kind: "running" })
@@ -141,6 +169,46 @@ impl Store {
     /// [`Error::NoJob`], [`Error::Name`], [`Error::Io`].
     pub fn clear_running(&self, job: &str) -> Result<()> {
         self.medium.remove(&self.known(job)?.running())
+    }
+
+    /// Records what is wrong with the checkpoints of a running job; nothing wrong removes the record.
+    ///
+    /// # Errors
+    /// [`Error::NoJob`], [`Error::Name`], [`Error::Io`].
+    pub fn set_trouble(&self, job: &str, trouble: &Trouble) -> Result<()> {
+        let path = self.known(job)?.trouble();
+        if *trouble == Trouble::default() {
+            return self.medium.remove(&path);
+        }
+        let mut record = Record::new("trouble");
+        if let Some((since_ns, what)) = &trouble.failing {
+            record = record.number("since-ns", *since_ns).with("failing", what);
+        }
+        if let Some(what) = &trouble.slow {
+            record = record.with("slow", what);
+        }
+        record.write(&self.medium, &path)
+    }
+
+    /// What is wrong with the checkpoints of a running job; by default nothing.
+    ///
+    /// # Errors
+    /// [`Error::NoJob`], [`Error::Name`], [`Error::Io`]; [`Error::Record`] if the record is damaged.
+    pub fn trouble(&self, job: &str) -> Result<Trouble> {
+        let Some(record) = Record::read("trouble", &self.known(job)?.trouble())? else {
+            return Ok(Trouble::default());
+        };
+        let failing = record.get("since-ns").zip(record.text("failing"));
+        Ok(Trouble { failing, slow: record.text("slow") })
+    }
+
+    /// Where the socket is through which the supervisor of a job is asked for checkpoints, in the job's folder, which
+    /// is made if it is not there.
+    ///
+    /// # Errors
+    /// [`Error::Name`], [`Error::Io`].
+    pub fn control(&self, job: &str) -> Result<PathBuf> {
+        Ok(self.make(job)?.control())
     }
 }
 

@@ -117,14 +117,14 @@ pub(crate) fn has_leftovers(folder: &Folder) -> Result<bool> {
     Ok(!hidden(folder)?.is_empty() || Ledger::read(folder)?.unfinished(folder))
 }
 
-/// Temporary files of those who died before the rename. Not that of the running record: it is written without the
-/// writer lock, possibly right now, and the next record takes its place anyway.
+/// Temporary files of those who died before the rename. Not those of the records that a supervisor writes: that is done
+/// without the writer lock, possibly right now, and the next record takes its place anyway.
 fn hidden(folder: &Folder) -> Result<Vec<std::path::PathBuf>> {
     let mut found = Vec::new();
-    let running = temporary(&folder.running());
+    let supervisors = [temporary(&folder.running()), temporary(&folder.trouble())];
     for place in [folder.path.clone(), folder.checkpoints()] {
         let temporary = names(&place)?.into_iter().filter(|name| name.starts_with(TEMPORARY));
-        found.extend(temporary.map(|name| place.join(name)).filter(|path| *path != running));
+        found.extend(temporary.map(|name| place.join(name)).filter(|path| !supervisors.contains(path)));
     }
     Ok(found)
 }

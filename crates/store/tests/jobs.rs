@@ -6,7 +6,7 @@ use common::*;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::time::Duration;
-use stillpoint_store::{Error, Running, Store, check_name};
+use stillpoint_store::{Error, Running, Store, Trouble, check_name};
 
 fn store() -> (tempfile::TempDir, Store) {
     let folder = tempfile::tempdir().expect("folder");
@@ -77,7 +77,14 @@ fn who_runs_is_remembered() {
     };
     store.set_running("web", &running).expect("set");
     assert_eq!(store.running("web").expect("get"), Some(running.clone()));
-    let next = Running { restored_from: Some(3), ..running };
+    let next = Running {
+        restored_from: Some(3),
+        adopted: true,
+        every_ns: Some(10_000_000_000),
+        keep: Some(5),
+        inherited: vec![(7, b"pipe:[12]".to_vec().into())],
+        ..running
+    };
     store.set_running("web", &next).expect("set");
     assert_eq!(store.running("web").expect("get"), Some(next));
     store.clear_running("web").expect("clear");
@@ -85,6 +92,23 @@ fn who_runs_is_remembered() {
     store.clear_running("web").expect("twice");
     std::fs::write(store.path().join("jobs/web/running"), "pid 1\n").expect("write");
     assert!(matches!(store.running("web"), Err(Error::Record { .. })));
+}
+
+#[test]
+fn trouble_is_remembered_until_it_is_over() {
+    let (_folder, store) = store();
+    assert!(matches!(store.trouble("web"), Err(Error::NoJob { .. })));
+    let _claim = store.claim("web").expect("new");
+    assert_eq!(store.trouble("web").expect("none"), Trouble::default());
+    let trouble = Trouble { failing: Some((17, "no room\nat all".into())), slow: Some("slow".into()) };
+    store.set_trouble("web", &trouble).expect("set");
+    assert_eq!(store.trouble("web").expect("get"), trouble);
+    let half = Trouble { failing: None, ..trouble };
+    store.set_trouble("web", &half).expect("set");
+    assert_eq!(store.trouble("web").expect("get"), half);
+    store.set_trouble("web", &Trouble::default()).expect("over");
+    assert_eq!(store.trouble("web").expect("none"), Trouble::default());
+    assert!(!store.control("web").expect("path").exists());
 }
 
 #[test]

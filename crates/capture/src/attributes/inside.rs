@@ -7,7 +7,9 @@ use linux_raw_sys::prctl::{
     PR_GET_CHILD_SUBREAPER, PR_GET_DUMPABLE, PR_GET_MDWE, PR_GET_MEMORY_MERGE, PR_GET_PDEATHSIG,
     PR_GET_SECUREBITS, PR_GET_THP_DISABLE, PR_GET_TID_ADDRESS, PR_GET_TSC,
 };
-use stillpoint_image::{AddressSpace, AltStack, IntervalTimer, PosixTimer, Process, SignalAction, Thread};
+use stillpoint_image::{
+    AddressSpace, AltStack, IntervalTimer, PAGE, PosixTimer, Process, SignalAction, Thread,
+};
 use stillpoint_linux::proc::{PosixTimerInfo, Status, TimerNotify};
 use stillpoint_linux::program::{Arg, Outcome, Program, Step};
 use stillpoint_linux::{features, layout};
@@ -34,6 +36,15 @@ pub struct ProcessQuery {
     thp_disable: Step,
     memory_merge: Step,
     membarrier: Step,
+    locking: Option<LockQuery>,
+}
+
+/// Whether future mappings are locked in memory (`mlockall(MCL_FUTURE)`), which only a new mapping shows.
+#[derive(Clone, Debug)]
+struct LockQuery {
+    present: Arg,
+    drop: Step,
+    map: Step,
 }
 
 #[derive(Clone, Debug)]
@@ -45,8 +56,9 @@ struct TimerQuery {
 }
 
 impl ProcessQuery {
-    /// The questions for a process with these signals and POSIX timers, as `/proc` tells them.
-    pub fn new(status: &Status, timers: &[PosixTimerInfo]) -> Self {
+    /// The questions for a process with these signals and POSIX timers, as `/proc` tells them. `free` is the address of
+    /// a page at which nothing is mapped: if given, a mapping is made there for a moment.
+    pub fn new(status: &Status, timers: &[PosixTimerInfo], free: Option<u64>) -> Self {
         let mut p = Program::new();
         // SIGCHLD may have flags (SA_NOCLDWAIT) that matter even with the default action.
         let mask = status.sig_caught | status.sig_ignored | 1 << (libc::SIGCHLD - 1);
@@ -78,10 +90,11 @@ impl ProcessQuery {
         let memory_merge = get("prctl PR_GET_MEMORY_MERGE", PR_GET_MEMORY_MERGE);
         let args = [MEMBARRIER_CMD_GET_REGISTRATIONS.into()];
         let membarrier = p.attempt("membarrier", libc::SYS_membarrier, args);
+        let locking = free.map(|at| ask_locking(&mut p, at));
         #[rustfmt::skip]
         let query = ProcessQuery {
             program: p, actions, itimers, timers, subreaper, xfeatures, cpuid, brk, dumpable, mdwe, thp_disable,
-            memory_merge, membarrier,
+            memory_merge, membarrier, locking,
         };
         query
     }
@@ -123,6 +136,7 @@ impl ProcessQuery {
         space.thp_disable = number(self.thp_disable);
         space.memory_merge = number(self.memory_merge) == 1;
         space.membarrier = number(self.membarrier);
+        space.lock_future = self.locking.as_ref().map_or(0, |query| lock_future(query, outcome));
     }
 }
 
@@ -140,6 +154,33 @@ fn ask_timer(p: &mut Program, info: PosixTimerInfo) -> TimerQuery {
     let read = p.attempt(format!("timer_gettime {}", info.id), libc::SYS_timer_gettime, [id, time]);
     let overrun = p.attempt(format!("timer_getoverrun {}", info.id), libc::SYS_timer_getoverrun, [id]);
     TimerQuery { info, time, read, overrun }
+}
+
+/// A page is mapped, looked at and unmapped. Where a call fails, its result is no address, and the others do nothing.
+fn ask_locking(p: &mut Program, at: u64) -> LockQuery {
+    let flags = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE) as u64;
+    let access = (libc::PROT_READ | libc::PROT_WRITE) as u64;
+    let map = [at, PAGE, access, flags].map(Arg::Value);
+    let map = p.attempt("mmap", libc::SYS_mmap, map);
+    let present = p.room(1);
+    p.attempt("mincore", libc::SYS_mincore, [map.into(), PAGE.into(), present]);
+    let drop = [map.into(), PAGE.into(), (libc::MADV_DONTNEED as u64).into()];
+    let drop = p.attempt("madvise MADV_DONTNEED", libc::SYS_madvise, drop);
+    p.attempt("munmap", libc::SYS_munmap, [map.into(), PAGE.into()]);
+    LockQuery { present, drop, map }
+}
+
+/// 0, 1: locked and present (`MCL_FUTURE`), 2: locked once it is touched (`MCL_ONFAULT`).
+fn lock_future(query: &LockQuery, outcome: &Outcome) -> u32 {
+    // madvise(2): what is locked cannot be dropped.
+    let locked = outcome.result(query.drop) == -i64::from(libc::EINVAL);
+    if outcome.result(query.map) < 0 || !locked {
+        0 // no mapping more is allowed, let alone a locked one
+    } else if outcome.bytes(query.present, 1)[0] & 1 == 0 {
+        2
+    } else {
+        1
+    }
 }
 
 fn action(signal: u32, outcome: &Outcome, at: Arg) -> SignalAction {

@@ -98,6 +98,13 @@ fn check_tracer(target: &Proc, name: &str) -> Result<()> {
     Ok(())
 }
 
+/// In a sentence, by whom a thread is traced, if it is.
+pub fn tracer(target: &Proc, tid: u32) -> Option<String> {
+    let tracer = target.sibling(tid).and_then(|t| t.status()).ok()?.tracer;
+    let name = describe(target.pid(), &target.stat().ok()?.comm);
+    (tracer != 0).then(|| format!("{name} is traced by {} already", named(tracer)))
+}
+
 /// 32-bit programs have 32-bit executables. (A 64-bit program that switched its code segment shows in its registers
 /// only.)
 fn check_class(target: &Proc, name: &str) -> Result<()> {
@@ -145,13 +152,7 @@ pub fn examine(builder: &mut Builder, target: &Proc) -> Result<Examined> {
         last_pid: None,
         since: Instant::now(),
     };
-    let stat = target.stat()?;
-    if matches!(stat.state, b'Z' | b'X') {
-        builder.refuse(
-            "the main thread",
-            "it has ended while other threads go on; a process cannot be rebuilt without its main thread",
-            "",
-        );
+    if leader_ended(builder, target)? {
         return Ok(examined);
     }
     children(builder, &target.children()?);
@@ -169,6 +170,20 @@ pub fn examine(builder: &mut Builder, target: &Proc) -> Result<Examined> {
     examined.since = Instant::now();
     sharers(builder, target, &proc::processes()?);
     Ok(examined)
+}
+
+/// Refuses a process whose main thread has ended, and of which its files tell nothing.
+///
+/// # Errors
+/// As [`examine`].
+pub fn leader_ended(builder: &mut Builder, target: &Proc) -> Result<bool> {
+    let ended = matches!(target.stat()?.state, b'Z' | b'X');
+    if ended {
+        let why =
+            "it has ended while other threads go on; a process cannot be rebuilt without its main thread";
+        builder.refuse("the main thread", why, "");
+    }
+    Ok(ended)
 }
 
 fn examine_thread(builder: &mut Builder, target: &Proc, tid: u32, examined: &mut Examined) -> Result<()> {

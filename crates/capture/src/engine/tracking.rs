@@ -58,10 +58,14 @@ impl Tracking {
     /// It is protected again in the same step, so that each write is found by this look or by the next.
     pub(crate) fn look(&mut self, target: &Target, spans: &[Span]) -> Result<Found> {
         let mut found = Found::default();
-        self.followed.clear();
+        let before = std::mem::take(&mut self.followed);
         let mut runs = Vec::new();
         for span in spans {
             runs.clear();
+            let known = before.binary_search_by_key(&span.range.start, |r| r.start);
+            if !known.is_ok_and(|i| before[i] == span.range) {
+                self.claim(span)?;
+            }
             let known = self.scan(target, span, &mut runs)?;
             for run in &runs {
                 push(&mut found.own, range(run));
@@ -71,6 +75,18 @@ impl Tracking {
             }
         }
         Ok(found)
+    }
+
+    /// Begins to follow a span. Where somebody else follows the process, it would look as if we did, what they have seen
+    /// would count as unwritten, and what we see would be hidden from them.
+    fn claim(&self, span: &Span) -> Result<()> {
+        match self.userfault.register(RemoteAddr(span.range.start), RemoteAddr(span.range.end())) {
+            Err(e) if e.errno() == Some(libc::EBUSY) => {
+                Err(Error::Failed("somebody else follows what it writes already".into()))
+            }
+            // Whether it can be followed shows when it is looked at.
+            _ => Ok(()),
+        }
     }
 
     /// Runs of own pages of a span. False if all of them are dirty, whatever their categories: because they have not

@@ -3,6 +3,7 @@
 use super::paths;
 use crate::{Builder, Content, Error, Result};
 use rustix::fs::{Mode, OFlags};
+use std::time::SystemTime;
 use stillpoint_image::{Bytes, Digest, Owner, PathFile, Usage};
 use stillpoint_linux::digest;
 use stillpoint_store::{PutError, Writer, Zeros};
@@ -25,26 +26,38 @@ pub fn copy_content(content: &Content, writer: &mut Writer, progress: &mut dyn F
     Ok(())
 }
 
-/// Takes the digests of all files whose contents a restore will check.
-pub fn take_digests(builder: &mut Builder) -> Result<()> {
-    take_digests_of(builder, Usage::Write)?;
-    take_digests_of(builder, Usage::Read)
+/// When digests are taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Moment {
+    /// The program runs. A file that is no longer as it was described gets no digest; nor does one that it writes and
+    /// has just written.
+    Running,
+    /// The program stands still, and should not for long: only files of at most so many bytes.
+    Still(u64),
 }
 
-/// Takes the digests of the files with this usage. It may be done after the program was let go on: a file that is no
-/// longer as it was at the cut gets none. (For files that are read or mapped this is the rule; for those that are
-/// written, it is only worth trying while the program stands still.)
-pub fn take_digests_of(builder: &mut Builder, usage: Usage) -> Result<()> {
-    let rows: Vec<u32> = builder
-        .wants_digest()
-        .filter(|(_, p)| p.usage == usage && p.digest.is_none())
-        .map(|(row, _)| row)
-        .collect();
+/// Times of files may be as coarse as this (a tick of the kernel's clock), nanoseconds: a younger change may be
+/// followed by another one with the same time.
+const TICK_NS: i64 = 20_000_000;
+
+/// Takes the digests of the files with this usage that have none.
+pub fn take_digests_of(builder: &mut Builder, usage: Usage, moment: Moment) {
+    let wanted = builder.wants_digest().filter(|(_, p)| p.usage == usage && p.digest.is_none());
+    let rows: Vec<u32> = wanted.filter(|(_, p)| is_time_for(p, moment)).map(|(row, _)| row).collect();
     for row in rows {
         let digest = digest_of(&builder.image.paths[row as usize]);
         builder.image.paths[row as usize].digest = digest;
     }
-    Ok(())
+}
+
+fn is_time_for(file: &PathFile, moment: Moment) -> bool {
+    match moment {
+        Moment::Running => {
+            let now = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos() as i64;
+            file.usage == Usage::Read || now - file.ctime_ns.max(file.mtime_ns) > TICK_NS
+        }
+        Moment::Still(most) => file.size <= most,
+    }
 }
 
 /// A file that cannot be read (write-only for us) has no digest; a restore then goes by its times.

@@ -38,7 +38,7 @@ use stillpoint_linux::descriptors::raise_descriptor_limit;
 use stillpoint_linux::proc::{Proc, Stat};
 use stillpoint_linux::sockets::UnixSocket;
 
-pub use contents::{copy_content, take_digests, take_digests_of};
+pub use contents::{Moment, copy_content, take_digests_of};
 pub use mapped::{Mapped, mapped_file};
 pub use memory::memory_object;
 pub use outsiders::Outsiders;

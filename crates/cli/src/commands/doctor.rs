@@ -7,7 +7,7 @@ use rustix::fs::{Mode, OFlags};
 use serde_json::json;
 use std::path::Path;
 use std::process::ExitCode;
-use stillpoint_linux::probe::{self, Subject};
+use stillpoint_linux::probe::{self, Protection, Subject};
 use stillpoint_linux::{Error, features};
 
 /// How much depends on a feature.
@@ -99,11 +99,18 @@ fn own_features() -> Vec<Feature> {
             features::timer_ids().then(String::new).ok_or("the kernel does not know it".into()),
         ),
         tried(
-            "userfaultfd",
+            "userfaultfd, noting writes",
             Optional,
-            "tracking written pages without stopping the program",
+            "incremental checkpoints, and the engine precopy",
+            "run as root, or with CAP_SYS_PTRACE; the kernel needs CONFIG_USERFAULTFD and Linux 6.7",
+            probe::userfaultfd(Protection::Noted),
+        ),
+        tried(
+            "userfaultfd, holding writes",
+            Optional,
+            "the engine wp",
             "run as root, or with CAP_SYS_PTRACE; the kernel needs CONFIG_USERFAULTFD",
-            probe::userfaultfd(),
+            probe::userfaultfd(Protection::Waits),
         ),
         tried(
             "sock_diag",
@@ -153,7 +160,7 @@ fn process_features() -> Vec<Feature> {
         tried(
             "PAGEMAP_SCAN",
             Required,
-            "which pages hold something",
+            "which pages hold something, and which were written",
             "Linux 6.7 or newer, with CONFIG_PROC_PAGE_MONITOR",
             subject.pagemap_scan(),
         ),

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use std::process::ExitCode;
 use std::time::Duration;
 use stillpoint_image::{Bytes, Meta, PAGE};
-use stillpoint_store::{Running, Store, Summary};
+use stillpoint_store::{Running, Store, Summary, Trouble};
 
 /// Widest command line in a table.
 const COMMAND_WIDTH: usize = 48;
@@ -37,6 +37,7 @@ fn rows(store: &Store, job: &str) -> Result<Vec<Row>> {
 struct Job {
     name: String,
     running: Option<Running>,
+    trouble: Trouble,
     rows: Vec<Row>,
 }
 
@@ -64,6 +65,14 @@ impl Job {
                 "supervisor_pid": r.supervisor_pid,
                 "since": output::utc(r.since_ns),
                 "restored_from": r.restored_from,
+                "adopted": r.adopted,
+                "every_s": r.every_ns.map(|ns| ns as f64 / 1e9),
+                "keep": r.keep,
+                "failing": self.trouble.failing.as_ref().map(|(since_ns, what)| json!({
+                    "since": output::utc(*since_ns),
+                    "what": what,
+                })),
+                "slow": self.trouble.slow,
             })),
             "checkpoints": self.rows.len(),
             "newest": self.newest().map(meta_json),
@@ -87,7 +96,9 @@ impl Job {
 fn list_jobs(common: &Common, store: &Store) -> Result<()> {
     let mut list = Vec::new();
     for name in store.jobs().map_err(jobs::store_failure)? {
-        let job = Job { running: jobs::running(store, &name)?, rows: rows(store, &name)?, name };
+        let running = jobs::running(store, &name)?;
+        let trouble = trouble(store, &name, running.as_ref());
+        let job = Job { running, trouble, rows: rows(store, &name)?, name };
         // A job that ended and left nothing is no job any more.
         if job.running.is_some() || !job.rows.is_empty() {
             list.push(job);
@@ -101,12 +112,28 @@ fn list_jobs(common: &Common, store: &Store) -> Result<()> {
         return Ok(());
     }
     let header = ["JOB", "PROCESS", "CHECKPOINTS", "NEWEST", "STORED", "COMMAND"];
-    output::line(&output::table(&header, list.iter().map(Job::as_row).collect(), &[1, 2, 4]))
+    output::line(&output::table(&header, list.iter().map(Job::as_row).collect(), &[1, 2, 4]))?;
+    list.iter().for_each(|job| tell_trouble(&job.name, &job.trouble));
+    Ok(())
+}
+
+/// What is wrong with the checkpoints of a job that runs.
+fn trouble(store: &Store, job: &str, running: Option<&Running>) -> Trouble {
+    running.and_then(|_| store.trouble(job).ok()).unwrap_or_default()
+}
+
+fn tell_trouble(job: &str, trouble: &Trouble) {
+    if let Some((since_ns, what)) = &trouble.failing {
+        output::note(&format!("{job}: periodic checkpoints fail since {}: {what}", output::utc(*since_ns)));
+    }
+    if let Some(what) = &trouble.slow {
+        output::note(&format!("{job}: {what}"));
+    }
 }
 
 fn list_checkpoints(common: &Common, store: &Store, job: &str) -> Result<()> {
-    let rows = rows(store, job)?;
-    if rows.is_empty() && jobs::running(store, job)?.is_none() {
+    let (rows, running) = (rows(store, job)?, jobs::running(store, job)?);
+    if rows.is_empty() && running.is_none() {
         return Err(Failure::usage(format!("no job {job} in {}", store.path().display()))
             .hint("stillpoint ls lists the jobs; --store DIR names another store"));
     }
@@ -117,6 +144,7 @@ fn list_checkpoints(common: &Common, store: &Store, job: &str) -> Result<()> {
         };
         return output::json(&rows.iter().map(value).collect());
     }
+    tell_trouble(job, &trouble(store, job, running.as_ref()));
     if rows.is_empty() {
         output::note(&format!("job {job} has no checkpoint yet"));
         return Ok(());

@@ -1,9 +1,12 @@
 //! The commands, one file each.
 
+pub mod adopt;
 pub mod checkpoint;
+pub mod checkpointer;
 pub mod doctor;
 pub mod list;
 pub mod private;
+pub mod release;
 pub mod remove;
 pub mod restore;
 pub mod run;

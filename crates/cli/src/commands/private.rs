@@ -2,13 +2,16 @@
 //! supervisor.
 
 use super::restore::{Again, Back, Revived, failure, start_pump};
+use super::run::all_complete;
+use crate::checkpointer::{Beside, Errand};
+use crate::control;
 use crate::failure::{Failure, Result};
 use crate::supervise::{End, GiveUp, Supervisor, let_go};
 use rustix::fd::BorrowedFd;
 use serde::{Deserialize, Serialize};
 use std::io::{BufRead, BufReader, PipeReader, PipeWriter, Write};
 use stillpoint_linux::proc::Proc;
-use stillpoint_linux::supervise::{Child, Private, Signals, private_namespace};
+use stillpoint_linux::supervise::{Child, Private, Signals, inherited_streams, private_namespace};
 
 /// The outer end of the line to process 1 of the namespace.
 pub struct Inside(BufReader<PipeReader>);
@@ -85,7 +88,8 @@ fn outside(again: &Again<'_>, signals: Signals, child: Child, line: Inside, word
         signals,
         meta: again.checkpoint.image.meta.clone(),
         stdio: again.stdio,
-        job: String::new(),
+        job: again.job.to_string(),
+        periodic: again.args.periodic.clone(),
     })
 }
 
@@ -95,6 +99,7 @@ fn inside(again: &Again<'_>, signals: Signals, mut line: PipeWriter) -> Result<i
         let text = serde_json::to_string(word).unwrap_or_default();
         let _ = writeln!(line, "{text}");
     };
+    let inherited = inherited_streams()?;
     let watch = GiveUp::watch(&signals, None)?;
     let restored = again.restore(&mut |_| {});
     drop(watch);
@@ -107,10 +112,16 @@ fn inside(again: &Again<'_>, signals: Signals, mut line: PipeWriter) -> Result<i
         }
     };
     let r = restored;
-    say(&Word::Back(Back::of(r.pid, r.pages, r.skeleton, r.loaded, r.notes)));
+    let (mut notes, listener) = (r.notes, control::listen(again.store, again.job));
+    let listener = listener.map_err(|e| notes.push(all_complete(&e))).ok();
+    say(&Word::Back(Back::of(r.pid, r.pages, r.skeleton, r.loaded, notes)));
     let_go(r.stdin_pump.is_some())?;
     r.stdin_pump.map(start_pump).transpose()?;
-    let end = Supervisor::new(signals, r.pid, r.pidfd).with_orphans().watch()?;
+    let (store, job) = (again.store.clone(), again.job.to_string());
+    let errand = Errand { store, job, pid: r.pid, inherited, periodic: again.args.periodic.clone() };
+    let checkpointer = Beside::new(errand, listener);
+    let supervisor = Supervisor::new(signals, r.pid, r.pidfd).with_checkpointer(Some(checkpointer));
+    let end = supervisor.with_orphans().watch()?;
     match end {
         End::Exited(code) => Ok(code),
         End::Killed(signal) => {

@@ -1,6 +1,7 @@
 //! `stillpoint restore`: a program comes back from the store.
 
-use crate::args::{Common, Files, Restore};
+use crate::args::{Common, Files, Periodic, Restore};
+use crate::checkpointer::Beside;
 use crate::commands::private::{self, Inside};
 use crate::commands::run::Record;
 use crate::detach::{Answer, Detached, detach};
@@ -82,6 +83,7 @@ pub(super) struct Revived {
     pub(super) meta: Meta,
     pub(super) stdio: Stdio,
     pub(super) job: String,
+    pub(super) periodic: Periodic,
 }
 
 impl Revived {
@@ -93,11 +95,13 @@ impl Revived {
         let checkpoint = store.load(&name.job, name.id).map_err(jobs::store_failure)?;
         let (claim, mut notes) = claim(&store, &name.job)?;
         let signals = Signals::take()?;
-        let again = Again { store: &store, checkpoint: &checkpoint, args, stdio, quiet: common.json };
+        let job = claim.job().to_string();
+        let again =
+            Again { store: &store, job: &job, checkpoint: &checkpoint, args, stdio, quiet: common.json };
         let watch = GiveUp::watch(&signals, relay)?;
         let record_of = |pid| {
             let command = checkpoint.image.meta.command.clone();
-            jobs::running_record(pid, command, Some(checkpoint.image.meta.id))
+            jobs::running_record(pid, command, Some(checkpoint.image.meta.id), &args.periodic)
         };
         // Whoever hears of the program by something it does finds it in the store.
         let restored = again.restore(&mut |pid| {
@@ -120,30 +124,41 @@ impl Revived {
                     signals,
                     meta: checkpoint.image.meta.clone(),
                     stdio,
-                    job: String::new(),
+                    job: job.clone(),
+                    periodic: args.periodic.clone(),
                 }
             }
         };
-        revived.job = claim.job().to_string();
         let record = record_of(revived.back.pid);
-        let record = record.and_then(|running| Record::write(store.clone(), claim, &running));
+        let record = record.and_then(|running| Record::write(store.clone(), claim, running));
         // The program runs already: it is worth more than its record.
-        revived.record =
+        let record =
             record.map_err(|e| notes.push(format!("stillpoint ls will not show it: {}", e.what))).ok();
+        // Process 1 of a private pid namespace has opened the socket already.
+        let is_inside = revived.inside.is_some();
+        revived.record = record.map(|r| if is_inside { r } else { r.with_control() });
+        notes.extend(revived.record.iter().flat_map(|r| r.notes.clone()));
         revived.back.notes.splice(0..0, notes);
         Ok(revived)
     }
 
     /// Supervises the program to its end, and ends like it.
-    fn supervise(self, settings: Option<terminal::Settings>) -> Result<ExitCode> {
+    fn supervise(mut self, settings: Option<terminal::Settings>) -> Result<ExitCode> {
+        let checkpointer = self.checkpointer();
         let Child { pid, pidfd } = self.child;
         let supervisor = Supervisor::new(self.signals, pid, pidfd);
         let supervisor = if self.stdio == Stdio::Current { supervisor.with_terminal() } else { supervisor };
-        let end = supervisor.watch();
+        let end = supervisor.with_checkpointer(checkpointer).watch();
         let end = end.map(|end| self.inside.map_or(end, |inside| inside.end(end)));
         drop(settings);
         drop(self.record);
         end?.follow()
+    }
+
+    /// Who takes its checkpoints; process 1 of a private pid namespace has its own.
+    fn checkpointer(&mut self) -> Option<Beside> {
+        let record = self.record.as_mut().filter(|_| self.inside.is_none())?;
+        Some(record.checkpointer(self.child.pid, &self.periodic))
     }
 
     fn answer(&self) -> Answer {
@@ -199,9 +214,11 @@ fn short(ms: f64) -> String {
 
 /// All that a restore needs; it may be tried a second time.
 pub(super) struct Again<'a> {
-    store: &'a Store,
+    pub(super) store: &'a Store,
+    /// The name that it runs under.
+    pub(super) job: &'a str,
     pub(super) checkpoint: &'a Checkpoint,
-    args: &'a Restore,
+    pub(super) args: &'a Restore,
     pub(super) stdio: Stdio,
     quiet: bool,
 }

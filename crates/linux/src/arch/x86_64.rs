@@ -285,7 +285,36 @@ std::arch::global_asm!(
     ".popsection",
 );
 
+// The batch loop, which a lent thread runs. rbx: next entry, rbp: end of the table, rsp: the frame home; r8 and r9 are
+// zero. An entry is six words: nr (overwritten by the result), the address of the first argument, three more
+// arguments, and room for the first one. It ends by returning home.
+std::arch::global_asm!(
+    ".pushsection .text",
+    ".globl stillpoint_batch_loop",
+    ".globl stillpoint_batch_called",
+    ".globl stillpoint_batch_end",
+    "stillpoint_batch_loop:",
+    "2: mov rdi, [rbx + 8]",
+    "   mov rdi, [rdi]",
+    "   mov rsi, [rbx + 16]",
+    "   mov rdx, [rbx + 24]",
+    "   mov r10, [rbx + 32]",
+    "   mov rax, [rbx]",
+    "   syscall",
+    "stillpoint_batch_called:",
+    "   mov [rbx], rax",
+    "   add rbx, 48",
+    "   cmp rbx, rbp",
+    "   jb 2b",
+    "   ret",
+    "stillpoint_batch_end:",
+    ".popsection",
+);
+
 unsafe extern "C" {
+    static stillpoint_batch_loop: u8;
+    static stillpoint_batch_called: u8;
+    static stillpoint_batch_end: u8;
     static stillpoint_program_loop: u8;
     static stillpoint_program_loop_end: u8;
 }
@@ -307,6 +336,39 @@ pub fn program_loop() -> &'static [u8] {
         let end = &raw const stillpoint_program_loop_end;
         std::slice::from_raw_parts(start, end.offset_from(start) as usize)
     }
+}
+
+/// Words of an entry of the table that the batch loop executes.
+pub const BATCH_WORDS: usize = 6;
+/// The batch loop's machine code, and the offset in it of the instruction behind its system call. It is
+/// position-independent.
+pub fn batch_loop() -> (&'static [u8], u64) {
+    // SAFETY: the three symbols are defined by the assembly above, in this order, within one section; code is readable.
+    unsafe {
+        let start = &raw const stillpoint_batch_loop;
+        let end = &raw const stillpoint_batch_end;
+        let called = (&raw const stillpoint_batch_called).offset_from(start);
+        (std::slice::from_raw_parts(start, end.offset_from(start) as usize), called as u64)
+    }
+}
+
+/// Registers that run the batch `[table, end)` with the batch loop at `code` and go home through the frame at `home`.
+pub fn batch_regs(base: &Regs, code: RemoteAddr, table: u64, end: u64, home: u64) -> Regs {
+    Regs { rbx: table, rbp: end, ..base.for_call(code, home, 0, [0; 6]) }
+}
+
+/// Whether a thread with this extended state may read and write memory of protection key 0, which all memory has that
+/// was given no other.
+pub fn reaches_plain_memory(xstate: &[u8]) -> bool {
+    const PKRU: u32 = 9;
+    const HEADER: usize = 512;
+    let Some(present) = xstate.get(HEADER..HEADER + 8) else { return true };
+    if u64::from_le_bytes(present.try_into().unwrap_or_default()) & 1 << PKRU == 0 {
+        return true; // as it was at the start: everything allowed
+    }
+    // Leaf 13 exists where there is extended state; subleaf 9 tells offset (ebx) and size (eax) of PKRU.
+    let at = std::arch::x86_64::__cpuid_count(13, PKRU).ebx as usize;
+    xstate.get(at).is_none_or(|low| low & 3 == 0)
 }
 
 /// Registers that run the table `[table, end)` with the program loop at `code`.

@@ -49,7 +49,8 @@ impl Held {
             let at = text.len() as u64;
             match rustix::io::pread(&self.file, rustix::buffer::spare_capacity(&mut text), at) {
                 Ok(0) => return Ok(text),
-                Ok(_) => text.reserve(32 << 10),
+                Ok(_) if text.len() == text.capacity() => text.reserve(32 << 10),
+                Ok(_) => {}
                 Err(Errno::INTR) => {}
                 Err(Errno::SRCH | Errno::NOENT) => return Err(Error::Gone(self.tid)),
                 Err(e) => return Err(Error::file(&self.path, e)),

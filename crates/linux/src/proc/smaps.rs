@@ -157,6 +157,10 @@ pub fn parse(text: &[u8], path: &Path) -> Result<Vec<Smap>> {
 }
 
 fn detail(smap: &mut Smap, line: &[u8]) -> Option<()> {
+    // There are two dozen lines for each mapping: most are passed over by their first letters.
+    if matches!(&line[..line.len().min(2)], b"Si" | b"Ps" | b"Re" | b"Fi" | b"TH" | b"LA" | b"KS") {
+        return Some(());
+    }
     let (key, value) = text::cut(line, b':')?;
     match key {
         b"VmFlags" => flags(smap, value)?,

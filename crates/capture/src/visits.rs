@@ -1,0 +1,303 @@
+//! Asking threads what only they themselves can be asked, by system calls that they make.
+//!
+//! All of them at once, and each with a single stop ([`stillpoint_linux::batch`]). A thread with which that is not
+//! possible, because it handles every signal that could tell its return, or there is no room in the vdso, is visited
+//! alone, with two stops for each call ([`stillpoint_linux::inject`]).
+
+use crate::attributes::inside::{ProcessQuery, ThreadQuery};
+use crate::attributes::thread::Look;
+use crate::freeze::Frozen;
+use crate::inspect::Known;
+use crate::{Builder, Error, Result};
+use std::collections::VecDeque;
+use stillpoint_image::{AddressSpace, PAGE, Process, Thread};
+use stillpoint_linux::RemoteAddr;
+use stillpoint_linux::arch::{self, Gadgets, Regs};
+use stillpoint_linux::batch::{self, Away, Origin, Signal};
+use stillpoint_linux::bpf::{self, FilteredCall};
+use stillpoint_linux::inject::{Planted, Site, Stack, Visit};
+use stillpoint_linux::pagemap::{Category, Query};
+use stillpoint_linux::proc::Vma;
+use stillpoint_linux::program::{Outcome, Program};
+use stillpoint_linux::ptrace::Stopped;
+
+/// Most threads on their way at a time.
+const SLOTS: usize = 16;
+
+/// What visits need to know.
+pub(crate) struct Visits<'a> {
+    /// What was learned before the freeze.
+    pub known: &'a Known<'a>,
+    /// The mappings as they are now.
+    pub maps: &'a [Vma],
+    /// What `/proc` tells of the threads, in the order in which they were frozen.
+    pub looks: &'a [Look],
+}
+
+/// How a thread is asked.
+#[derive(Clone, Copy)]
+enum Way {
+    /// Together with others; it tells its return by this signal.
+    Batch(Signal),
+    /// Alone.
+    Alone,
+}
+
+/// Which question a thread is away for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Question {
+    Process,
+    Thread,
+}
+
+/// The questions, and where the answers belong.
+struct Round<'a> {
+    ways: Vec<Way>,
+    of_thread: &'a ThreadQuery,
+    of_process: &'a ProcessQuery,
+    ids: Vec<u32>,
+    process: &'a mut Process,
+    space: &'a mut AddressSpace,
+    builder: &'a mut Builder,
+    threads: Vec<Option<Stopped>>,
+}
+
+impl Visits<'_> {
+    /// Asks the process and all its threads. Refuses where that cannot be done.
+    pub fn make(
+        &self,
+        builder: &mut Builder,
+        frozen: &mut Frozen,
+        process: &mut Process,
+        space: &mut AddressSpace,
+    ) -> Result<()> {
+        let find = |name: &[u8]| self.maps.iter().find(|v| v.name == name);
+        let planted = match find(b"[vdso]") {
+            Some(vdso) => Planted::plant(self.known.memory, (vdso.start, vdso.end))?,
+            None => None,
+        };
+        let Some(gadgets) = self.known.gadgets.or(planted.as_ref().map(|p| p.gadgets)) else {
+            builder.refuse(
+                "its code",
+                "it has no way to make a system call and return from it, and no vdso",
+                "",
+            );
+            return Ok(());
+        };
+        let Some(vma) = find(b"[stack]") else {
+            let hint = "only programs with their original main stack can be asked about their threads";
+            builder.refuse("main stack", "the program has unmapped it", hint);
+            return Ok(());
+        };
+        let sp = registers(&process.threads[0])?.sp();
+        let stack = Stack { start: vma.start, end: vma.end, sp };
+        let ways = self.ways(process, planted.as_ref())?;
+        let timers = self.known.process.timers()?;
+        let free = self.free_page();
+        let probed = if matches!(ways[0], Way::Batch(_)) && process.threads[0].seccomp.is_empty() {
+            free
+        } else {
+            None
+        };
+        let of_process = ProcessQuery::new(&self.looks[0].status, &timers, probed);
+        let of_thread = ThreadQuery::new();
+        for thread in &process.threads {
+            check_filters(builder, thread, of_thread.program(), gadgets);
+        }
+        check_filters(builder, &process.threads[0], of_process.program(), gadgets);
+        if !builder.refusals.is_empty() {
+            return Ok(());
+        }
+        let data_len = batch::room_for(of_process.program());
+        let (slots, xstate_len) = (SLOTS.min(ways.len()), process.threads[0].xstate.0.len());
+        let site = Site::choose(self.known.memory, gadgets, stack, xstate_len, slots, data_len)?;
+        let mut round = Round {
+            ways,
+            of_thread: &of_thread,
+            of_process: &of_process,
+            ids: frozen.threads.iter().map(Stopped::tid).collect(),
+            process,
+            space,
+            builder,
+            threads: frozen.threads.drain(..).map(Some).collect(),
+        };
+        let result = match &planted {
+            Some(planted) => round.together(&site, planted),
+            None => Ok(()),
+        };
+        let result =
+            result.and_then(|()| round.alone(&site, self.known, if probed.is_none() { free } else { None }));
+        frozen.threads.extend(round.threads.into_iter().flatten());
+        site.clean()?;
+        result
+    }
+
+    /// How each thread is to be asked.
+    fn ways(&self, process: &Process, planted: Option<&Planted<'_>>) -> Result<Vec<Way>> {
+        let Some(planted) = planted else { return Ok(vec![Way::Alone; self.looks.len()]) };
+        let mut ways = Vec::with_capacity(self.looks.len());
+        for (thread, look) in process.threads.iter().zip(self.looks) {
+            if planted.holds(registers(thread)?.ip()) {
+                let why =
+                    "a checkpoint that was killed has left a thread in the middle of an answer; try again";
+                return Err(Error::Failed(why.into()));
+            }
+            let signal = Signal::choose(&look.status, thread.sigmask);
+            let can_tell = |signal: &Signal| {
+                let (nr, args) = signal.call();
+                allows(thread, &FilteredCall { nr, ip: planted.batch_loop().0 + arch::batch_loop().1, args })
+            };
+            ways.push(match signal.filter(can_tell) {
+                Some(signal) if arch::reaches_plain_memory(&thread.xstate.0) => Way::Batch(signal),
+                _ => Way::Alone,
+            });
+        }
+        Ok(ways)
+    }
+
+    /// Address of a page with nothing mapped near it.
+    fn free_page(&self) -> Option<u64> {
+        let first = self.maps.first().map_or(0, |v| v.start);
+        // Just below the lowest mapping, or in the first gap that is large enough to leave its neighbours alone.
+        let gap =
+            self.maps.windows(2).find(|w| w[1].start - w[0].end > 1 << 20).map(|w| w[0].end + (1 << 19));
+        if first > 1 << 20 { Some(first - (1 << 19)) } else { gap }
+    }
+}
+
+impl Round<'_> {
+    /// Asks those that can be asked together, the main thread first: its answers take longest.
+    fn together(&mut self, site: &Site<'_>, planted: &Planted<'_>) -> Result<()> {
+        let mut away: VecDeque<(usize, Question, Away<'_>)> = VecDeque::new();
+        let questions = (0..self.ways.len()).map(|i| (i, Question::Thread));
+        // The main thread has two, which it is asked in turn.
+        let questions =
+            [(0, Question::Process)].into_iter().chain(questions.clone().skip(1)).chain(questions.take(1));
+        let (of_process, of_thread) = (self.of_process.program(), self.of_thread.program());
+        let mut sent = 0;
+        for (i, question) in questions {
+            let Way::Batch(signal) = self.ways[i] else { continue };
+            while away.len() == site.slots() || (self.threads[i].is_none() && !away.is_empty()) {
+                self.back(away.pop_front())?;
+            }
+            let Some(stopped) = self.threads[i].take() else { continue };
+            let thread = &self.process.threads[i];
+            let regs = registers(thread)?;
+            let origin = Origin { regs: &regs, xstate: &thread.xstate.0, mask: thread.sigmask };
+            let of_all = question == Question::Process;
+            let program = if of_all { of_process } else { of_thread };
+            // They come back in the order in which they went, so this slot is free.
+            let slot = sent % site.slots();
+            sent += 1;
+            let gone = site.send(slot, of_all, planted, stopped, origin, signal, program)?;
+            away.push_back((i, question, gone));
+        }
+        while !away.is_empty() {
+            self.back(away.pop_front())?;
+        }
+        Ok(())
+    }
+
+    /// Waits for a thread and notes its answers.
+    fn back(&mut self, away: Option<(usize, Question, Away<'_>)>) -> Result<()> {
+        let Some((i, question, away)) = away else { return Ok(()) };
+        let regs = registers(&self.process.threads[i])?;
+        let (stopped, outcome) = away.wait(&regs)?;
+        self.threads[i] = Some(stopped);
+        self.note(i, question, &outcome);
+        Ok(())
+    }
+
+    fn note(&mut self, i: usize, question: Question, outcome: &Outcome) {
+        match question {
+            Question::Thread => self.of_thread.decode(outcome, &mut self.process.threads[i]),
+            Question::Process => {
+                self.of_process.decode(outcome, &self.ids, self.builder, self.process, self.space);
+            }
+        }
+    }
+
+    /// Asks the others, one by one; `free` is where the main thread may make a mapping, if it still has to.
+    fn alone(&mut self, site: &Site<'_>, known: &Known<'_>, free: Option<u64>) -> Result<()> {
+        for i in 0..self.ways.len() {
+            let by_itself = matches!(self.ways[i], Way::Alone);
+            if !by_itself && (i > 0 || free.is_none()) {
+                continue;
+            }
+            let Some(stopped) = self.threads[i].take() else { continue };
+            let mut visit = site.visit(0, stopped)?;
+            if by_itself {
+                let outcome = site.run(&mut visit, self.of_thread.program())?;
+                self.note(i, Question::Thread, &outcome);
+            }
+            if i == 0 && by_itself {
+                let outcome = site.run(&mut visit, self.of_process.program())?;
+                self.note(i, Question::Process, &outcome);
+            }
+            if i == 0 {
+                self.space.lock_future = lock_future(&mut visit, known, free)?;
+            }
+            let stopped = visit.leave()?;
+            // From here on the thread goes on as the image says.
+            stopped.set_regs(&registers(&self.process.threads[i])?)?;
+            self.threads[i] = Some(stopped);
+        }
+        Ok(())
+    }
+}
+
+/// The registers with which a thread goes on.
+fn registers(thread: &Thread) -> Result<Regs> {
+    Regs::from_bytes(&thread.regs.0)
+        .ok_or_else(|| Error::Failed(format!("thread {}: no registers", thread.tid)))
+}
+
+/// Whether future mappings are locked in memory (`mlockall(MCL_FUTURE)`: 1, on fault: 2), which only a new mapping
+/// shows: one is made, looked at, and unmapped.
+fn lock_future(visit: &mut Visit<'_>, known: &Known<'_>, free: Option<u64>) -> Result<u32> {
+    let Some(at) = free else { return Ok(0) };
+    let locked = || Ok::<_, Error>(known.process.status()?.locked);
+    let before = locked()?;
+    let flags = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE) as u64;
+    let map = [at, PAGE, (libc::PROT_READ | libc::PROT_WRITE) as u64, flags, u64::MAX, 0];
+    let unmap = (libc::SYS_munmap, [at, PAGE, 0, 0, 0, 0]);
+    if visit.call_with_undo(libc::SYS_mmap, map, unmap)? as u64 != at {
+        return Ok(0); // no mapping more is allowed, let alone a locked one
+    }
+    let (after, mut present) = (locked()?, Vec::new());
+    let query = Query { any: Category::PRESENT, ..Query::default() };
+    known.pagemap.scan(RemoteAddr(at), RemoteAddr(at + PAGE), query, &mut present)?;
+    visit.call(unmap.0, unmap.1)?;
+    Ok(if after <= before {
+        0
+    } else if present.is_empty() {
+        2
+    } else {
+        1
+    })
+}
+
+/// Refuses a thread whose seccomp filters would not let it make these calls and come home: if we died while it is
+/// lent to us, its filter would kill it.
+fn check_filters(builder: &mut Builder, thread: &Thread, program: &Program, gadgets: Gadgets) {
+    let what = || format!("thread {} ({})", thread.tid, thread.name);
+    if thread.seccomp_strict {
+        builder.refuse(what(), "it is in strict seccomp mode and cannot be asked about its state", "");
+        return;
+    }
+    let ip = gadgets.call.0 + 2;
+    let home =
+        ("rt_sigreturn", FilteredCall { nr: libc::SYS_rt_sigreturn, ip: gadgets.sigreturn.0, args: [0; 6] });
+    let calls = program.calls().map(|(what, nr, args)| (what, FilteredCall { nr, ip, args }));
+    for (name, call) in calls.chain([home]) {
+        if !allows(thread, &call) {
+            let why = format!("its seccomp filter forbids {name}, by which its state is asked");
+            builder.refuse(what(), why, "allow that call in the filter");
+            return;
+        }
+    }
+}
+
+fn allows(thread: &Thread, call: &FilteredCall) -> bool {
+    thread.seccomp.iter().all(|f| bpf::allows(&f.program.0, call))
+}

@@ -1,0 +1,149 @@
+//! A checkpoint that was taken, or was not, as the user hears of it; it may have to travel from a supervisor to them.
+
+use crate::args::EngineName;
+use crate::detach::Answer;
+use crate::failure::Failure;
+use crate::{jobs, output};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use std::time::Duration;
+use stillpoint_capture::{Engine, Error, Options, Report};
+
+/// What is asked of a checkpoint.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Asked {
+    /// What the user calls the program.
+    pub target: String,
+    /// Job that it belongs to.
+    pub job: String,
+    /// The user's words for it.
+    pub label: Option<String>,
+    /// How memory is saved.
+    pub engine: EngineName,
+    /// Memory for pages on their way, bytes.
+    pub buffer: u64,
+    /// Save all pages, also those that an earlier checkpoint has.
+    pub full: bool,
+    /// Kill the program afterwards.
+    pub kill: bool,
+}
+
+impl Asked {
+    /// The same for the one who does it.
+    pub fn options(&self, inherited: Vec<(u32, Vec<u8>)>) -> Options {
+        Options {
+            job: self.job.clone(),
+            label: self.label.clone(),
+            engine: match self.engine {
+                EngineName::Auto => Engine::Auto,
+                EngineName::Precopy => Engine::Precopy,
+                EngineName::Wp => Engine::Wp,
+                EngineName::Fork => Engine::Fork,
+                EngineName::Stop => Engine::Stop,
+            },
+            buffer: self.buffer,
+            full: self.full,
+            kill: self.kill,
+            inherited,
+        }
+    }
+}
+
+/// What a checkpoint was like; see [`Report`].
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Taken {
+    job: String,
+    id: u64,
+    bytes: u64,
+    pages: u64,
+    written_bytes: u64,
+    pause: Duration,
+    other_pauses: Vec<Duration>,
+    wall: Duration,
+    engine: String,
+    /// Only what changed was saved.
+    pub incremental: bool,
+    /// Why this engine, and what it did.
+    pub story: Vec<String>,
+    /// Remarks for the user.
+    pub notes: Vec<String>,
+}
+
+impl From<Report> for Taken {
+    fn from(r: Report) -> Self {
+        Self {
+            job: r.job,
+            id: r.id,
+            bytes: r.bytes,
+            pages: r.pages,
+            written_bytes: r.written_bytes,
+            pause: r.pause,
+            other_pauses: r.other_pauses,
+            wall: r.wall,
+            engine: r.engine.to_string(),
+            incremental: r.incremental,
+            story: r.story,
+            notes: r.notes,
+        }
+    }
+}
+
+impl Taken {
+    /// How long it all took.
+    pub fn wall(&self) -> Duration {
+        self.wall
+    }
+
+    /// Name of the engine.
+    pub fn engine(&self) -> &str {
+        &self.engine
+    }
+
+    /// What the user hears: the program is process `pid` to them, and the store is at `store`.
+    pub fn answer(&self, asked: &Asked, pid: u32, store: &std::path::Path) -> Answer {
+        let Taken { job, id, .. } = self;
+        let text = format!(
+            "{job}@{id}  {} in {} pages  pause {}  {}",
+            output::bytes(self.bytes),
+            output::count(self.pages),
+            output::short(self.pause),
+            output::short(self.wall),
+        );
+        let json = json!({
+            "job": job,
+            "id": id,
+            "pid": pid,
+            "bytes": self.bytes,
+            "pages": self.pages,
+            "written_bytes": self.written_bytes,
+            "pause_ms": output::ms(self.pause),
+            "other_pauses_ms": self.other_pauses.iter().map(|&p| output::ms(p)).collect::<Vec<_>>(),
+            "wall_ms": output::ms(self.wall),
+            "engine": self.engine,
+            "incremental": self.incremental,
+            "label": asked.label,
+            "killed": asked.kill,
+            "store": store.to_string_lossy(),
+            "story": self.story,
+            "notes": self.notes,
+        });
+        Answer { text, json, notes: self.notes.clone() }
+    }
+}
+
+/// Why there is no checkpoint of what the user calls `target`.
+pub fn failure(error: Error, target: &str) -> Failure {
+    match error {
+        Error::Refused(refusals) => {
+            let list = stillpoint_capture::list(&refusals);
+            Failure::refused(format!("cannot checkpoint {target}, which runs on unharmed:\n{list}"))
+        }
+        Error::Target(what) => Failure::usage(what),
+        Error::Store(e) => jobs::store_failure(e).within(&format!("checkpoint {target}")),
+        Error::Kernel(e) => Failure::from(e).within(&format!("checkpoint {target}")),
+        Error::Replaced => Failure::failed(error.to_string()).within(&format!("checkpoint {target}")),
+        Error::Failed(what) | Error::Lost(what) => {
+            Failure::failed(what).within(&format!("checkpoint {target}"))
+        }
+    }
+}

@@ -1,0 +1,90 @@
+//! Sizes and times as people write them.
+
+use std::time::Duration;
+
+/// Reads a time: `500ms`, `10s`, `5m`, `1h`, `1d`.
+pub fn duration(text: &str) -> Result<Duration, String> {
+    let (number, unit) = split(text).ok_or("write a number and a unit, as in 500ms, 10s, 5m, 1h")?;
+    let ms = match unit {
+        "ms" => 1,
+        "s" => 1_000,
+        "m" | "min" => 60_000,
+        "h" => 3_600_000,
+        "d" => 86_400_000,
+        "" => return Err(format!("{number} what? Write a unit, as in 500ms, 10s, 5m, 1h")),
+        _ => return Err(format!("{unit:?} is no unit of time; there are ms, s, m, h, d")),
+    };
+    match number.checked_mul(ms) {
+        Some(0) => Err("it must be longer than nothing".into()),
+        Some(ms) if ms <= LONGEST_MS => Ok(Duration::from_millis(ms)),
+        _ => Err("it must not be longer than ten years".into()),
+    }
+}
+
+const LONGEST_MS: u64 = 3_652 * 86_400_000;
+
+/// Reads a size in bytes: `16MiB`, `64k`, `1GiB`. As for most tools `k`, `M`, `G` alone are powers of 1024.
+pub fn size(text: &str) -> Result<u64, String> {
+    let (number, unit) = split(text).ok_or("write a number and a unit, as in 16MiB, 64k, 1GiB")?;
+    let factor = match unit.to_ascii_lowercase().as_str() {
+        "" | "b" => 1,
+        "k" | "kib" => 1 << 10,
+        "m" | "mib" => 1 << 20,
+        "g" | "gib" => 1 << 30,
+        "t" | "tib" => 1 << 40,
+        "kb" => 1_000,
+        "mb" => 1_000_000,
+        "gb" => 1_000_000_000,
+        "tb" => 1_000_000_000_000,
+        _ => return Err(format!("{unit:?} is no unit of size; there are KiB, MiB, GiB, TiB")),
+    };
+    number.checked_mul(factor).ok_or_else(|| "it is more than there can be".to_string())
+}
+
+/// Smallest buffer that lets work go on beside it.
+const SMALLEST_BUFFER: u64 = 64 << 10;
+
+/// Reads the size of a buffer.
+pub fn buffer(text: &str) -> Result<u64, String> {
+    match size(text)? {
+        small if small < SMALLEST_BUFFER => Err("it must be at least 64KiB".into()),
+        bytes => Ok(bytes),
+    }
+}
+
+/// Number and unit; nothing if there is no number, or none that fits.
+fn split(text: &str) -> Option<(u64, &str)> {
+    let digits = text.bytes().take_while(u8::is_ascii_digit).count();
+    Some((text[..digits].parse().ok()?, text[digits..].trim_start()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times() {
+        let ms = |text| duration(text).map(|d| d.as_millis());
+        assert_eq!(
+            [ms("500ms"), ms("10s"), ms("5m"), ms("5 min"), ms("1h"), ms("2d")],
+            [Ok(500), Ok(10_000), Ok(300_000), Ok(300_000), Ok(3_600_000), Ok(172_800_000)]
+        );
+        let huge = "99999999999999999999s";
+        for bad in ["", "s", "10", "0s", "-1s", "1.5s", "1y", "10S", "4000d", huge, "18446744073709551615h"] {
+            assert!(duration(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn sizes() {
+        assert_eq!(
+            [size("16MiB"), size("64k"), size("1GiB"), size("4096"), size("1 M"), size("2TB")],
+            [Ok(16 << 20), Ok(64 << 10), Ok(1 << 30), Ok(4096), Ok(1 << 20), Ok(2_000_000_000_000)]
+        );
+        for bad in ["", "MiB", "-1", "1.5G", "16Mb ps", "1X", "99999999999999999999", "99999999999TiB"] {
+            assert!(size(bad).is_err(), "{bad}");
+        }
+        assert_eq!(buffer("64KiB"), Ok(64 << 10));
+        assert!(buffer("0").is_err() && buffer("4k").is_err());
+    }
+}

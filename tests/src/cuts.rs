@@ -1,0 +1,172 @@
+//! One writer, cut by one engine again and again: every checkpoint must be one exact instant.
+
+use crate::machine::Held;
+use crate::observe::traces_of_us;
+use crate::target::{Build, Running, Target};
+use crate::{Checkpoint, Scratch, Stillpoint, engine, kernel, skipped, undisturbed_only};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// How many checkpoints each life of a writer has: `STILLPOINT_CUTS`, by default 3.
+pub fn cuts() -> usize {
+    std::env::var("STILLPOINT_CUTS").ok().and_then(|c| c.parse().ok()).unwrap_or(3)
+}
+
+/// A scenario that writes all the time, and an engine.
+#[derive(Clone)]
+pub struct Cuts {
+    program: &'static str,
+    scenario: &'static str,
+    engine: &'static str,
+    retried: &'static [&'static str],
+    exact: bool,
+    needs: fn() -> Option<Arc<Held>>,
+}
+
+/// A checkpoint and how it was taken.
+type History = Vec<Checkpoint>;
+
+impl Cuts {
+    /// A scenario of `targets/PROGRAM.c`.
+    pub fn new(program: &'static str, scenario: &'static str, engine: &'static str) -> Self {
+        Cuts { program, scenario, engine, retried: &[], exact: false, needs: || None }
+    }
+
+    /// It is refused with one of these words now and then; then another attempt is made.
+    pub fn until_not_refused(mut self, words: &'static [&'static str]) -> Self {
+        self.retried = words;
+        self
+    }
+
+    /// What it says must be what it says undisturbed, byte for byte.
+    pub fn says_the_same(mut self) -> Self {
+        self.exact = true;
+        self
+    }
+
+    /// It needs something of the machine. Where that cannot be had, the scenario says what it lacks.
+    pub fn with(mut self, needs: fn() -> Option<Arc<Held>>) -> Self {
+        self.needs = needs;
+        self
+    }
+
+    /// The writer goes through checkpoints unharmed; a random one of them is restored and goes through more, as a job
+    /// this time; the last one and a random one of all are restored and run to their ends. Whatever the writer checks
+    /// must hold in every life.
+    #[track_caller]
+    pub fn hold(&self) {
+        if !undisturbed_only() && !engine::offered(self.engine) {
+            return skipped(&format!("the command has no engine {}", self.engine));
+        }
+        let scratch = Scratch::new();
+        let _held = (self.needs)();
+        let target = Target::new(self.program, self.scenario, Build::Dynamic).expect("cc");
+        let expected = self.exact.then(|| self.undisturbed(&scratch, &target));
+        let running = target.start(&scratch.directory("writer"), scratch.path());
+        if let Some(why) = running.skip() {
+            return skipped(&why);
+        }
+        let (pid, directory) = (running.pid, running.directory().to_owned());
+        let stillpoint = scratch.stillpoint();
+        let life =
+            Life { cuts: self, scratch: &scratch, stillpoint: &stillpoint, pid, directory: &directory };
+        life.pause();
+        if undisturbed_only() {
+            return life.ends(running, expected.as_deref(), "undisturbed");
+        }
+
+        let mut history = life.through(&pid.to_string(), false);
+        life.ends(running, expected.as_deref(), "after checkpoints");
+
+        let any = scratch.random().below(history.len() as u64) as usize;
+        let running = life.restore(&history[any]);
+        history.extend(life.through("job", true));
+        running.kill();
+
+        let any = scratch.random().below(history.len() as u64) as usize;
+        for n in [history.len() - 1, any] {
+            let running = life.restore(&history[n]);
+            life.pause();
+            life.ends(running, expected.as_deref(), &format!("restored from {}", history[n].json));
+        }
+        scratch.nothing_is_left("in the end");
+    }
+
+    fn undisturbed(&self, scratch: &Scratch, target: &Target) -> String {
+        target.start(&scratch.directory("undisturbed"), scratch.path()).finish("undisturbed")
+    }
+}
+
+/// The lives of one writer.
+struct Life<'a> {
+    cuts: &'a Cuts,
+    scratch: &'a Scratch,
+    stillpoint: &'a Stillpoint,
+    pid: u32,
+    directory: &'a Path,
+}
+
+impl Life<'_> {
+    fn pause(&self) {
+        let most = 40;
+        std::thread::sleep(Duration::from_millis(self.scratch.random().below(most)));
+    }
+
+    /// Takes checkpoints at random moments, of a process or of a job.
+    #[track_caller]
+    fn through(&self, target: &str, job: bool) -> History {
+        let mut history = Vec::new();
+        for _ in 0..cuts() {
+            self.pause();
+            history.push(self.checkpoint(target));
+            if !job {
+                let traces = traces_of_us(self.pid, !self.cuts.retried.is_empty());
+                assert!(traces.is_empty(), "left behind after a checkpoint: {traces:#?}");
+            }
+        }
+        history
+    }
+
+    #[track_caller]
+    fn checkpoint(&self, target: &str) -> Checkpoint {
+        let kinds = engine::kinds();
+        let kind = kinds[self.scratch.random().below(kinds.len() as u64) as usize];
+        let mut arguments =
+            vec!["checkpoint", target, "--name", "job", "--json", "--engine", self.cuts.engine];
+        arguments.extend(kind);
+        for _ in 0..400 {
+            let output = self.stillpoint.run(&arguments);
+            if self.cuts.retried.is_empty() || output.code() != 3 {
+                return Checkpoint::of(&output.ok());
+            }
+            output.fails(3, self.cuts.retried);
+            self.pause();
+        }
+        panic!("always refused");
+    }
+
+    #[track_caller]
+    fn restore(&self, checkpoint: &Checkpoint) -> Running {
+        crate::wait_for("the process id to be free", Duration::from_secs(10), || {
+            (!Path::new(&format!("/proc/{}", self.pid)).exists()).then_some(())
+        });
+        let _ = std::fs::remove_file(self.directory.join("go"));
+        let output = self.stillpoint.run(&["restore", &checkpoint.name(), "--detach", "--json"]).ok();
+        let pid = output.json()["pid"].as_u64().unwrap_or_default() as u32;
+        if pid != self.pid {
+            // In the meantime somebody else may have it, and is not ours to judge.
+            eprintln!("note: {}", output.stdout.trim());
+        }
+        Running::restored(pid, self.directory)
+    }
+
+    #[track_caller]
+    fn ends(&self, running: Running, expected: Option<&str>, what: &str) {
+        assert!(kernel::alive(running.pid), "{what}: it has ended:\n{}", running.said());
+        let said = running.finish(what);
+        if let Some(expected) = expected {
+            assert_eq!(said, expected, "{what}: not what it says undisturbed");
+        }
+    }
+}

@@ -1,0 +1,50 @@
+//! The memory engines that the command under test offers.
+
+use crate::stillpoint::binary;
+use std::process::{Command, Stdio};
+use std::sync::OnceLock;
+
+/// All engines there may be.
+pub const ENGINES: &[&str] = &["stop", "precopy", "wp", "fork", "auto"];
+
+/// Whether the command knows this engine.
+pub fn offered(engine: &str) -> bool {
+    static OFFERED: OnceLock<Vec<&'static str>> = OnceLock::new();
+    let known =
+        |engine: &&str| !said(&["checkpoint", "no-such-job", "--engine", engine]).contains("--engine");
+    OFFERED.get_or_init(|| ENGINES.iter().copied().filter(known).collect()).contains(&engine)
+}
+
+/// The engines that the command knows.
+pub fn all() -> impl Iterator<Item = &'static str> {
+    ENGINES.iter().copied().filter(|e| offered(e))
+}
+
+/// Whether a command mentions an option in its help.
+pub fn has_option(command: &str, option: &str) -> bool {
+    let help = said(&[command, "--help"]);
+    help.split_whitespace().any(|word| word.trim_end_matches([',', ']', '.']) == option)
+}
+
+/// Whether the command has a command of this name.
+pub fn has_command(name: &str) -> bool {
+    !said(&[name, "--help"]).contains("unrecognized subcommand")
+}
+
+/// The ways to choose between incremental and full checkpoints.
+pub fn kinds() -> &'static [&'static [&'static str]] {
+    static HAS: OnceLock<bool> = OnceLock::new();
+    match HAS.get_or_init(|| has_option("checkpoint", "--incremental")) {
+        true => &[&[], &["--incremental"], &["--full"]],
+        false => &[&[]],
+    }
+}
+
+fn said(arguments: &[&str]) -> String {
+    let store = std::env::temp_dir().join(format!("stillpoint-asked.{}", std::process::id()));
+    let done =
+        Command::new(binary()).args(arguments).arg("--store").arg(&store).stdin(Stdio::null()).output();
+    let done = done.unwrap_or_else(|e| panic!("{}: {e}", binary().display()));
+    let _ = std::fs::remove_dir_all(store);
+    format!("{}{}", String::from_utf8_lossy(&done.stdout), String::from_utf8_lossy(&done.stderr))
+}

@@ -1,0 +1,79 @@
+//! Whatever the engine, a checkpoint is one exact instant: each test runs one writer that would notice any other, under one
+//! engine. What the writers check stands in `targets/`.
+#![allow(missing_docs)]
+
+use stillpoint_tests::{Cuts, machine};
+
+/// One test for each scenario under each engine, in a module of the engine's name.
+macro_rules! under {
+    ($($engine:ident)*: $scenarios:tt) => {
+        $(
+            mod $engine {
+                scenarios! { $engine $scenarios }
+            }
+        )*
+    };
+}
+
+macro_rules! scenarios {
+    ($engine:ident { $($program:ident: $($name:ident $(.$method:ident($($argument:expr),*))*,)*;)* }) => {
+        $(
+            mod $program {
+                use crate::*;
+                $(
+                    #[test]
+                    fn $name() {
+                        Cuts::new(stringify!($program), stringify!($name), stringify!($engine))
+                            $(.$method($($argument),*))*
+                            .hold();
+                    }
+                )*
+            }
+        )*
+    };
+}
+
+under! { stop precopy wp fork auto: {
+    instant:
+        sequences,
+        shared_anonymous,
+        mapped_twice,
+        rolling.says_the_same(),
+        queue,
+        swapped_pages,
+        private_file,
+        shared_file,
+    ;
+    kernel_writes:
+        system_calls,
+        own_memory,
+        read_only,
+        direct_reads,
+        memory_file,
+        futexes,
+    ;
+    mappings:
+        moves,
+        drops,
+        replacements,
+        protections,
+        collapses,
+        everything,
+    ;
+    storms:
+        heap,
+        stacks,
+        forks.until_not_refused(&["child"]),
+        spawns.until_not_refused(&["child"]),
+        // While another thread takes the main thread's place, there is none, and the one has its own descriptors.
+        execs.until_not_refused(&["main thread"]),
+        threads,
+    ;
+    pages:
+        transparent,
+        hugetlb.with(machine::huge_pages),
+        locked,
+        swapped.with(machine::swap),
+        merged.with(machine::merging),
+    ;
+} }
