@@ -9,7 +9,7 @@ use crate::engine::wp::{Armed, Wp};
 use crate::engine::{self, Cut, Engine, Log, MemoryEngine, Running, Still};
 use crate::files::Moment;
 use crate::freeze::Frozen;
-use crate::inspect::{Known, inspect};
+use crate::inspect::{Assumed, Known, inspect};
 use crate::{Builder, Error, Result, attributes, files};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
@@ -251,17 +251,13 @@ fn take(
         // What counts as unwritten is what some checkpoint has; without that one, everything must be saved.
         *tracking = None;
     }
-    if base.is_empty() {
-        // What counts as unwritten is what some checkpoint has; without that one, everything must be saved.
-        *tracking = None;
-    }
     let mut work = Work {
         options,
         target: &target,
         earlier: last.as_ref().map(|l| earlier_calls(&l.image, &target)).unwrap_or_default(),
         last: last.as_ref().map(|l| &l.image),
         progress,
-        digested: None,
+        exact: options.kill,
         writer: Some(writer),
         log: Log::default(),
     };
@@ -273,7 +269,7 @@ fn take(
     if let Some(tracking) = tracking {
         tracking.base = Some((options.job.clone(), done.committed.id));
     }
-    let Done { committed, pause, engine, notes } = done;
+    let Done { committed, pause, engine } = done;
     Ok(Report {
         job: options.job.clone(),
         id: committed.id,
@@ -286,7 +282,7 @@ fn take(
         engine: engine.name(),
         incremental: !base.is_empty() && engine == Engine::Precopy,
         story: work.log.story,
-        notes,
+        notes: Vec::new(),
     })
 }
 
@@ -299,8 +295,8 @@ struct Work<'a> {
     /// The job's newest checkpoint.
     last: Option<&'a Image>,
     progress: &'a (dyn Progress + Sync),
-    /// Files with the digests they had right before the cut.
-    digested: Option<Image>,
+    /// Nothing may be assumed in the freeze that has to be confirmed after it.
+    exact: bool,
     /// Until the commit.
     writer: Option<Writer>,
     log: Log,
@@ -311,7 +307,6 @@ struct Done {
     committed: Committed,
     pause: Duration,
     engine: Engine,
-    notes: Vec<String>,
 }
 
 impl<'a> Work<'a> {
@@ -325,7 +320,7 @@ impl<'a> Work<'a> {
     ) -> Result<Done> {
         let asked = self.options.engine;
         // Nothing is done to a program that must be refused.
-        self.learn()?;
+        self.learn(true)?;
         for engine in engine::order(asked) {
             let mut engine: Box<dyn MemoryEngine> = match engine {
                 Engine::Precopy => Box::new(Precopy::new(tracking, base.to_vec(), self.options.buffer)),
@@ -357,19 +352,24 @@ impl<'a> Work<'a> {
     /// Takes the checkpoint with an engine that is ready; `None` if another must take over.
     fn with(&mut self, engine: &mut dyn MemoryEngine) -> Result<Option<Done>> {
         loop {
-            let (builder, mut frozen) = self.freeze(engine)?;
+            let mut held = self.freeze(engine)?;
             let Some(writer) = &mut self.writer else { return Ok(None) };
             let (target, progress, log) = (self.target, self.progress, &mut self.log);
-            let mut still = Still { target, frozen: &mut frozen, builder: &builder, writer, progress, log };
-            let cut = engine.cut(&mut still)?;
+            let (frozen, builder) = (&mut held.frozen, &held.builder);
+            let cut = engine.cut(&mut Still { target, frozen, builder, writer, progress, log })?;
             if cut == Cut::Taken {
-                match self.complete(engine, builder, frozen) {
+                let exact = self.exact;
+                match self.complete(engine, held) {
                     Err(Error::Lost(why)) => self.log.tell(format!("an instant was lost: {why}")),
                     done => return done.map(Some),
                 }
+                if self.exact && !exact {
+                    self.prepare(engine)?;
+                    continue;
+                }
             } else {
-                self.log.pauses.push(frozen.thaw());
-                self.earlier = earlier_calls(&builder.image, self.target);
+                self.log.pauses.push(held.frozen.thaw());
+                self.earlier = earlier_calls(&held.builder.image, self.target);
             }
             let name = engine.engine().name();
             if let Cut::Impossible(why) = cut {
@@ -399,7 +399,7 @@ impl<'a> Work<'a> {
     }
 
     /// What can be known of the program while it runs; refuses what cannot be captured.
-    fn learn(&self) -> Result<(Builder, Known<'a>)> {
+    fn learn(&self, exact: bool) -> Result<(Builder, Known<'a>)> {
         let target = self.target;
         let mut builder = Builder::new();
         describe(&mut builder.image, self.options, target)?;
@@ -411,14 +411,15 @@ impl<'a> Work<'a> {
             &target.pagemap,
             &self.options.inherited,
             target.gadgets,
+            exact,
         )?;
         refuse_if_needed(&mut builder)?;
         Ok((builder, known))
     }
 
     /// Brings the program to rest and describes it.
-    fn freeze(&mut self, engine: &mut dyn MemoryEngine) -> Result<(Builder, Frozen)> {
-        let (mut builder, mut known) = self.learn()?;
+    fn freeze(&mut self, engine: &mut dyn MemoryEngine) -> Result<Held<'a>> {
+        let (mut builder, mut known) = self.learn(self.exact)?;
         // Files that do not change until the cut need not be read in it.
         reuse_digests(&mut known.rehearsed, self.last);
         files::take_digests_of(&mut known.rehearsed, Usage::Write, Moment::Running);
@@ -427,53 +428,83 @@ impl<'a> Work<'a> {
         let mut frozen = self.target.freeze()?;
         known.set_earlier(&self.earlier, self.target.clocks().0);
         self.target.stamp(&mut builder.image.meta);
-        inspect(&mut builder, &mut frozen, &known)?;
+        let assumed = inspect(&mut builder, &mut frozen, &known)?;
         refuse_if_needed(&mut builder)?;
-        self.digested = Some(known.rehearsed.image);
-        Ok((builder, frozen))
+        Ok(Held { frozen, builder, known, assumed })
     }
 
     /// All that is left to do once the instant is recoverable.
-    fn complete(
-        &mut self,
-        engine: &mut dyn MemoryEngine,
-        mut builder: Builder,
-        frozen: Frozen,
-    ) -> Result<Done> {
+    fn complete(&mut self, engine: &mut dyn MemoryEngine, held: Held<'_>) -> Result<Done> {
+        let Held { frozen, mut builder, known, assumed } = held;
         self.running(|running| {
             for content in &builder.contents {
                 files::copy_content(content, running.writer, &mut |bytes| running.progress.advance(bytes))?;
             }
             Ok(())
         })?;
-        reuse_digests(&mut builder, self.digested.as_ref());
+        reuse_digests(&mut builder, Some(&known.rehearsed.image));
         files::take_digests_of(&mut builder, Usage::Write, Moment::Still(READ_AT_THE_CUT));
-        builder.image.meta.engine = engine.engine().name().into();
-        let mut frozen = Some(frozen);
-        let mut pause = None;
-        if !self.options.kill {
-            pause = frozen.take().map(Frozen::thaw);
-            self.earlier = earlier_calls(&builder.image, self.target);
+        if self.options.kill {
+            return self.complete_and_kill(engine, builder, frozen);
         }
+        let pause = frozen.thaw();
+        let holds = assumed.holds(&known)?;
+        self.earlier = earlier_calls(&builder.image, self.target);
         self.running(|running| engine.finish(running))?;
+        if !holds {
+            self.exact = true;
+            return Err(Error::Lost("the program changed states of its mappings".into()));
+        }
+        self.commit(engine, builder, pause).map(|committed| Done {
+            committed,
+            pause,
+            engine: engine.engine(),
+        })
+    }
+
+    /// The program is killed once the checkpoint is safe, and does not run in between.
+    fn complete_and_kill(
+        &mut self,
+        engine: &mut dyn MemoryEngine,
+        mut builder: Builder,
+        frozen: Frozen,
+    ) -> Result<Done> {
+        self.running(|running| engine.finish(running))?;
+        reuse_digests(&mut builder, self.last);
+        files::take_digests_of(&mut builder, Usage::Write, Moment::Still(u64::MAX));
+        let committed = self.commit(engine, builder, frozen.since.elapsed())?;
+        let pid = self.target.pid;
+        pidfd_send_signal(&self.target.pidfd, Signal::KILL)
+            .map_err(|e| Error::Failed(format!("kill {pid}: {e}")))?;
+        let pause = frozen.thaw();
+        wait_for_end(self.target);
+        Ok(Done { committed, pause, engine: engine.engine() })
+    }
+
+    fn commit(
+        &mut self,
+        engine: &mut dyn MemoryEngine,
+        mut builder: Builder,
+        pause: Duration,
+    ) -> Result<Committed> {
         reuse_digests(&mut builder, self.last);
         for usage in [Usage::Write, Usage::Read] {
             files::take_digests_of(&mut builder, usage, Moment::Running);
         }
-        let so_far = frozen.as_ref().map_or(Duration::ZERO, |f| f.since.elapsed());
-        builder.image.meta.pause_ns = pause.unwrap_or(so_far).as_nanos() as u64;
+        builder.image.meta.engine = engine.engine().name().into();
+        builder.image.meta.pause_ns = pause.as_nanos() as u64;
         let writer = self.writer.take().ok_or_else(|| Error::Failed("there is no writer".into()))?;
-        let committed = writer.commit(builder.image)?;
-        if let Some(frozen) = frozen {
-            let pid = self.target.pid;
-            pidfd_send_signal(&self.target.pidfd, Signal::KILL)
-                .map_err(|e| Error::Failed(format!("kill {pid}: {e}")))?;
-            pause = Some(frozen.thaw());
-            wait_for_end(self.target);
-        }
-        let pause = pause.unwrap_or_default();
-        Ok(Done { committed, pause, engine: engine.engine(), notes: Vec::new() })
+        Ok(writer.commit(builder.image)?)
     }
+}
+
+/// The program at rest, and described.
+struct Held<'a> {
+    /// Dropped first.
+    frozen: Frozen,
+    builder: Builder,
+    known: Known<'a>,
+    assumed: Assumed,
 }
 
 fn impossible(engine: &str, why: &str) -> Error {

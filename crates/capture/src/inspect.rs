@@ -1,13 +1,13 @@
 //! Everything about a frozen process except the contents of its memory.
 
 use crate::attributes;
-use crate::attributes::target::{self, Examined};
+use crate::attributes::target::{self, Examined, Seen};
 use crate::attributes::thread::{Look, ThreadFiles};
 use crate::blocked::{self, Earlier, Waiting};
 use crate::brief::deliverable;
 use crate::files::{self, Outsiders};
 use crate::freeze::Frozen;
-use crate::mappings::capture_mappings;
+use crate::mappings::{Mappings, capture_mappings};
 use crate::visits::Visits;
 use crate::{Builder, Error, Result};
 use std::collections::HashMap;
@@ -18,7 +18,7 @@ use stillpoint_linux::descriptors::make_room;
 use stillpoint_linux::inject::outside_critical_section;
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::pagemap::Pagemap;
-use stillpoint_linux::proc::{Proc, Status};
+use stillpoint_linux::proc::{Proc, Status, Vma};
 use stillpoint_linux::ptrace::Stopped;
 
 /// What is known of the target before it is stopped.
@@ -37,6 +37,8 @@ pub struct Known<'a> {
     examined: Examined,
     /// The files of its threads in `/proc`.
     threads: HashMap<u32, ThreadFiles>,
+    /// Its mappings; `None` if they must be read in the freeze.
+    mappings: Option<Mappings>,
     /// Who else holds descriptors of what.
     outsiders: Outsiders,
     /// Where in its code its threads can make system calls, if there is such a place.
@@ -51,10 +53,11 @@ pub struct Known<'a> {
 
 impl<'a> Known<'a> {
     /// Learns what can be learned while the program runs; called right before it is stopped. What cannot be captured
-    /// is among the refusals.
+    /// is among the refusals. `exact`: nothing that is assumed in the freeze may have to be confirmed after it.
     ///
     /// # Errors
     /// That something cannot be read, or the process is gone.
+    #[allow(clippy::too_many_arguments)]
     pub fn learn(
         builder: &mut Builder,
         process: &'a Proc,
@@ -63,6 +66,7 @@ impl<'a> Known<'a> {
         pagemap: &'a Pagemap,
         inherited: &'a [(u32, Vec<u8>)],
         gadgets: Option<Gadgets>,
+        exact: bool,
     ) -> Result<Self> {
         let pid = process.pid();
         let maps = process.maps()?;
@@ -84,10 +88,12 @@ impl<'a> Known<'a> {
         #[rustfmt::skip]
         let mut known = Known {
             process, pidfd, memory, pagemap, inherited, examined, threads, outsiders, gadgets, waiting, earlier,
-            rehearsed: Builder::new(),
+            rehearsed: Builder::new(), mappings: None,
         };
         if builder.refusals.is_empty() {
-            known.rehearsed = known.rehearse();
+            let mappings = Mappings::read(process, pagemap)?;
+            known.rehearsed = known.rehearse(&mappings);
+            known.mappings = (!exact && !mappings.are_cheap()).then_some(mappings);
             // The rehearsal may have taken a while.
             known.examined = target::examine(builder, process)?;
         }
@@ -107,22 +113,30 @@ impl<'a> Known<'a> {
 
     /// Goes through most of [`inspect`] while the program runs: what is then done in the freeze is done for the second
     /// time, with code, memory and the kernel's tables of names at hand. Returns what it found, which may be wrong.
-    fn rehearse(&self) -> Builder {
+    fn rehearse(&self, mappings: &Mappings) -> Builder {
         let mut builder = Builder::new();
         let target = self.target(false);
         for files in self.threads.values() {
-            let _ = files.look().and_then(|look| attributes::thread::thread(files.tid(), &look));
+            let _ = self.examined.see(files);
         }
         if let (Ok(stat), Ok(status)) = (self.process.stat(), self.process.status()) {
             let _ = attributes::process::process(self.process, &stat, &status);
             let _ = attributes::process::space(self.process, &stat);
         }
-        let _ = capture_mappings(&mut builder, &target, self.process, self.pagemap);
+        let _ = capture_mappings(&mut builder, &target, self.process, mappings);
         let _ = files::capture_files(&mut builder, &target);
         for (name, usage) in [("exe", Usage::Read), ("cwd", Usage::Path), ("root", Usage::Path)] {
             let _ = link(&mut builder, self.process, name, usage);
         }
         builder
+    }
+
+    /// The mappings at the cut; whether their states are assumed to be those of before. `now`: as `maps` tells them.
+    fn mappings(&self, now: &[Vma]) -> Result<(Mappings, bool)> {
+        match self.mappings.as_ref().and_then(|before| before.carried_over(now)) {
+            Some(mappings) => Ok((mappings, true)),
+            None => Ok((Mappings::read(self.process, self.pagemap)?, false)),
+        }
     }
 
     fn target(&self, frozen: bool) -> files::Target<'_> {
@@ -131,32 +145,59 @@ impl<'a> Known<'a> {
     }
 }
 
+/// What a checkpoint rests on that the freeze left no time to read.
+///
+/// States of mappings (advice, locks, protection keys, guard regions) do not show in `maps`, and to read them takes 9 ms
+/// for each GiB. They are read before the freeze and after it; between the two, in the freeze, `maps` must tell the
+/// same mappings. Where both readings agree, the states were the same all along; a program that changed some of them
+/// and changed them back, within these few milliseconds and with the cut in between, is the one thing not seen.
+#[derive(Debug)]
+#[must_use]
+pub struct Assumed(Option<Mappings>);
+
+impl Assumed {
+    /// Whether it has turned out to be right; asked when the program runs again. If not, the checkpoint is to be taken
+    /// anew, with [`Known::learn`] told to be exact.
+    ///
+    /// # Errors
+    /// That the mappings cannot be read.
+    pub fn holds(&self, known: &Known<'_>) -> Result<bool> {
+        let Some(mappings) = &self.0 else { return Ok(true) };
+        match Mappings::read(known.process, known.pagemap) {
+            Ok(later) => Ok(mappings.agree_with(&later)),
+            // It has ended since, and had time to change anything.
+            Err(_) => Ok(false),
+        }
+    }
+}
+
 /// Describes the frozen process in the builder.
-pub fn inspect(builder: &mut Builder, frozen: &mut Frozen, known: &Known<'_>) -> Result<()> {
+pub fn inspect(builder: &mut Builder, frozen: &mut Frozen, known: &Known<'_>) -> Result<Assumed> {
     let new = open_new(frozen, known)?;
     let files = frozen.threads.iter().map(|t| known.threads.get(&t.tid()).or_else(|| new.get(&t.tid())));
     let files: Vec<&ThreadFiles> = files.flatten().collect();
-    let looks = files.iter().map(|f| f.look()).collect::<Result<Vec<Look>>>()?;
-    let threads: Vec<(&ThreadFiles, &Look)> = files.iter().copied().zip(&looks).collect();
+    let mut threads = see_all(&files, &known.examined)?;
     target::examine_again(builder, known.process, &known.examined, &threads)?;
-    let main = &looks[0];
+    let main = threads[0].look.clone();
     let mut process = attributes::process::process(known.process, &main.stat, &main.status)?;
     let mut space = attributes::process::space(known.process, &main.stat)?;
     process.stopped = frozen.stopped_by();
-    for (stopped, look) in frozen.threads.iter().zip(&looks) {
-        process.threads.push(thread(builder, known, stopped, look)?);
+    for (stopped, seen) in frozen.threads.iter().zip(&mut threads) {
+        let from_outside = std::mem::take(&mut seen.thread);
+        process.threads.push(thread(builder, known, stopped, &seen.look, from_outside)?);
     }
     process.pending = pending(&frozen.threads[0], true)?;
     attributes::thread::complete_pending(main.status.shared_pending, &mut process.pending);
+    let maps = known.process.maps()?;
     if builder.refusals.is_empty() {
-        let maps = known.process.maps()?;
-        Visits { known, maps: &maps, looks: &looks }.make(builder, frozen, &mut process, &mut space)?;
+        Visits { known, maps: &maps, threads: &threads }.make(builder, frozen, &mut process, &mut space)?;
     }
     if !builder.refusals.is_empty() {
-        return Ok(());
+        return Ok(Assumed(None));
     }
     let target = known.target(true);
-    space.mappings = capture_mappings(builder, &target, known.process, known.pagemap)?;
+    let (mappings, assumed) = known.mappings(&maps)?;
+    space.mappings = capture_mappings(builder, &target, known.process, &mappings)?;
     process.table = files::capture_files(builder, &target)?;
     process.exe = link(builder, known.process, "exe", Usage::Read)?;
     process.cwd = link(builder, known.process, "cwd", Usage::Path)?;
@@ -164,7 +205,32 @@ pub fn inspect(builder: &mut Builder, frozen: &mut Frozen, known: &Known<'_>) ->
     builder.image.meta.host.xfeatures = arch::xstate_features(&process.threads[0].xstate.0);
     builder.image.spaces.push(space);
     builder.image.processes.push(process);
-    Ok(())
+    Ok(Assumed(assumed.then_some(mappings)))
+}
+
+/// From this many threads on, others of ours help to look at them.
+const MANY: usize = 16;
+/// Most helpers.
+const HELPERS: usize = 7;
+
+/// Looks at all threads, in their order.
+fn see_all(files: &[&ThreadFiles], examined: &Examined) -> Result<Vec<Seen>> {
+    let see = |part: &[&ThreadFiles]| part.iter().map(|f| examined.see(f)).collect::<Result<Vec<Seen>>>();
+    if files.len() < MANY {
+        return see(files);
+    }
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    let mut parts = files.chunks(files.len().div_ceil(processors.min(HELPERS + 1)));
+    std::thread::scope(|scope| {
+        let own = parts.next().unwrap_or_default();
+        let helpers: Vec<_> = parts.map(|part| scope.spawn(move || see(part))).collect();
+        let mut all = see(own)?;
+        for helper in helpers {
+            let failed = |_| Err(Error::Failed("looking at threads failed inside stillpoint".into()));
+            all.extend(helper.join().unwrap_or_else(failed)?);
+        }
+        Ok(all)
+    })
 }
 
 /// The files of threads that began after the others were looked at.
@@ -188,9 +254,14 @@ fn link(builder: &mut Builder, process: &Proc, name: &str, usage: Usage) -> Resu
     Ok(files::path_file(builder, &path, file, usage, what)?.unwrap_or(0))
 }
 
-/// What ptrace and `/proc` tell of one thread.
-fn thread(builder: &mut Builder, known: &Known<'_>, stopped: &Stopped, look: &Look) -> Result<Thread> {
-    let mut thread = attributes::thread::thread(stopped.tid(), look)?;
+/// Adds what ptrace tells of one thread.
+fn thread(
+    builder: &mut Builder,
+    known: &Known<'_>,
+    stopped: &Stopped,
+    look: &Look,
+    mut thread: Thread,
+) -> Result<Thread> {
     attributes::thread::stopped(builder, stopped, look.status.seccomp, &mut thread)?;
     let regs = stopped.regs()?;
     if !regs.is_64_bit() {

@@ -5,32 +5,109 @@ use crate::files;
 use crate::regions;
 use crate::{Builder, Result};
 use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
 use stillpoint_image::{Backing, Mapping, MappingFlags, Range, Usage};
 use stillpoint_linux::pagemap::Pagemap;
-use stillpoint_linux::proc::{Proc, Smap, VmFlags};
+use stillpoint_linux::proc::{Proc, Smap, VmFlags, Vma};
 
 /// What the kernel calls shared anonymous memory.
 const SHARED_ANONYMOUS: &[u8] = b"/dev/zero";
+
+/// Above this, reading the states of all mappings is too long for the freeze: it walks all pages, 9 ms for each GiB.
+const CHEAP: Duration = Duration::from_micros(200);
+/// States that are of no interest here, or ours: tracking of writes.
+const PASSING: VmFlags =
+    VmFlags::SOFT_DIRTY.union(VmFlags::UFFD_WP).union(VmFlags::UFFD_MISSING).union(VmFlags::UFFD_MINOR);
+
+/// The mappings of a process with their states, as they were at some moment.
+#[derive(Clone, Debug, Default)]
+pub struct Mappings {
+    smaps: Vec<Smap>,
+    guards: Vec<Range>,
+    /// How long it took to read them.
+    took: Duration,
+}
+
+impl Mappings {
+    /// Reads them all.
+    ///
+    /// # Errors
+    /// That they cannot be read.
+    pub fn read(process: &Proc, pagemap: &Pagemap) -> Result<Self> {
+        let start = Instant::now();
+        let smaps = process.smaps()?;
+        let end = smaps.iter().filter(|s| s.vma.name != b"[vsyscall]").map(|s| s.vma.end).max().unwrap_or(0);
+        let guards = regions::guards(pagemap, end)?;
+        Ok(Mappings { smaps, guards, took: start.elapsed() })
+    }
+
+    /// Whether they can be read in the freeze.
+    pub fn are_cheap(&self) -> bool {
+        self.took < CHEAP
+    }
+
+    /// The mappings `now`, with the states of these, which were read earlier. `None` if that cannot be told: a mapping
+    /// is new or has become another one.
+    ///
+    /// What two mappings that touch have in common makes them one in the kernel only if all their states are the same,
+    /// and a part that is cut off keeps them: one that has grown or shrunk at one end has the states it had.
+    pub fn carried_over(&self, now: &[Vma]) -> Option<Mappings> {
+        let mut smaps = Vec::with_capacity(now.len());
+        let mut before = self.smaps.iter().peekable();
+        for vma in now {
+            while before.next_if(|s| s.vma.end <= vma.start).is_some() {}
+            // Each is carried over once: where one has become two, their states differ.
+            let smap = before.next().filter(|s| is_same(&s.vma, vma))?;
+            smaps.push(Smap { vma: vma.clone(), ..smap.clone() });
+        }
+        Some(Mappings { smaps, guards: self.guards.clone(), took: self.took })
+    }
+
+    /// Whether nothing that is there in both has other states in `later`.
+    pub fn agree_with(&self, later: &Mappings) -> bool {
+        let states = |s: &Smap| (s.flags - PASSING, s.pkey, s.kernel_page_size);
+        self.smaps.iter().all(|s| {
+            let touching = later.smaps.iter().skip_while(|l| l.vma.end <= s.vma.start);
+            let mut touching = touching.take_while(|l| l.vma.start < s.vma.end);
+            let guards = |of: &Mappings| regions::within(&of.guards, s.vma.start, s.vma.end);
+            let same_guards = guards(self) == guards(later);
+            let mut any = false;
+            let same = touching.all(|l| {
+                any = true;
+                states(l) == states(s)
+            });
+            same && (same_guards || !any)
+        })
+    }
+}
+
+/// Whether a mapping is still the same one, except that it may have grown or shrunk at one end.
+fn is_same(before: &Vma, now: &Vma) -> bool {
+    let kind = |v: &Vma| (v.prot, v.shared, v.dev, v.ino, v.deleted);
+    let origin = |v: &Vma| v.start.wrapping_sub(v.offset);
+    let one_end = before.start == now.start || before.end == now.end;
+    let same_file = now.ino == 0 || origin(before) == origin(now);
+    one_end && same_file && kind(before) == kind(now) && before.name == now.name
+}
 
 /// Captures all mappings of a process.
 pub fn capture_mappings(
     builder: &mut Builder,
     target: &files::Target<'_>,
     process: &Proc,
-    pagemap: &Pagemap,
+    all: &Mappings,
 ) -> Result<Vec<Mapping>> {
-    let mut mappings = Vec::new();
-    let smaps = process.smaps()?;
+    let mut mappings = Vec::with_capacity(all.smaps.len());
     let refused = builder.refusals.len();
-    attributes::target::mappings(builder, process, &smaps);
+    attributes::target::mappings(builder, process, &all.smaps);
     if builder.refusals.len() > refused {
         return Ok(mappings);
     }
-    for smap in smaps {
-        let Some(backing) = backing(builder, target, process, &smap)? else { continue };
+    for smap in &all.smaps {
+        let Some(backing) = backing(builder, target, process, smap)? else { continue };
         let guards = match smap.vma.name.starts_with(b"[v") {
             true => Vec::new(),
-            false => regions::guards(pagemap, smap.vma.start, smap.vma.end)?,
+            false => regions::within(&all.guards, smap.vma.start, smap.vma.end),
         };
         mappings.push(Mapping {
             start: smap.vma.start,
@@ -38,7 +115,7 @@ pub fn capture_mappings(
             prot: smap.vma.prot,
             shared: smap.vma.shared,
             backing,
-            flags: flags(&smap),
+            flags: flags(smap),
             pkey: smap.pkey,
             huge_page: if smap.flags.contains(VmFlags::HUGETLB) { smap.kernel_page_size } else { 0 },
             guards,
@@ -128,4 +205,45 @@ fn backing(
         return Ok(Some(Backing::File { path: file.path, offset, may_write }));
     }
     Ok(Some(Backing::Device { path: file.path, offset }))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn smap(start: u64, end: u64, flags: VmFlags) -> Smap {
+        Smap { vma: Vma { start, end, ..Vma::default() }, flags, ..Smap::default() }
+    }
+
+    fn all(smaps: &[Smap]) -> Mappings {
+        Mappings { smaps: smaps.to_vec(), ..Mappings::default() }
+    }
+
+    fn vmas(ranges: &[(u64, u64)]) -> Vec<Vma> {
+        ranges.iter().map(|&(start, end)| Vma { start, end, ..Vma::default() }).collect()
+    }
+
+    #[test]
+    fn states_are_carried_over_to_what_is_the_same() {
+        let before = all(&[smap(1, 4, VmFlags::DONT_FORK), smap(6, 8, VmFlags::LOCKED)]);
+        let flags = |m: Mappings| m.smaps.iter().map(|s| s.flags).collect::<Vec<_>>();
+        let both = [VmFlags::DONT_FORK, VmFlags::LOCKED];
+        assert_eq!(flags(before.carried_over(&vmas(&[(1, 4), (6, 8)])).unwrap()), both);
+        assert_eq!(flags(before.carried_over(&vmas(&[(1, 5), (5, 8)])).unwrap()), both);
+        assert_eq!(flags(before.carried_over(&vmas(&[(6, 7)])).unwrap()), [VmFlags::LOCKED]);
+        for other in [[(1, 4), (9, 10)], [(2, 5), (6, 8)], [(1, 2), (2, 4)]] {
+            assert!(before.carried_over(&vmas(&other)).is_none(), "{other:?}");
+        }
+    }
+
+    #[test]
+    fn a_change_of_states_is_seen_afterwards() {
+        let cut = all(&[smap(1, 4, VmFlags::DONT_FORK), smap(6, 8, VmFlags::LOCKED)]);
+        assert!(cut.agree_with(&all(&[smap(1, 4, VmFlags::DONT_FORK | VmFlags::UFFD_WP)])));
+        assert!(!cut.agree_with(&all(&[smap(1, 2, VmFlags::DONT_FORK), smap(2, 4, VmFlags::empty())])));
+        let guarded = Mappings { guards: vec![Range { start: 2, len: 1 }], ..cut.clone() };
+        assert!(!cut.agree_with(&guarded));
+        assert!(guarded.agree_with(&guarded));
+    }
 }

@@ -81,13 +81,36 @@ impl Span {
     }
 }
 
-/// Guard regions (`MADV_GUARD_INSTALL`) of a mapping.
-pub fn guards(pagemap: &Pagemap, start: u64, end: u64) -> Result<Vec<Range>> {
+/// All guard regions (`MADV_GUARD_INSTALL`) of an address space below `end`, ascending, across mappings.
+pub fn guards(pagemap: &Pagemap, end: u64) -> Result<Vec<Range>> {
     if !pagemap.knows_guards() {
         return Ok(Vec::new());
     }
     let mut runs = Vec::new();
     let query = Query { all: Category::GUARD, ..Query::default() };
-    pagemap.scan(RemoteAddr(start), RemoteAddr(end), query, &mut runs)?;
+    pagemap.scan(RemoteAddr(0), RemoteAddr(end), query, &mut runs)?;
     Ok(runs.iter().map(range).collect())
+}
+
+/// The parts of ascending ranges that lie in `[start, end)`.
+pub fn within(ranges: &[Range], start: u64, end: u64) -> Vec<Range> {
+    let first = ranges.partition_point(|r| r.end() <= start);
+    let touching = ranges[first..].iter().take_while(|r| r.start < end);
+    let cut = touching.map(|r| (r.start.max(start), r.end().min(end)));
+    cut.map(|(start, end)| Range { start, len: end - start }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_are_cut_to_a_mapping() {
+        let r = |start, len| Range { start, len };
+        let all = [r(0, 4), r(8, 8), r(20, 2)];
+        assert_eq!(within(&all, 0, 4), [r(0, 4)]);
+        assert_eq!(within(&all, 2, 12), [r(2, 2), r(8, 4)]);
+        assert_eq!(within(&all, 4, 8), []);
+        assert_eq!(within(&all, 12, 30), [r(12, 4), r(20, 2)]);
+    }
 }

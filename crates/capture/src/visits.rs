@@ -5,7 +5,7 @@
 //! alone, with two stops for each call ([`stillpoint_linux::inject`]).
 
 use crate::attributes::inside::{ProcessQuery, ThreadQuery};
-use crate::attributes::thread::Look;
+use crate::attributes::target::Seen;
 use crate::freeze::Frozen;
 use crate::inspect::Known;
 use crate::{Builder, Error, Result};
@@ -13,7 +13,7 @@ use std::collections::VecDeque;
 use stillpoint_image::{AddressSpace, PAGE, Process, Thread};
 use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::arch::{self, Gadgets, Regs};
-use stillpoint_linux::batch::{self, Away, Origin, Signal};
+use stillpoint_linux::batch::{self, Away, Origin, Place, Signal};
 use stillpoint_linux::bpf::{self, FilteredCall};
 use stillpoint_linux::inject::{Planted, Site, Stack, Visit};
 use stillpoint_linux::pagemap::{Category, Query};
@@ -31,7 +31,7 @@ pub(crate) struct Visits<'a> {
     /// The mappings as they are now.
     pub maps: &'a [Vma],
     /// What `/proc` tells of the threads, in the order in which they were frozen.
-    pub looks: &'a [Look],
+    pub threads: &'a [Seen],
 }
 
 /// How a thread is asked.
@@ -99,7 +99,7 @@ impl Visits<'_> {
         } else {
             None
         };
-        let of_process = ProcessQuery::new(&self.looks[0].status, &timers, probed);
+        let of_process = ProcessQuery::new(&self.threads[0].look.status, &timers, probed);
         let of_thread = ThreadQuery::new();
         for thread in &process.threads {
             check_filters(builder, thread, of_thread.program(), gadgets);
@@ -134,15 +134,15 @@ impl Visits<'_> {
 
     /// How each thread is to be asked.
     fn ways(&self, process: &Process, planted: Option<&Planted<'_>>) -> Result<Vec<Way>> {
-        let Some(planted) = planted else { return Ok(vec![Way::Alone; self.looks.len()]) };
-        let mut ways = Vec::with_capacity(self.looks.len());
-        for (thread, look) in process.threads.iter().zip(self.looks) {
+        let Some(planted) = planted else { return Ok(vec![Way::Alone; self.threads.len()]) };
+        let mut ways = Vec::with_capacity(self.threads.len());
+        for (thread, seen) in process.threads.iter().zip(self.threads) {
             if planted.holds(registers(thread)?.ip()) {
                 let why =
                     "a checkpoint that was killed has left a thread in the middle of an answer; try again";
                 return Err(Error::Failed(why.into()));
             }
-            let signal = Signal::choose(&look.status, thread.sigmask);
+            let signal = Signal::choose(&seen.look.status, thread.sigmask);
             let can_tell = |signal: &Signal| {
                 let (nr, args) = signal.call();
                 allows(thread, &FilteredCall { nr, ip: planted.batch_loop().0 + arch::batch_loop().1, args })
@@ -189,7 +189,8 @@ impl Round<'_> {
             // They come back in the order in which they went, so this slot is free.
             let slot = sent % site.slots();
             sent += 1;
-            let gone = site.send(slot, of_all, planted, stopped, origin, signal, program)?;
+            let place = if of_all { Place::SlotAndData(slot) } else { Place::Slot(slot) };
+            let gone = site.send(place, planted, stopped, origin, signal, program)?;
             away.push_back((i, question, gone));
         }
         while !away.is_empty() {

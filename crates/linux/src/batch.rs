@@ -66,6 +66,15 @@ impl Signal {
     }
 }
 
+/// Where the frame home and the table of a thread lie.
+#[derive(Clone, Copy, Debug)]
+pub enum Place {
+    /// Both in this slot.
+    Slot(usize),
+    /// The frame in this slot, the table in the data area, for one thread at a time.
+    SlotAndData(usize),
+}
+
 /// Whether the batch loop can run a program: no call takes more than four arguments, the others being zero, and results
 /// are used as first ones only.
 pub fn can_run(program: &Program) -> bool {
@@ -95,12 +104,10 @@ pub struct Away<'a> {
 }
 
 impl<'a> Site<'a> {
-    /// Sets a stopped thread off through a program. `slot` must not be in use by another thread. The table lies in the
-    /// slot, or in the data area if that is where there is room (`in_data`; for one thread at a time).
+    /// Sets a stopped thread off through a program. The slot must not be in use by another thread.
     pub fn send(
         &'a self,
-        slot: usize,
-        in_data: bool,
+        place: Place,
         planted: &Planted<'_>,
         thread: Stopped,
         origin: Origin<'_>,
@@ -108,9 +115,14 @@ impl<'a> Site<'a> {
         program: &'a Program,
     ) -> Result<Away<'a>> {
         debug_assert!(can_run(program));
+        let slot = match place {
+            Place::Slot(slot) | Place::SlotAndData(slot) => slot,
+        };
         let (base, frame_len) = self.slot(slot);
-        let (table, room) =
-            if in_data { (self.data().0, self.data_len()) } else { (base + frame_len, frame_len as usize) };
+        let (table, room) = match place {
+            Place::Slot(_) => (base + frame_len, frame_len as usize),
+            Place::SlotAndData(_) => (self.data().0, self.data_len()),
+        };
         if room_for(program) > room {
             return Err(Error::Other(format!("a program of {} calls does not fit", program.len())));
         }
@@ -122,15 +134,8 @@ impl<'a> Site<'a> {
             self.gadgets().sigreturn,
         );
         let words = placed(program, signal, table);
-        if in_data {
-            self.memory().write(RemoteAddr(base), &frame)?;
-            self.memory().write(RemoteAddr(table), &words)?;
-        } else {
-            let mut both = frame;
-            both.resize(frame_len as usize, 0);
-            both.extend_from_slice(&words);
-            self.memory().write(RemoteAddr(base), &both)?;
-        }
+        self.memory().write(RemoteAddr(base), &frame)?;
+        self.memory().write(RemoteAddr(table), &words)?;
         let end = table + ((program.calls.len() + 1) * ENTRY) as u64;
         thread.set_regs(&arch::batch_regs(origin.regs, planted.batch_loop(), table, end, base))?;
         thread.set_sigmask(!(1 << (signal.number - 1)))?;
@@ -195,7 +200,8 @@ impl Away<'_> {
             match stopped.stop() {
                 Stop::Signal(s) if s == self.signal.number => {
                     // One that somebody else sends it before the end means as little to it.
-                    if stopped.regs()?.rbx == last {
+                    let at_end = stopped.regs()?.rbx == last;
+                    if at_end {
                         break stopped.without_signal();
                     }
                 }

@@ -1,6 +1,8 @@
 //! `/proc/PID/fd` and `/proc/PID/fdinfo`: what the kernel tells about the descriptors of a process.
 
 use crate::{Error, Result};
+use rustix::fs::{Mode, OFlags};
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
 /// What `/proc/PID/fdinfo/FD` says.
@@ -123,18 +125,68 @@ pub fn list(pid: u32) -> Result<Vec<u32>> {
 
 /// The link `/proc/PID/fd/FD`: a path, or a name in the kernel's own notation (`pipe:[123]`).
 pub fn link(pid: u32, fd: u32) -> Result<Vec<u8>> {
-    use std::os::unix::ffi::OsStringExt;
-    let path = format!("/proc/{pid}/fd/{fd}");
-    let link = std::fs::read_link(&path).map_err(|e| Error::file(&path, e))?;
-    Ok(link.into_os_string().into_vec())
+    Folders::open(pid)?.link(fd)
 }
 
 /// Reads `/proc/PID/fdinfo/FD`.
 pub fn read(pid: u32, fd: u32) -> Result<FdInfo> {
-    let path = PathBuf::from(format!("/proc/{pid}/fdinfo/{fd}"));
-    let bytes = std::fs::read(&path).map_err(|e| Error::file(&path, e))?;
-    let text = String::from_utf8_lossy(&bytes);
-    parse(&text).map_err(|line| Error::Parse { path, line })
+    Folders::open(pid)?.read(fd)
+}
+
+/// `/proc/PID/fd` and `/proc/PID/fdinfo`, held open for many questions.
+#[derive(Debug)]
+pub struct Folders {
+    pid: u32,
+    fd: OwnedFd,
+    info: OwnedFd,
+}
+
+impl Folders {
+    /// Opens them.
+    ///
+    /// # Errors
+    /// [`Error::File`] if the process is gone or not ours to look at.
+    pub fn open(pid: u32) -> Result<Self> {
+        let open = |name: &str| {
+            let path = PathBuf::from(format!("/proc/{pid}/{name}"));
+            let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
+            rustix::fs::open(&path, flags, Mode::empty()).map_err(|e| Error::file(&path, e))
+        };
+        Ok(Folders { pid, fd: open("fd")?, info: open("fdinfo")? })
+    }
+
+    /// As [`link`].
+    ///
+    /// # Errors
+    /// [`Error::File`] if the descriptor is not open.
+    pub fn link(&self, fd: u32) -> Result<Vec<u8>> {
+        let name = rustix::path::DecInt::new(fd);
+        let link = rustix::fs::readlinkat(&self.fd, name.as_c_str(), Vec::with_capacity(256));
+        link.map(|l| l.into_bytes()).map_err(|e| Error::file(format!("/proc/{}/fd/{fd}", self.pid), e))
+    }
+
+    /// As [`read`].
+    ///
+    /// # Errors
+    /// [`Error::File`] if the descriptor is not open, or [`Error::Parse`].
+    pub fn read(&self, fd: u32) -> Result<FdInfo> {
+        let path = || PathBuf::from(format!("/proc/{}/fdinfo/{fd}", self.pid));
+        let name = rustix::path::DecInt::new(fd);
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+        let file = rustix::fs::openat(&self.info, name.as_c_str(), flags, Mode::empty())
+            .map_err(|e| Error::file(path(), e))?;
+        let mut text = Vec::with_capacity(1024);
+        loop {
+            match rustix::io::read(&file, rustix::buffer::spare_capacity(&mut text)) {
+                Ok(0) => break,
+                Ok(_) if text.len() == text.capacity() => text.reserve(8192),
+                Ok(_) => {}
+                Err(rustix::io::Errno::INTR) => {}
+                Err(e) => return Err(Error::file(path(), e)),
+            }
+        }
+        parse(&String::from_utf8_lossy(&text)).map_err(|line| Error::Parse { path: path(), line })
+    }
 }
 
 /// Parses the text of an fdinfo file; the error is the line that makes no sense.

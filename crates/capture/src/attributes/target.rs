@@ -6,6 +6,7 @@ use crate::{Builder, Error, Result};
 use std::collections::HashMap;
 use std::io::Read;
 use std::time::{Duration, Instant};
+use stillpoint_image::Thread;
 use stillpoint_linux::proc::{self, Namespace, NamespaceKind, Proc, Smap, Stat, Status, TaskFlags, VmFlags};
 use stillpoint_linux::sharing::{self, Shared};
 use stillpoint_linux::{Error as Kernel, proc::stat};
@@ -221,32 +222,58 @@ pub fn examine_again(
     builder: &mut Builder,
     target: &Proc,
     examined: &Examined,
-    threads: &[(&ThreadFiles, &Look)],
+    threads: &[Seen],
 ) -> Result<()> {
-    let made: Vec<u32> = threads.iter().flat_map(|(_, look)| look.children.iter().copied()).collect();
+    let made: Vec<u32> = threads.iter().flat_map(|t| t.look.children.iter().copied()).collect();
     children(builder, &made);
     if examined.confines {
         confinement(builder, &Proc::process(std::process::id())?, target)?;
     }
-    for (files, look) in threads {
-        let (tid, status) = (files.tid(), &look.status);
-        let is_leader = tid == target.pid();
-        let free = may_change_namespaces(status) || examined.threads.get(&tid) != Some(&false);
-        if is_leader || free {
-            let kinds = if is_leader { NamespaceKind::ALL.as_slice() } else { &NamespaceKind::OF_THREADS };
-            let theirs = files.folder.namespaces_of(kinds)?;
-            // What is as it was in the main thread has been judged.
-            if !theirs.iter().all(|n| examined.theirs.contains(n)) {
-                namespaces(builder, examined, &theirs);
-            }
+    for seen in threads {
+        // What is as it was in the main thread has been judged.
+        if !seen.namespaces.iter().all(|n| examined.theirs.contains(n)) {
+            namespaces(builder, examined, &seen.namespaces);
         }
-        thread(builder, target, tid, &look.stat, status)?;
+        thread(builder, target, seen.tid, &seen.look.stat, &seen.look.status)?;
     }
-    let own = |pid: &u32| threads.iter().any(|(files, _)| files.tid() == *pid);
+    let own = |pid: &u32| threads.iter().any(|t| t.tid == *pid);
     let mut others = newer(examined)?;
     others.retain(|pid| !own(pid));
     sharers(builder, target, &others);
     Ok(())
+}
+
+impl Examined {
+    /// Looks at a thread of the frozen process.
+    ///
+    /// # Errors
+    /// As [`examine`].
+    pub fn see(&self, files: &ThreadFiles) -> Result<Seen> {
+        let (tid, look) = (files.tid(), files.look()?);
+        let is_leader = tid == files.folder.pid();
+        let free = may_change_namespaces(&look.status) || self.threads.get(&tid) != Some(&false);
+        let kinds = match (is_leader, free) {
+            (true, _) => NamespaceKind::ALL.as_slice(),
+            (false, true) => &NamespaceKind::OF_THREADS,
+            (false, false) => &[],
+        };
+        let namespaces = files.folder.namespaces_of(kinds)?;
+        let thread = super::thread::thread(tid, &look)?;
+        Ok(Seen { tid, look, namespaces, thread })
+    }
+}
+
+/// What can be seen of a thread from outside without tracing it.
+#[derive(Debug)]
+pub struct Seen {
+    /// Thread id in our pid namespace.
+    pub tid: u32,
+    /// What its files tell.
+    pub look: Look,
+    /// Its namespaces, those that it could have changed.
+    pub namespaces: Vec<Namespace>,
+    /// The thread, as far as [`super::thread::thread`] tells.
+    pub thread: Thread,
 }
 
 /// Whether a thread has, or may yet have had, what it takes to change its namespaces.

@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use stillpoint_linux::Error;
 use stillpoint_linux::descriptors::{compare, duplicate_from};
-use stillpoint_linux::fdinfo::{self, Detail, FdInfo};
+use stillpoint_linux::fdinfo::{self, Detail, FdInfo, Folders};
 
 /// An open file description of the target.
 #[derive(Debug)]
@@ -67,8 +67,9 @@ pub fn read(target: &Target<'_>) -> Result<Vec<Description>> {
     let mut all: Vec<Description> = Vec::new();
     // Only descriptors of the same inode and name can share a description. Each group is kept in kcmp's order.
     let mut groups: HashMap<(u64, u64, Vec<u8>), Vec<usize>> = HashMap::new();
+    let folders = Folders::open(target.pid)?;
     for fd in fdinfo::list(target.pid)? {
-        let Some(found) = describe(target, fd)? else { continue };
+        let Some(found) = describe(target, &folders, fd)? else { continue };
         let key = (found.stat.st_dev, found.stat.st_ino, found.link.clone());
         let group = groups.entry(key).or_default();
         let placed = match place(target.pid, group, &all, fd) {
@@ -105,13 +106,13 @@ fn place(pid: u32, group: &[usize], all: &[Description], fd: u32) -> Result<Plac
 }
 
 /// Looks at one descriptor; `None` if the target, which then runs, closed it meanwhile.
-fn describe(target: &Target<'_>, fd: u32) -> Result<Option<Description>> {
+fn describe(target: &Target<'_>, folders: &Folders, fd: u32) -> Result<Option<Description>> {
     let gone = |e: &Error| !target.frozen && matches!(e.errno(), Some(libc::ENOENT | libc::EBADF));
     let look = || -> Result<Description, Error> {
         let file = duplicate_from(target.pidfd, fd)?;
         let stat = rustix::fs::fstat(&file).map_err(|e| Error::call(format!("fstat descriptor {fd}"), e))?;
-        let link = fdinfo::link(target.pid, fd)?;
-        let info = fdinfo::read(target.pid, fd)?;
+        let link = folders.link(fd)?;
+        let info = folders.read(fd)?;
         let close_on_exec = info.flags & libc::O_CLOEXEC as u32 != 0;
         Ok(Description { fds: vec![(fd, close_on_exec)], file, stat, link, info })
     };

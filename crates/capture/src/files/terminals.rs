@@ -9,13 +9,15 @@ use stillpoint_image::{Bytes, FileKind, Pty, Terminal, Usage};
 use stillpoint_linux::descriptors::{poll_now, readable};
 use stillpoint_linux::tty;
 
+/// Device number of memory devices.
+const MEMORY: u32 = 1;
 /// `null`, `zero`, `full`, `random`, `urandom`.
 const MEMORY_DEVICES: [u32; 5] = [3, 5, 7, 8, 9];
 
 /// Captures a character device that is not a standard stream.
 pub(crate) fn device(scan: &mut Scan<'_>, d: &Description) -> Result<Option<FileKind>> {
     let (major, minor) = (major(d.stat.st_rdev), minor(d.stat.st_rdev));
-    if major == 1 && MEMORY_DEVICES.contains(&minor) {
+    if major == MEMORY && MEMORY_DEVICES.contains(&minor) {
         let row = paths::path_file(scan.builder, &d.link, &d.file, Usage::Path, &d.name())?;
         return Ok(row.map(FileKind::Path));
     }
@@ -58,6 +60,7 @@ pub(crate) fn settings(file: impl AsFd) -> Result<Terminal> {
 /// Whether a description is a terminal other than a pty master.
 pub(crate) fn is_terminal(d: &Description) -> bool {
     FileType::from_raw_mode(d.stat.st_mode) == FileType::CharacterDevice
+        && major(d.stat.st_rdev) != MEMORY
         && !is_master(d)
         && (5, 0) != (major(d.stat.st_rdev), minor(d.stat.st_rdev))
         && ((136..=143).contains(&major(d.stat.st_rdev)) || tty::window(&d.file).is_ok())

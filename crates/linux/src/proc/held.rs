@@ -6,7 +6,7 @@ use rustix::io::Errno;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
-/// A file of the folder of a process or thread, held open. Each reading tells the state at that moment; once its
+/// A file of one record of the folder of a process or thread (not `maps`), held open. Each reading tells the state at that moment; once its
 /// process or thread is gone there is nothing to read, whoever gets the number next.
 #[derive(Debug)]
 pub struct Held {
@@ -48,9 +48,9 @@ impl Held {
         loop {
             let at = text.len() as u64;
             match rustix::io::pread(&self.file, rustix::buffer::spare_capacity(&mut text), at) {
-                Ok(0) => return Ok(text),
-                Ok(_) if text.len() == text.capacity() => text.reserve(32 << 10),
-                Ok(_) => {}
+                // The kernel hands out a record as a whole if there is room for it.
+                Ok(_) if text.len() < text.capacity() => return Ok(text),
+                Ok(_) => text.reserve(32 << 10),
                 Err(Errno::INTR) => {}
                 Err(Errno::SRCH | Errno::NOENT) => return Err(Error::Gone(self.tid)),
                 Err(e) => return Err(Error::file(&self.path, e)),
