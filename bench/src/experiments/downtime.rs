@@ -11,8 +11,8 @@ use anyhow::{Context, Result};
 use std::time::Duration;
 
 const ABOUT: &str = "\
-Full checkpoints of computations that use all processors, by each engine in turn. Downtime is the command's own stopwatch
-(with the time for which writes waited, where it is reported); PRDT is the percentage of reduced downtime against `stop`,
+Full checkpoints of computations that use all processors, by each engine in turn. Downtime is all of the time for which
+the program stood still, by the command's own stopwatch; PRDT is the percentage of reduced downtime against `stop`,
 (T_stop - T) / T_stop. `late` is the longest time by which a thread was late that wakes every 100 µs. `CLL` is `wp` as it
 was before TIC-CKPT: all memory is protected in the cut, and a fault saves one page.
 
@@ -33,12 +33,11 @@ struct Measured {
 
 impl Measured {
     fn add(&mut self, cut: &Cut, late: f64) {
-        self.downtime.add(cut.own_pause_ms() + cut.number("stall_ms").unwrap_or(0.0));
+        self.downtime.add(cut.downtime_ms());
         self.late.add(late);
         self.wall.add_time(cut.wall);
         self.pages.add(cut.pages());
-        let buffer = cut.number("buffer_peak_bytes").or(cut.number("buffer_bytes"));
-        self.buffer.add(buffer.unwrap_or(f64::NAN) / 1024.0);
+        self.buffer.add(cut.buffer_kib().unwrap_or(f64::NAN));
     }
 }
 
