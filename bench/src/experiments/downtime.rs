@@ -1,7 +1,7 @@
 //! The papers' first table: checkpoint time and reduced downtime of five computations.
 
 use super::published::{self, Published};
-use crate::bench::Bench;
+use crate::bench::{Bench, Failures};
 use crate::programs::Program;
 use crate::report::{Chart, Scale, Section, Table, number};
 use crate::series::Series;
@@ -63,33 +63,22 @@ impl Row {
 pub fn run(bench: &Bench) -> Result<Section> {
     let mut section = bench.section("downtime", ABOUT);
     let mut engines = bench.engines.clone();
-    match has_cll(bench)? {
-        true => engines.insert(1, Engine::CLL),
-        false => section.note("CLL is skipped: this command does not have that variant of `wp`"),
+    if let Some(at) = engines.iter().position(|e| e.name == "wp") {
+        engines.insert(at, Engine::CLL);
     }
+    let mut failures = Failures::default();
     let mut rows = Vec::new();
     for workload in DOWNTIME {
-        rows.push(measure(bench, workload, &engines).with_context(|| workload.name)?);
+        rows.push(measure(bench, workload, &engines, &mut failures).with_context(|| workload.name)?);
     }
+    failures.tell(&mut section);
     section.tables.push(table(&rows));
     section.tables.push(published::table("downtime-published", &comparisons(&rows)));
     section.chart = Some(chart(&rows));
     Ok(section)
 }
 
-/// Whether the command has the variant: it does not say, so one is tried.
-fn has_cll(bench: &Bench) -> Result<bool> {
-    if !bench.engines.iter().any(|e| e.name == "wp") {
-        return Ok(false);
-    }
-    let place = bench.plan.place("downtime")?;
-    let program = DOWNTIME[0].start_endless(&bench.programs, &place.join("program"))?;
-    let cut = bench.stillpoint.checkpoint_process(program.pid, &place.join("store"), Engine::CLL)?;
-    program.finish()?;
-    Ok(cut.is_some())
-}
-
-fn measure(bench: &Bench, workload: Workload, engines: &[Engine]) -> Result<Row> {
+fn measure(bench: &Bench, workload: Workload, engines: &[Engine], failures: &mut Failures) -> Result<Row> {
     let place = bench.plan.place("downtime")?;
     let program = workload.start_endless(&bench.programs, &place.join("program"))?;
     std::thread::sleep(WARM);
@@ -97,10 +86,9 @@ fn measure(bench: &Bench, workload: Workload, engines: &[Engine]) -> Result<Row>
     for run in 0..=bench.plan.runs {
         for (engine, measured) in &mut row.engines {
             lateness(&program)?; // forget what came before
-            let cut = bench.stillpoint.checkpoint_process(program.pid, &place.join("store"), *engine)?;
-            let cut = cut.with_context(|| format!("no engine {}", engine.name))?;
+            let cut = failures.checkpoint(bench, program.pid, &place.join("store"), *engine);
             let late = lateness(&program)?;
-            if run > 0 {
+            if let Some(cut) = cut.filter(|_| run > 0) {
                 measured.add(&cut, late);
             }
         }

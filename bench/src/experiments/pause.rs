@@ -1,6 +1,6 @@
 //! How long a program stands still: by size, write rate, number of threads, engine, and other tools.
 
-use crate::bench::{Bench, size_name};
+use crate::bench::{Bench, Failures, size_name};
 use crate::heartbeat::{Gap, Heartbeat, Load};
 use crate::report::{Chart, Figure, Limit, Promise, Scale, Section, Table, number};
 use crate::series::{Series, ms};
@@ -61,7 +61,7 @@ impl Case {
     /// The engine with the shortest pause.
     fn best(&self) -> (&'static str, f64) {
         let gap = |name: &&'static str| (*name, self.gap(name).unwrap_or(f64::NAN));
-        let all = self.engines.iter().map(gap);
+        let all = self.engines.iter().map(gap).filter(|(_, gap)| !gap.is_nan());
         all.min_by(|a, b| a.1.total_cmp(&b.1)).unwrap_or(("none", f64::NAN))
     }
 
@@ -94,8 +94,9 @@ pub fn run(bench: &Bench) -> Result<Section> {
             section.note(format!("{} is skipped: there is not enough memory", size_name(load.mebibytes)));
             continue;
         }
-        let case = measure(bench, load).with_context(|| size_name(load.mebibytes))?;
-        cases.push(case);
+        let mut failures = Failures::default();
+        cases.push(measure(bench, load, &mut failures).with_context(|| size_name(load.mebibytes))?);
+        failures.tell(&mut section);
     }
     section.tables.push(table(&cases));
     section.chart = Some(chart(bench, &cases));
@@ -110,7 +111,7 @@ fn peers_for(bench: &Bench, load: Load) -> &[Box<dyn Tool>] {
     if shown { &bench.peers } else { &[] }
 }
 
-fn measure(bench: &Bench, load: Load) -> Result<Case> {
+fn measure(bench: &Bench, load: Load, failures: &mut Failures) -> Result<Case> {
     let place = bench.plan.place("pause")?;
     let start = |name: &str, launcher: &[String]| {
         Heartbeat::start(&bench.programs, &place.join("programs").join(name), load, launcher)
@@ -128,22 +129,22 @@ fn measure(bench: &Bench, load: Load) -> Result<Case> {
         let mut results = Vec::new();
         for &engine in &bench.engines {
             ours.longest_gap()?; // forget what came before
-            let cut = bench.stillpoint.checkpoint_process(ours.pid, &place.join("store"), engine)?;
-            let cut = cut.with_context(|| format!("no engine {}", engine.name))?;
-            results.push((ours.longest_gap()?, cut.own_pause_ms(), cut.wall));
+            let cut = failures.checkpoint(bench, ours.pid, &place.join("store"), engine);
+            let gap = ours.longest_gap()?;
+            results.push(cut.map(|cut| (gap, cut.own_pause_ms(), cut.wall)));
         }
         for (peer, program) in peers.iter().zip(&theirs) {
             let target = program.as_ref().unwrap_or(&ours);
             target.longest_gap()?;
             let took = peer.checkpoint(target.pid, &place.join(peer.name()))?;
-            results.push((target.longest_gap()?, f64::NAN, took.durable));
+            results.push(Some((target.longest_gap()?, f64::NAN, took.durable)));
         }
         ours.longest_gap()?;
         std::thread::sleep(ALONE);
-        results.push((ours.longest_gap()?, f64::NAN, ALONE));
+        results.push(Some((ours.longest_gap()?, f64::NAN, ALONE)));
         let warm_up = run == 0;
-        for ((_, series), (gap, own, wall)) in measured.iter_mut().zip(results) {
-            if !warm_up {
+        for ((_, series), result) in measured.iter_mut().zip(results) {
+            if let Some((gap, own, wall)) = result.filter(|_| !warm_up) {
                 series.add(gap, own, wall);
             }
         }
