@@ -255,7 +255,8 @@ fn alone(case: &Case) -> Option<Promise> {
     let measured = case.of(engine)?;
     Some(Promise {
         what: format!(
-            "the same by the command's own stopwatch; the peer is the program left alone for {} ms",
+            "pause of {} ({engine}) by the command's own stopwatch; the peer is the program left alone for {} ms",
+            case.name(),
             ms(ALONE)
         ),
         reached: Figure(measured.own.median(), "ms"),

@@ -86,6 +86,12 @@ impl Cut {
         before.rsplit(' ').next()?.parse().ok()
     }
 
+    /// Writes that waited for a copy or for room; told by the engine that makes them wait.
+    pub fn writes_that_waited(&self) -> Option<f64> {
+        let count = self.story().find_map(|line| Some(line.split_once(" writes waited")?.0))?;
+        count.parse().ok()
+    }
+
     /// What the engine told of its work.
     fn story(&self) -> impl Iterator<Item = &str> {
         self.report["story"].as_array().into_iter().flatten().filter_map(Value::as_str)
@@ -243,5 +249,30 @@ impl Stillpoint {
         let took = began.elapsed();
         self.keep(store, "restore", 1)?;
         Ok(took)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Cut;
+    use serde_json::json;
+    use std::time::Duration;
+
+    #[test]
+    fn the_story_is_understood() {
+        let story = [
+            "plain: all is protected in the cut, and a fault copies one page",
+            "12 writes waited, 11 of them for a copy, 1 for room; 11 pages were copied for them, 44 KiB at a time",
+        ];
+        let report = json!({"pause_ms": 1.5, "other_pauses_ms": [0.25, 0.5], "story": story});
+        let cut = Cut { wall: Duration::ZERO, report };
+        assert_eq!(cut.downtime_ms(), 2.25);
+        assert_eq!(cut.writes_that_waited(), Some(12.0));
+        assert_eq!(cut.buffer_kib(), Some(44.0));
+        assert!(cut.is_by(super::Engine::CLL));
+        let other = Cut { wall: Duration::ZERO, report: json!({"pause_ms": 1.5, "engine": "wp"}) };
+        assert_eq!(other.downtime_ms(), 1.5);
+        assert_eq!(other.buffer_kib(), None);
+        assert!(!other.is_by(super::Engine::CLL));
     }
 }
