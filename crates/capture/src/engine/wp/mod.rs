@@ -100,7 +100,9 @@ impl MemoryEngine for Wp<'_> {
         *self.armed = None;
         let (armed, plain) = (Armed::start(running)?, self.plain);
         let armed = self.armed.insert(armed);
-        if !plain {
+        if plain {
+            running.log.tell("plain: all is protected in the cut, and a fault copies one page");
+        } else {
             armed.arm(running)?;
         }
         self.copied.reserve(self.buffer);
