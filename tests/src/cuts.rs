@@ -21,6 +21,7 @@ pub struct Cuts {
     engine: &'static str,
     retried: &'static [&'static str],
     exact: bool,
+    unfit: Option<&'static str>,
     needs: fn() -> Option<Arc<Held>>,
 }
 
@@ -33,7 +34,7 @@ type History = Vec<Checkpoint>;
 impl Cuts {
     /// A scenario of `targets/PROGRAM.c`.
     pub fn new(program: &'static str, scenario: &'static str, engine: &'static str) -> Self {
-        Cuts { program, scenario, engine, retried: &[], exact: false, needs: || None }
+        Cuts { program, scenario, engine, retried: &[], exact: false, unfit: None, needs: || None }
     }
 
     /// It is refused with one of these words now and then; then another attempt is made.
@@ -45,6 +46,12 @@ impl Cuts {
     /// What it says must be what it says undisturbed, byte for byte.
     pub fn says_the_same(mut self) -> Self {
         self.exact = true;
+        self
+    }
+
+    /// The engine is known not to be for such programs.
+    pub fn unfit_for(mut self, engine: &'static str) -> Self {
+        self.unfit = Some(engine);
         self
     }
 
@@ -61,6 +68,9 @@ impl Cuts {
     pub fn hold(&self) {
         if !undisturbed_only() && !engine::offered(self.engine) {
             return skipped(&format!("the command has no engine {}", self.engine));
+        }
+        if self.unfit == Some(self.engine) {
+            return skipped(&format!("the engine {} is not for it", self.engine));
         }
         let scratch = Scratch::new();
         let _held = (self.needs)();
