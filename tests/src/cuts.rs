@@ -170,9 +170,7 @@ impl Life<'_> {
 
     #[track_caller]
     fn restore(&self, checkpoint: &Checkpoint) -> Running {
-        crate::wait_for("the process id to be free", Duration::from_secs(10), || {
-            (!Path::new(&format!("/proc/{}", self.pid)).exists()).then_some(())
-        });
+        kernel::wait_free(self.pid);
         let _ = std::fs::remove_file(self.directory.join("go"));
         let output = self.stillpoint.run(&["restore", &checkpoint.name(), "--detach", "--json"]).ok();
         let pid = output.json()["pid"].as_u64().unwrap_or_default() as u32;

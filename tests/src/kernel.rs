@@ -68,6 +68,14 @@ pub fn wait_gone(pid: u32, patience: Duration) {
     crate::wait_for(&format!("process {pid} to end"), patience, || (!alive(pid)).then_some(()));
 }
 
+/// Waits until the id of a process that is gone is free: somebody has to bury it. Where nobody does, not for ever.
+pub fn wait_free(pid: u32) {
+    let until = std::time::Instant::now() + Duration::from_secs(5);
+    while Path::new(&format!("/proc/{pid}")).exists() && std::time::Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
 /// A field of `/proc/PID/status`.
 pub fn status(pid: u32, field: &str) -> Option<String> {
     status_in(&format!("/proc/{pid}/status"), field)

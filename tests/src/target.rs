@@ -215,7 +215,10 @@ impl Running {
             Some(mut child) => {
                 let _ = child.wait();
             }
-            None => kernel::wait_gone(self.pid, Duration::from_secs(10)),
+            None => {
+                kernel::wait_gone(self.pid, Duration::from_secs(10));
+                kernel::wait_free(self.pid);
+            }
         }
     }
 

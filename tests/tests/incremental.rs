@@ -56,9 +56,7 @@ fn target(program: &str, scenario: &str) -> Target {
 /// Restores a checkpoint once the process of the life before is gone.
 #[track_caller]
 fn restore(stillpoint: &Stillpoint, checkpoint: &Checkpoint, pid: u32, directory: &Path) -> Running {
-    wait_for("the process id to be free", Duration::from_secs(10), || {
-        (!Path::new(&format!("/proc/{pid}")).exists()).then_some(())
-    });
+    kernel::wait_free(pid);
     let _ = fs::remove_file(directory.join("go"));
     let pid = stillpoint.restore_detached(&checkpoint.name(), &[]);
     Running::restored(pid, directory)
@@ -176,9 +174,7 @@ fn two_at_once(engine: &str) {
     running.finish("after checkpoints");
     for name in ["one", "other"] {
         if stillpoint.run(&["ls", name, "--json"]).stdout.contains("\"id\"") {
-            wait_for("the process id to be free", Duration::from_secs(10), || {
-                (!Path::new(&format!("/proc/{pid}")).exists()).then_some(())
-            });
+            kernel::wait_free(pid);
             let _ = fs::remove_file(directory.join("go"));
             let restored = stillpoint.restore_detached(name, &[]);
             Running::restored(restored, &directory).finish("restored");

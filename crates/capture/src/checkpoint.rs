@@ -16,7 +16,7 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use rustix::time::{ClockId, clock_gettime};
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant, SystemTime};
-use stillpoint_image::{Extent, Image, Meta, Owner, PAGE, PathFile, Usage};
+use stillpoint_image::{Extent, Image, Meta, PAGE, PathFile, Usage};
 use stillpoint_linux::arch::Gadgets;
 use stillpoint_linux::host;
 use stillpoint_linux::inject::find_gadgets;
@@ -259,7 +259,6 @@ fn take(
         progress,
         exact: options.kill,
         writer: Some(writer),
-        stored: Vec::new(),
         log: Log::default(),
     };
     let done = work.with_some_engine(tracking, armed, base).map_err(|e| match e {
@@ -302,8 +301,6 @@ struct Work<'a> {
     exact: bool,
     /// Until the commit.
     writer: Option<Writer>,
-    /// Whose contents the writer has, besides memory's: objects and files by their numbers at one instant.
-    stored: Vec<Owner>,
     log: Log,
 }
 
@@ -441,13 +438,11 @@ impl<'a> Work<'a> {
     /// All that is left to do once the instant is recoverable.
     fn complete(&mut self, engine: &mut dyn MemoryEngine, held: Held<'_>) -> Result<Done> {
         let Held { frozen, mut builder, known, assumed } = held;
-        let of_a_lost_instant = std::mem::take(&mut self.stored);
-        self.stored = builder.contents.iter().map(|c| c.owner).collect();
         self.running(|running| {
-            of_a_lost_instant.into_iter().for_each(|owner| running.writer.keep_only(owner, Vec::new()));
+            // An instant that was lost had its own.
+            running.writer.forget_all_but_spaces();
             for content in &builder.contents {
                 files::copy_content(content, running.writer, &mut |bytes| running.progress.advance(bytes))?;
-                running.writer.keep_only(content.owner, content.ranges.clone());
             }
             Ok(())
         })?;

@@ -12,6 +12,7 @@ use crate::visits::Visits;
 use crate::{Builder, Error, Result};
 use std::collections::HashMap;
 use std::os::fd::BorrowedFd;
+use std::time::Instant;
 use stillpoint_image::{BlockedCall, Thread, Usage};
 use stillpoint_linux::arch::{self, Gadgets, Regs};
 use stillpoint_linux::descriptors::make_room;
@@ -37,6 +38,8 @@ pub struct Known<'a> {
     examined: Examined,
     /// The files of its threads in `/proc`.
     threads: HashMap<u32, ThreadFiles>,
+    /// How many threads of ours help to look at its threads.
+    helpers: usize,
     /// Its mappings; `None` if they must be read in the freeze.
     mappings: Option<Mappings>,
     /// Who else holds descriptors of what.
@@ -88,10 +91,12 @@ impl<'a> Known<'a> {
         #[rustfmt::skip]
         let mut known = Known {
             process, pidfd, memory, pagemap, inherited, examined, threads, outsiders, gadgets, waiting, earlier,
-            rehearsed: Builder::new(), mappings: None,
+            rehearsed: Builder::new(), mappings: None, helpers: 0,
         };
         if builder.refusals.is_empty() {
             let mappings = Mappings::read(process, pagemap)?;
+            let files: Vec<&ThreadFiles> = known.threads.values().collect();
+            known.helpers = helpers_for(&files, &known.examined);
             known.rehearsed = known.rehearse(&mappings);
             known.mappings = (!exact && !mappings.are_cheap()).then_some(mappings);
             // The rehearsal may have taken a while.
@@ -107,6 +112,8 @@ impl<'a> Known<'a> {
 
     /// Looks what the threads are waiting for. Last of all, so that it is the same sleep that the freeze interrupts.
     pub fn observe(&mut self) {
+        // Following memory may have taken long.
+        self.examined.refresh(self.process);
         let waiting = self.threads.iter().map(|(&tid, files)| (tid, blocked::observe(&files.folder)));
         self.waiting = waiting.collect();
     }
@@ -116,9 +123,6 @@ impl<'a> Known<'a> {
     fn rehearse(&self, mappings: &Mappings) -> Builder {
         let mut builder = Builder::new();
         let target = self.target(false);
-        for files in self.threads.values() {
-            let _ = self.examined.see(files);
-        }
         if let (Ok(stat), Ok(status)) = (self.process.stat(), self.process.status()) {
             let _ = attributes::process::process(self.process, &stat, &status);
             let _ = attributes::process::space(self.process, &stat);
@@ -176,7 +180,7 @@ pub fn inspect(builder: &mut Builder, frozen: &mut Frozen, known: &Known<'_>) ->
     let new = open_new(frozen, known)?;
     let files = frozen.threads.iter().map(|t| known.threads.get(&t.tid()).or_else(|| new.get(&t.tid())));
     let files: Vec<&ThreadFiles> = files.flatten().collect();
-    let mut threads = see_all(&files, &known.examined)?;
+    let mut threads = see_all(&files, &known.examined, known.helpers)?;
     target::examine_again(builder, known.process, &known.examined, &threads)?;
     let main = threads[0].look.clone();
     let mut process = attributes::process::process(known.process, &main.stat, &main.status)?;
@@ -208,19 +212,31 @@ pub fn inspect(builder: &mut Builder, frozen: &mut Frozen, known: &Known<'_>) ->
     Ok(Assumed(assumed.then_some(mappings)))
 }
 
-/// From this many threads on, others of ours help to look at them.
+/// From this many threads on, other threads of ours may help to look at them.
 const MANY: usize = 16;
 /// Most helpers.
 const HELPERS: usize = 7;
 
+/// How many helpers it is worth to have: all or none, whichever is faster at this moment. (Where all processors are
+/// busy, one waits for its helpers.)
+fn helpers_for(files: &[&ThreadFiles], examined: &Examined) -> usize {
+    let time = |helpers| {
+        let start = Instant::now();
+        let _ = see_all(files, examined, helpers);
+        start.elapsed()
+    };
+    let all = std::thread::available_parallelism().map_or(0, |n| n.get() - 1).min(HELPERS);
+    let alone = time(0);
+    if files.len() >= MANY && all > 0 && time(all) < alone { all } else { 0 }
+}
+
 /// Looks at all threads, in their order.
-fn see_all(files: &[&ThreadFiles], examined: &Examined) -> Result<Vec<Seen>> {
+fn see_all(files: &[&ThreadFiles], examined: &Examined, helpers: usize) -> Result<Vec<Seen>> {
     let see = |part: &[&ThreadFiles]| part.iter().map(|f| examined.see(f)).collect::<Result<Vec<Seen>>>();
-    if files.len() < MANY {
+    if helpers == 0 {
         return see(files);
     }
-    let processors = std::thread::available_parallelism().map_or(1, usize::from);
-    let mut parts = files.chunks(files.len().div_ceil(processors.min(HELPERS + 1)));
+    let mut parts = files.chunks(files.len().div_ceil(helpers + 1));
     std::thread::scope(|scope| {
         let own = parts.next().unwrap_or_default();
         let helpers: Vec<_> = parts.map(|part| scope.spawn(move || see(part))).collect();

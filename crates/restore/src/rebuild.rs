@@ -368,7 +368,9 @@ fn let_go(threads: Vec<Stopped>) -> Result<()> {
     for thread in threads {
         let tid = thread.tid();
         match thread.detach() {
-            Err(stillpoint_linux::Error::Gone(_)) if !first => drop(Seized::born(tid).wait()?),
+            Err(stillpoint_linux::Error::Gone(_)) if !first => {
+                Seized::born(tid).wait()?;
+            }
             detached => detached?,
         }
         first = false;

@@ -244,14 +244,40 @@ pub fn examine_again(
 }
 
 impl Examined {
+    /// Looks once more, right before the freeze, who shares something with the process, so that little is left to look
+    /// at in it. If somebody does, the freeze is to find it out.
+    pub fn refresh(&mut self, target: &Proc) {
+        let (last_pid, since) = (proc::last_pid(), Instant::now());
+        let mut builder = Builder::new();
+        if let Ok(all) = proc::processes() {
+            sharers(&mut builder, target, &all);
+            if builder.refusals.is_empty() {
+                (self.last_pid, self.since) = (last_pid, since);
+            }
+        }
+    }
+
     /// Looks at a thread of the frozen process.
     ///
     /// # Errors
     /// As [`examine`].
     pub fn see(&self, files: &ThreadFiles) -> Result<Seen> {
+        let tid = files.tid();
+        match self.see_by(files, self.threads.get(&tid) != Some(&false)) {
+            // It has ended, and another one got its number.
+            Err(Error::Kernel(Kernel::Gone(_))) => {
+                let folder = Proc::thread(files.folder.pid(), tid)?;
+                self.see_by(&ThreadFiles::open(folder)?, true)
+            }
+            seen => seen,
+        }
+    }
+
+    /// `free`: it may have been able to change its namespaces.
+    fn see_by(&self, files: &ThreadFiles, free: bool) -> Result<Seen> {
         let (tid, look) = (files.tid(), files.look()?);
         let is_leader = tid == files.folder.pid();
-        let free = may_change_namespaces(&look.status) || self.threads.get(&tid) != Some(&false);
+        let free = free || may_change_namespaces(&look.status);
         let kinds = match (is_leader, free) {
             (true, _) => NamespaceKind::ALL.as_slice(),
             (false, true) => &NamespaceKind::OF_THREADS,

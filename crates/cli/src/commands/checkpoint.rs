@@ -60,7 +60,10 @@ fn take(store: &Store, target: &Target, asked: &Asked, bar: &Bar) -> Result<Take
 /// Why a checkpoint that should be incremental is not.
 fn why_complete(target: &Target, asked: &Asked, taken: &Taken) -> String {
     let why = match &target.running {
-        _ if taken.engine() == Engine::Stop.name() => "the engine stop saves everything".into(),
+        // Only this one goes by what was written.
+        _ if taken.engine() != Engine::Precopy.name() => {
+            format!("the engine {} saves everything", taken.engine())
+        }
         None => format!(
             "nobody follows what process {} writes (stillpoint adopt {0} makes it a job whose supervisor does)",
             target.pid
