@@ -53,6 +53,8 @@ const FEW: u64 = 16;
 const LEAST_AROUND: u64 = 4;
 /// Share of the buffer that the threads hold which write to the store, bytes.
 const IN_FLIGHT: u64 = 4 << 20;
+/// All addresses that a program can use.
+const EVERYTHING: Range = Range { start: 0, len: 1 << 47 };
 /// Instants that may be lost before another engine takes over.
 const TRIES: usize = 3;
 
@@ -129,6 +131,8 @@ impl MemoryEngine for Wp<'_> {
     }
 
     fn finish(&mut self, running: &mut Running<'_>) -> Result<()> {
+        // Of an instant that was lost, or of another engine, pages may be there that this instant does not have.
+        running.writer.forget(Owner::Space(0), EVERYTHING);
         self.copied.put(running.writer)?;
         self.tries += 1;
         self.armed()?.save(running)?;
