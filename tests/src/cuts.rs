@@ -21,6 +21,7 @@ pub struct Cuts {
     engine: &'static str,
     retried: &'static [&'static str],
     exact: bool,
+    without: Option<(&'static str, &'static str)>,
     needs: fn() -> Option<Arc<Held>>,
 }
 
@@ -33,7 +34,7 @@ type History = Vec<Checkpoint>;
 impl Cuts {
     /// A scenario of `targets/PROGRAM.c`.
     pub fn new(program: &'static str, scenario: &'static str, engine: &'static str) -> Self {
-        Cuts { program, scenario, engine, retried: &[], exact: false, needs: || None }
+        Cuts { program, scenario, engine, retried: &[], exact: false, without: None, needs: || None }
     }
 
     /// It is refused with one of these words now and then; then another attempt is made.
@@ -45,6 +46,12 @@ impl Cuts {
     /// What it says must be what it says undisturbed, byte for byte.
     pub fn says_the_same(mut self) -> Self {
         self.exact = true;
+        self
+    }
+
+    /// Not under this engine, for this reason.
+    pub fn not_by(mut self, engine: &'static str, why: &'static str) -> Self {
+        self.without = Some((engine, why));
         self
     }
 
@@ -61,6 +68,9 @@ impl Cuts {
     pub fn hold(&self) {
         if !undisturbed_only() && !engine::offered(self.engine) {
             return skipped(&format!("the command has no engine {}", self.engine));
+        }
+        if let Some((_, why)) = self.without.filter(|(engine, _)| *engine == self.engine) {
+            return skipped(why);
         }
         let scratch = Scratch::new();
         let _held = (self.needs)();
