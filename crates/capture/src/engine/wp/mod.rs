@@ -67,7 +67,6 @@ const FEW: u64 = 16;
 const LEAST_AROUND: u64 = 4;
 /// Share of the buffer that the threads hold which write to the store, bytes.
 const IN_FLIGHT: u64 = 4 << 20;
-/// All addresses that a program can use.
 /// Instants that may be lost before another engine takes over.
 const TRIES: usize = 3;
 
