@@ -16,7 +16,7 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use rustix::time::{ClockId, clock_gettime};
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant, SystemTime};
-use stillpoint_image::{Extent, Image, Meta, Owner, PAGE, PathFile, Usage};
+use stillpoint_image::{Extent, Image, Meta, Owner, PAGE, PathFile, Range, Usage};
 use stillpoint_linux::arch::Gadgets;
 use stillpoint_linux::host;
 use stillpoint_linux::inject::find_gadgets;
@@ -89,7 +89,7 @@ pub fn checkpoint(
     options: &Options,
     progress: &(dyn Progress + Sync),
 ) -> Result<Report> {
-    Session::new(pid).checkpoint(store, options, progress)
+    Session { lasting: false, ..Session::new(pid) }.checkpoint(store, options, progress)
 }
 
 /// One process from checkpoint to checkpoint: while the session lives, the kernel notes what the process writes, and
@@ -99,12 +99,14 @@ pub struct Session {
     pid: u32,
     tracking: Option<Tracking>,
     armed: Option<Armed>,
+    /// There will be further checkpoints.
+    lasting: bool,
 }
 
 impl Session {
     /// A session with a process; nothing is done to it before the first checkpoint.
     pub fn new(pid: u32) -> Self {
-        Session { pid, tracking: None, armed: None }
+        Session { pid, tracking: None, armed: None, lasting: true }
     }
 
     /// Takes a checkpoint. Whatever fails, the process runs on unharmed and the store is as before.
@@ -138,11 +140,11 @@ impl Session {
         options: &Options,
         progress: &(dyn Progress + Sync),
     ) -> Result<Report> {
-        let pid = self.pid;
+        let (pid, lasting) = (self.pid, self.lasting);
         // On a thread of its own: what it may still trace when it fails is let go of when it ends.
         std::thread::scope(|scope| {
-            let tracer =
-                scope.spawn(|| take(pid, store, options, &mut self.tracking, &mut self.armed, progress));
+            let tracer = scope
+                .spawn(|| take(pid, store, options, lasting, &mut self.tracking, &mut self.armed, progress));
             let joined = tracer.join();
             joined.unwrap_or_else(|_| Err(Error::Failed("the checkpoint failed inside stillpoint".into())))
         })
@@ -235,6 +237,7 @@ fn take(
     pid: u32,
     store: &Store,
     options: &Options,
+    lasting: bool,
     tracking: &mut Option<Tracking>,
     armed: &mut Option<Armed>,
     progress: &(dyn Progress + Sync),
@@ -244,12 +247,14 @@ fn take(
     let writer = store.begin(&options.job)?;
     let last = store.load(&options.job, None).ok();
     // Whatever fails from here on, the next checkpoint starts afresh.
-    let base = tracking.as_mut().and_then(|t| t.base.take()).filter(|_| !options.full);
+    let noted = tracking.as_mut().and_then(|t| t.base.take());
+    let waited = armed.as_mut().and_then(|a| a.base.take());
+    let base = noted.or(waited).filter(|_| !options.full);
     let is_base = |l: &&Checkpoint| base == Some((l.image.meta.job.clone(), l.image.meta.id));
     let base = last.as_ref().filter(is_base).map(|l| l.pages.extents.as_slice()).unwrap_or_default();
     if base.is_empty() {
         // What counts as unwritten is what some checkpoint has; without that one, everything must be saved.
-        *tracking = None;
+        (*tracking, *armed) = (None, None);
     }
     let mut work = Work {
         options,
@@ -262,7 +267,7 @@ fn take(
         stored: Vec::new(),
         log: Log::default(),
     };
-    let done = work.with_some_engine(tracking, armed, base).map_err(|e| match e {
+    let done = work.with_some_engine(tracking, armed, base, lasting).map_err(|e| match e {
         // Whatever did not fit together, this is why.
         Error::Kernel(_) | Error::Failed(_) | Error::Lost(_) | Error::Refused(_) if target.is_replaced() => {
             Error::Replaced
@@ -271,6 +276,9 @@ fn take(
     })?;
     if let Some(tracking) = tracking {
         tracking.base = Some((options.job.clone(), done.committed.id));
+    }
+    if let Some(armed) = armed {
+        armed.base = Some((options.job.clone(), done.committed.id));
     }
     let Done { committed, pause, engine } = done;
     Ok(Report {
@@ -283,7 +291,7 @@ fn take(
         other_pauses: work.log.pauses,
         wall: start.elapsed(),
         engine: engine.name(),
-        incremental: !base.is_empty() && engine == Engine::Precopy,
+        incremental: !base.is_empty() && matches!(engine, Engine::Precopy | Engine::Wp),
         story: work.log.story,
         notes: Vec::new(),
     })
@@ -322,26 +330,35 @@ impl<'a> Work<'a> {
         tracking: &mut Option<Tracking>,
         armed: &mut Option<Armed>,
         base: &[Extent],
+        lasting: bool,
     ) -> Result<Done> {
         let asked = self.options.engine;
         // Nothing is done to a program that must be refused.
         self.learn(true)?;
         for engine in engine::order(asked) {
+            // Memory is followed in one way only.
+            if engine != Engine::Precopy {
+                *tracking = None;
+            }
+            if engine != Engine::Wp {
+                *armed = None;
+            }
+            let base = if tracking.is_some() || armed.is_some() { base.to_vec() } else { Vec::new() };
             let mut engine: Box<dyn MemoryEngine> = match engine {
-                Engine::Precopy => Box::new(Precopy::new(tracking, base.to_vec(), self.options.buffer)),
+                Engine::Precopy => Box::new(Precopy::new(tracking, base, self.options.buffer)),
                 Engine::Fork => Box::new(Fork::new(self.options.buffer)),
-                Engine::Wp => {
-                    // Memory is followed in one way only.
-                    *tracking = None;
-                    Box::new(Wp::new(armed, self.options.buffer))
-                }
+                Engine::Wp => Box::new(Wp::new(armed, base, self.options.buffer, lasting)),
                 _ => Box::new(Stop::default()),
             };
-            let name = engine.engine().name();
+            let (name, first) = (engine.engine().name(), engine.engine() == asked);
             match self.prepare(&mut *engine) {
                 Ok(()) => {}
-                Err(e @ (Error::Kernel(_) | Error::Failed(_))) if asked == Engine::Auto => {
+                Err(e @ (Error::Kernel(_) | Error::Failed(_))) if !first => {
                     self.log.tell(format!("{name} is not possible: {e}"));
+                    continue;
+                }
+                Err(Error::Lost(why)) => {
+                    self.log.tell(format!("{name} would not do: {why}"));
                     continue;
                 }
                 Err(Error::Failed(why)) => return Err(impossible(name, &why)),
@@ -364,9 +381,17 @@ impl<'a> Work<'a> {
             let cut = engine.cut(&mut Still { target, frozen, builder, writer, progress, log })?;
             if cut == Cut::Taken {
                 let exact = self.exact;
+                let contents: Vec<(Owner, Vec<Range>)> =
+                    held.builder.contents.iter().map(|c| (c.owner, c.ranges.clone())).collect();
                 match self.complete(engine, held) {
                     Err(Error::Lost(why)) => self.log.tell(format!("an instant was lost: {why}")),
                     done => return done.map(Some),
+                }
+                // In the next instant they may have other numbers, or not be there.
+                if let Some(writer) = &mut self.writer {
+                    for (owner, ranges) in contents {
+                        ranges.into_iter().for_each(|range| writer.forget(owner, whole_pages(range)));
+                    }
                 }
                 if self.exact && !exact {
                     self.prepare(engine)?;
@@ -459,9 +484,10 @@ impl<'a> Work<'a> {
         let pause = frozen.thaw();
         let holds = assumed.holds(&known)?;
         self.earlier = earlier_calls(&builder.image, self.target);
-        self.running(|running| engine.finish(running))?;
+        self.running(|running| engine.finish(running)).inspect_err(|_| self.log.pauses.push(pause))?;
         if !holds {
             self.exact = true;
+            self.log.pauses.push(pause);
             return Err(Error::Lost("the program changed states of its mappings".into()));
         }
         self.commit(engine, builder, pause).map(|committed| Done {
@@ -518,6 +544,12 @@ struct Held<'a> {
 
 fn impossible(engine: &str, why: &str) -> Error {
     Error::Failed(format!("the engine {engine} is not possible: {why} (auto takes another)"))
+}
+
+/// The pages of a range.
+fn whole_pages(range: Range) -> Range {
+    let start = range.start / PAGE * PAGE;
+    Range { start, len: range.end().next_multiple_of(PAGE) - start }
 }
 
 /// Waits until a killed process is no more (though its parent may not have noticed yet).

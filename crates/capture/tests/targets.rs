@@ -43,7 +43,7 @@ fn refusals(pid: u32) -> Vec<String> {
     let folder = target::find(pid).unwrap();
     let mut builder = Builder::new();
     target::examine(&mut builder, &folder).unwrap();
-    target::mappings(&mut builder, &folder, &folder.smaps().unwrap(), false);
+    target::mappings(&mut builder, &folder, &folder.smaps().unwrap());
     builder.refusals.iter().map(ToString::to_string).collect()
 }
 

@@ -7,10 +7,10 @@
 use crate::{Error, RemoteAddr, Result};
 use bitflags::bitflags;
 use linux_raw_sys::general::{
-    _UFFDIO_WRITEPROTECT, UFFD_EVENT_PAGEFAULT, UFFD_EVENT_REMAP, UFFD_EVENT_REMOVE,
-    UFFD_FEATURE_EVENT_REMAP, UFFD_FEATURE_EVENT_REMOVE, UFFD_FEATURE_PAGEFAULT_FLAG_WP,
-    UFFD_FEATURE_THREAD_ID, UFFD_FEATURE_WP_ASYNC, UFFD_FEATURE_WP_HUGETLBFS_SHMEM,
-    UFFD_FEATURE_WP_UNPOPULATED, UFFDIO_REGISTER_MODE_WP,
+    _UFFDIO_WRITEPROTECT, UFFD_EVENT_PAGEFAULT, UFFD_EVENT_REMAP, UFFD_EVENT_REMOVE, UFFD_EVENT_UNMAP,
+    UFFD_FEATURE_EVENT_REMAP, UFFD_FEATURE_EVENT_REMOVE, UFFD_FEATURE_EVENT_UNMAP,
+    UFFD_FEATURE_PAGEFAULT_FLAG_WP, UFFD_FEATURE_THREAD_ID, UFFD_FEATURE_WP_ASYNC,
+    UFFD_FEATURE_WP_HUGETLBFS_SHMEM, UFFD_FEATURE_WP_UNPOPULATED, UFFDIO_REGISTER_MODE_WP,
 };
 use linux_raw_sys::ioctl::{
     UFFDIO_API, UFFDIO_REGISTER, UFFDIO_UNREGISTER, UFFDIO_WAKE, UFFDIO_WRITEPROTECT,
@@ -31,6 +31,7 @@ bitflags! {
         const THREAD_ID = UFFD_FEATURE_THREAD_ID as u64;
         const EVENT_REMOVE = UFFD_FEATURE_EVENT_REMOVE as u64;
         const EVENT_REMAP = UFFD_FEATURE_EVENT_REMAP as u64;
+        const EVENT_UNMAP = UFFD_FEATURE_EVENT_UNMAP as u64;
         const WP_SHMEM = UFFD_FEATURE_WP_HUGETLBFS_SHMEM as u64;
         const WP_UNPOPULATED = UFFD_FEATURE_WP_UNPOPULATED as u64;
         const WP_ASYNC = UFFD_FEATURE_WP_ASYNC as u64;
@@ -43,7 +44,7 @@ pub enum Mode {
     /// The kernel notes it and lets the writer go on; [`crate::pagemap`] tells which pages were written.
     Noted,
     /// The writer waits until the page is released; [`Userfault::events`] tells of it. Whoever drops or moves pages
-    /// (`madvise`, `mremap`) waits until that has been read too.
+    /// (`madvise`, `munmap`, `mremap`) waits until that has been read too.
     Waits,
 }
 
@@ -109,14 +110,15 @@ pub enum Event {
         /// The thread.
         thread: u32,
     },
-    /// Pages of `[start, end)` are about to be dropped, or freed lazily; their protection goes with them.
+    /// Pages of `[start, end)` are about to be dropped, or freed lazily, or have been unmapped; their protection goes
+    /// with them.
     Dropped {
         /// First address.
         start: RemoteAddr,
         /// First address behind.
         end: RemoteAddr,
     },
-    /// Pages were moved with their protection. (What `mremap` unmapped is not told.)
+    /// Pages were moved with their protection. Where they are now may belong to a longer mapping.
     Moved {
         /// Where they were.
         from: RemoteAddr,
@@ -132,7 +134,9 @@ impl Message {
         let [a, b, c] = self.words;
         match u32::from(self.event) {
             UFFD_EVENT_PAGEFAULT => Some(Event::Write { page: RemoteAddr(b & !4095), thread: c as u32 }),
-            UFFD_EVENT_REMOVE => Some(Event::Dropped { start: RemoteAddr(a), end: RemoteAddr(b) }),
+            UFFD_EVENT_REMOVE | UFFD_EVENT_UNMAP => {
+                Some(Event::Dropped { start: RemoteAddr(a), end: RemoteAddr(b) })
+            }
             UFFD_EVENT_REMAP => Some(Event::Moved { from: RemoteAddr(a), to: RemoteAddr(b), len: c }),
             _ => None,
         }
@@ -156,7 +160,7 @@ impl Userfault {
         let features = match mode {
             Mode::Noted => common | Features::WP_ASYNC,
             Mode::Waits => {
-                let events = Features::EVENT_REMOVE | Features::EVENT_REMAP;
+                let events = Features::EVENT_REMOVE | Features::EVENT_REMAP | Features::EVENT_UNMAP;
                 common | events | Features::FAULT_FLAG_WP | Features::THREAD_ID
             }
         };

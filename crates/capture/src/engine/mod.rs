@@ -54,6 +54,7 @@ pub(crate) fn order(asked: Engine) -> Vec<Engine> {
     match asked {
         Engine::Auto => vec![Engine::Precopy, Engine::Fork, Engine::Stop],
         Engine::Precopy => vec![Engine::Precopy, Engine::Fork, Engine::Stop],
+        Engine::Wp => vec![Engine::Wp, Engine::Fork, Engine::Stop],
         other => vec![other],
     }
 }

@@ -23,17 +23,19 @@ use super::tracking::open_inside;
 use super::{Copied, Cut, Engine, MemoryEngine, Running, Still};
 use crate::brief::stop_briefly;
 use crate::checkpoint::{Progress, Target};
+use crate::freeze::Frozen;
 use crate::regions::{Span, own_pages, range, spans, spans_of_maps};
 use crate::{Error, Result};
 use around::Around;
 use copies::Copies;
 use pages::{CHUNK, State, push};
 use server::{Desk, Held};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
-use stillpoint_image::{Owner, Range};
+use stillpoint_image::{Extent, Owner, PAGE, Range, Thread};
 use stillpoint_linux::RemoteAddr;
+use stillpoint_linux::fdinfo;
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::pagemap::{Category, Pagemap, Query, Run};
 use stillpoint_linux::userfault::Mode;
@@ -45,6 +47,18 @@ const SERVERS: usize = 2;
 const PIECE: u64 = 4 << 20;
 /// Holes up to this size, bytes, get page tables (4 KiB for each 2 MiB), so that they need not be looked at in the cut.
 const SMALL_HOLE: u64 = 8 * CHUNK;
+/// The cut may copy so much, bytes, however small the buffer is to be.
+const AT_MOST: u64 = 32 << 20;
+/// What is new, or changes its place, may soon be gone: so much of it, bytes, is copied in the cut rather than
+/// protected; four times as much at each try.
+const EAGER: u64 = 1 << 20;
+/// Mappings that have no more than this, bytes, are protected in the cut: their own, or with a thread's block.
+const SMALL: u64 = 256 << 10;
+const SMALL_WITH_THREAD: u64 = 1 << 20;
+/// Where in a thread's block (at its thread pointer) the C library lets the kernel clear a word, at most, bytes.
+const THREAD_BLOCK: u64 = 0x400;
+/// More runs than this in a piece are protected all at once.
+const MANY: usize = 16;
 /// Rounds of protecting what was written meanwhile, at most.
 const ROUNDS: usize = 8;
 /// So few written pages are left for the cut that another round would not be worth it.
@@ -53,8 +67,6 @@ const FEW: u64 = 16;
 const LEAST_AROUND: u64 = 4;
 /// Share of the buffer that the threads hold which write to the store, bytes.
 const IN_FLIGHT: u64 = 4 << 20;
-/// All addresses that a program can use.
-const EVERYTHING: Range = Range { start: 0, len: 1 << 47 };
 /// Instants that may be lost before another engine takes over.
 const TRIES: usize = 3;
 
@@ -67,25 +79,57 @@ pub(crate) struct Armed {
     covered: Vec<Range>,
     /// All that was followed.
     followed: Vec<Range>,
+    /// Mappings of few pages, which are protected in the cut only.
+    small: Vec<Range>,
+    /// Pages that are never protected: into each the kernel writes when a thread ends, and does not wait.
+    exempt: Vec<u64>,
+    /// A checkpoint is complete: what is protected is saved, or known to be unsaved.
+    complete: bool,
+    /// Own pages that there were before the cut.
+    own: Vec<Range>,
+    /// Own pages that were found at the cut where nothing was known.
+    found: Vec<Range>,
+    /// The checkpoint (job and number) that has every page that was not written since; none before the first.
+    pub base: Option<(String, u64)>,
 }
 
 /// At work on one checkpoint.
 #[derive(Debug)]
 pub(crate) struct Wp<'t> {
     armed: &'t mut Option<Armed>,
+    /// Writers wait, and are noted, also after this checkpoint.
+    lasting: bool,
+    /// What the base checkpoint has.
+    base: Vec<Extent>,
     /// Bytes that may be on their way.
     buffer: u64,
     plain: bool,
     /// Pages that are copied in the cut: what cannot be protected.
     copied: Copied,
+    /// What was gone before it was saved, in an instant that was lost.
+    fleeting: Vec<Range>,
     tries: usize,
+    /// The checkpoint is complete, as far as private memory is concerned.
+    done: bool,
 }
 
 impl<'t> Wp<'t> {
-    /// With what the session has armed; `buffer` bytes may be on their way to the store.
-    pub fn new(armed: &'t mut Option<Armed>, buffer: u64) -> Self {
+    /// With what the session has armed, and `base` what the checkpoint has that it is relative to; `buffer` bytes may be
+    /// on their way to the store. `lasting`: there will be further checkpoints.
+    pub fn new(armed: &'t mut Option<Armed>, base: Vec<Extent>, buffer: u64, lasting: bool) -> Self {
         let plain = std::env::var_os("STILLPOINT_WP").is_some_and(|v| v == "plain");
-        Wp { armed, buffer, plain, copied: Copied::default(), tries: 0 }
+        let lasting = lasting && !plain;
+        Wp {
+            armed,
+            lasting,
+            base,
+            buffer,
+            plain,
+            copied: Copied::default(),
+            fleeting: Vec::new(),
+            tries: 0,
+            done: false,
+        }
     }
 
     fn armed(&mut self) -> Result<&mut Armed> {
@@ -99,25 +143,44 @@ impl MemoryEngine for Wp<'_> {
     }
 
     fn prepare(&mut self, running: &mut Running<'_>) -> Result<()> {
-        *self.armed = None;
-        let (armed, plain) = (Armed::start(running)?, self.plain);
-        let armed = self.armed.insert(armed);
-        if !plain {
-            armed.arm(running)?;
+        if writes_through_proc(running.target.pid)? {
+            let why = "it may write its own memory through /proc, which fails while its writers wait";
+            return Err(Error::Lost(why.into()));
+        }
+        if self.base.is_empty() {
+            *self.armed = None;
+        }
+        let base = std::mem::take(&mut self.base);
+        match self.armed {
+            Some(_) => base
+                .iter()
+                .filter(|e| e.owner == Owner::Space(0))
+                .try_for_each(|e| running.writer.reuse(e))?,
+            None => *self.armed = Some(Armed::start(running)?),
+        }
+        if self.plain {
+            running.log.tell("plain: all is protected in the cut, and a fault copies one page");
         }
         self.copied.reserve(self.buffer);
         Ok(())
     }
 
+    fn converge(&mut self, running: &mut Running<'_>) -> Result<()> {
+        if self.plain { Ok(()) } else { self.armed()?.arm(running) }
+    }
+
     fn cut(&mut self, still: &mut Still<'_>) -> Result<Cut> {
         let began = Instant::now();
-        let (plain, buffer) = (self.plain, self.buffer);
+        let (plain, buffer, lasting) = (self.plain, self.buffer, self.lasting);
         let desk = self.armed()?.desk.clone();
         let mut held = desk.hold();
         let spans = spans(&still.builder.image.spaces[0]);
-        let others = self.armed()?.cut(&mut held, &spans)?;
+        let eager = if plain { 0 } else { EAGER << (2 * self.tries) };
+        held.changed.extend(&self.fleeting);
+        let threads = &still.builder.image.processes[0].threads;
+        let others = self.armed()?.cut(&mut held, &spans, threads, eager)?;
         let bytes: u64 = others.iter().map(|(r, _)| r.len).sum();
-        if bytes > 4 * buffer {
+        if bytes > buffer.max(AT_MOST) {
             still.log.tell(format!("{} MiB are in pages that cannot be protected", bytes >> 20));
             self.tries = TRIES;
             return Ok(Cut::TooMuch);
@@ -125,18 +188,26 @@ impl MemoryEngine for Wp<'_> {
         self.copied.copy(&still.target.memory, &others)?;
         still.log.tell(format!("the cut took {:?}", began.elapsed()));
         held.saving = true;
+        held.keep = lasting;
         held.copies = Copies::new(buffer.saturating_sub(IN_FLIGHT));
-        held.around = Around::new(if plain { 1 } else { LEAST_AROUND }, !plain);
+        // What is released counts as written at the next checkpoint; if there is none, it is saved anyway.
+        held.around = Around::new(if plain || lasting { 1 } else { LEAST_AROUND }, !plain);
         Ok(Cut::Taken)
     }
 
     fn finish(&mut self, running: &mut Running<'_>) -> Result<()> {
-        // Of an instant that was lost, or of another engine, pages may be there that this instant does not have.
-        running.writer.forget(Owner::Space(0), EVERYTHING);
-        self.copied.put(running.writer)?;
         self.tries += 1;
-        self.armed()?.save(running)?;
-        *self.armed = None;
+        let others: Vec<Range> = self.copied.ranges.iter().map(|r| r.0).collect();
+        let saved = self.armed()?.save(running);
+        if saved.is_err() {
+            let gone = std::mem::take(&mut self.armed()?.desk.hold().gone);
+            self.fleeting.extend(gone);
+        }
+        let own = saved?;
+        self.copied.put(running.writer)?;
+        running.writer.keep_only(Owner::Space(0), union([own, others].concat()));
+        self.armed()?.complete = true;
+        self.done = true;
         Ok(())
     }
 
@@ -147,7 +218,9 @@ impl MemoryEngine for Wp<'_> {
 
 impl Drop for Wp<'_> {
     fn drop(&mut self) {
-        *self.armed = None;
+        if !(self.lasting && self.done) {
+            *self.armed = None;
+        }
     }
 }
 
@@ -155,12 +228,26 @@ impl Armed {
     /// Makes the writers of a process wait for what is protected, for which all of it stands still for a moment.
     fn start(running: &mut Running<'_>) -> Result<Self> {
         let target = running.target;
-        let open = |frozen: &mut _| open_inside(target, frozen, Mode::Waits);
-        let (userfault, pause) = stop_briefly(target, running.earlier, open)?;
+        let open = |frozen: &mut Frozen| {
+            let blocks =
+                frozen.threads.iter().map(|t| Ok(t.regs()?.fs_base)).collect::<Result<Vec<u64>>>()?;
+            Ok((open_inside(target, frozen, Mode::Waits)?, blocks))
+        };
+        let ((userfault, blocks), pause) = stop_briefly(target, running.earlier, open)?;
         running.log.pauses.push(pause);
         let desk = Desk::new(userfault, Memory::open(target.pid)?, Pagemap::open(target.pid)?)?;
-        let mut armed =
-            Armed { desk: Arc::new(desk), servers: Vec::new(), covered: Vec::new(), followed: Vec::new() };
+        let mut armed = Armed {
+            desk: Arc::new(desk),
+            servers: Vec::new(),
+            covered: Vec::new(),
+            followed: Vec::new(),
+            small: Vec::new(),
+            exempt: pages_of(blocks.into_iter().flat_map(|b| [b, b + THREAD_BLOCK])),
+            complete: false,
+            own: Vec::new(),
+            found: Vec::new(),
+            base: None,
+        };
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         for _ in 0..SERVERS.min(processors) {
             let desk = armed.desk.clone();
@@ -172,11 +259,17 @@ impl Armed {
 
     /// Protects everything while the program runs.
     fn arm(&mut self, running: &mut Running<'_>) -> Result<()> {
+        let mut held = self.desk.hold();
+        held.changed.clear();
+        held.attentive = true;
+        drop(held);
+        self.covered.clear();
+        self.followed.clear();
+        self.small.clear();
+        self.own.clear();
         let spans = spans_of_maps(&running.target.process.maps()?);
         for span in spans.iter().filter(|s| can_wait(s)) {
-            if self.follow(span.range) {
-                self.arm_span(span.range)?;
-            }
+            self.arm_span(span.range)?;
         }
         let mut before = u64::MAX;
         for round in 1..=ROUNDS {
@@ -200,9 +293,22 @@ impl Armed {
     }
 
     /// Protects what there is in a mapping, and fills the page tables around it with marks.
+    ///
+    /// Where a thread ends, the kernel clears a word of its memory (`set_tid_address(2)`) without waiting for anybody:
+    /// were that page protected just then, the word would stay, and whoever joins the thread would wait for ever. While
+    /// the program runs, threads come that we do not know, so mappings that may be their stacks are left to the cut.
     fn arm_span(&mut self, span: Range) -> Result<()> {
-        let there =
-            self.scan(span, Query { any: Category::PRESENT | Category::SWAPPED, ..Query::default() })?;
+        let there = self.scan(span, there())?;
+        self.own.extend(there.iter().map(range));
+        let bytes: u64 = there.iter().map(|r| r.end - r.start).sum();
+        let has_thread = self.exempt.iter().any(|e| (span.start..span.end()).contains(e));
+        if bytes <= if has_thread { SMALL_WITH_THREAD } else { SMALL } {
+            self.small.push(span);
+            return Ok(());
+        }
+        if !self.follow(span) {
+            return Ok(());
+        }
         for covered in cover(&there, span) {
             let mut at = covered.start;
             while at < covered.end() {
@@ -222,30 +328,41 @@ impl Armed {
     /// 2. A page that appears between the two looks is protected by then: without a page there is a mark.
     /// 3. A page that is dropped and appears again after that is not, and does not tell; but dropping it does.
     fn arm_piece(&self, piece: Range) -> Result<()> {
-        let report = Category::PRESENT | Category::SWAPPED | Category::ZERO;
-        let bare = self.scan(
-            piece,
-            Query { all: Category::WRITTEN, none: Category::GUARD, report, ..Query::default() },
-        )?;
+        let bare = Query {
+            all: Category::WRITTEN,
+            none: Category::GUARD,
+            report: Category::PRESENT | Category::SWAPPED | Category::ZERO,
+            ..Query::default()
+        };
+        let bare = self.scan(piece, bare)?;
         let mut held = self.desk.hold();
+        if bare.len() > MANY {
+            // What is protected already stays so.
+            self.desk.protect(&mut held, piece);
+        }
         for run in &bare {
-            self.desk.protect(&mut held, range(run));
+            if bare.len() <= MANY {
+                self.desk.protect(&mut held, range(run));
+            }
             held.pages.change(range(run), State::Written, State::Unsaved);
             if run.categories.contains(Category::SWAPPED) {
                 held.pages.set(range(run), State::Unsaved);
             }
         }
-        let swaps = if swaps() { Category::PRESENT | Category::SWAPPED } else { Category::PRESENT };
-        let there = Query {
-            any: swaps,
+        let present = Query {
+            any: if swaps() { Category::PRESENT | Category::SWAPPED } else { Category::PRESENT },
             none: Category::ZERO | Category::GUARD,
             report: Category::WRITTEN,
             ..Query::default()
         };
-        for run in self.scan(piece, there)? {
+        let bare: Vec<Range> = bare.iter().map(range).collect();
+        for run in self.scan(piece, present)? {
             let written = run.categories.contains(Category::WRITTEN);
             let state = if written { State::Written } else { State::Unsaved };
-            held.pages.set(range(&run), state);
+            within(&bare, range(&run)).for_each(|part| held.pages.set(part, state));
+        }
+        for page in self.exempt.iter().filter(|e| (piece.start..piece.end()).contains(e)) {
+            self.desk.leave_out(&mut held, *page);
         }
         Ok(())
     }
@@ -253,87 +370,140 @@ impl Armed {
     /// Protects what was written since it was protected; tells how many pages.
     fn arm_written(&self) -> u64 {
         let mut held = self.desk.hold();
-        let runs = held.pages.arm();
+        let runs: Vec<Range> = self.covered.iter().flat_map(|c| held.pages.arm(*c)).collect();
         runs.iter().for_each(|run| self.desk.protect(&mut held, *run));
-        runs.iter().map(|r| r.len).sum::<u64>() / stillpoint_image::PAGE
+        runs.iter().map(|r| r.len).sum::<u64>() / PAGE
     }
 
-    /// With the program at rest: everything of it is unsaved and protected from here on. Returns what cannot be
-    /// protected, and whether zeros matter there.
-    fn cut(&mut self, held: &mut Held<'_>, spans: &[Span]) -> Result<Vec<(Range, bool)>> {
-        let mut others = Vec::new();
-        let changed = std::mem::take(&mut held.changed);
+    /// With the program at rest: everything of it is unsaved and protected from here on. Returns what is to be copied
+    /// before it runs on, and whether zeros matter there: what cannot be protected, and what may not stay for long.
+    fn cut(
+        &mut self,
+        held: &mut Held<'_>,
+        spans: &[Span],
+        threads: &[Thread],
+        eager: u64,
+    ) -> Result<Vec<(Range, bool)>> {
+        let changed = union(std::mem::take(&mut held.changed));
+        let mut cutting = Cutting { changed, eager, ..Cutting::default() };
+        self.found.clear();
         let mut end = 0;
         for span in spans {
-            let waits = can_wait(span) && self.cut_span(held, span.range, &changed)?;
-            if waits {
+            if can_wait(span) && self.cut_span(held, span.range, &mut cutting)? {
                 held.pages.set(Range { start: end, len: span.range.start - end }, State::Kept);
                 end = span.range.end();
             } else {
                 let mut own = Vec::new();
                 own_pages(&self.desk.pagemap, span, &mut own)?;
-                others.extend(own.into_iter().map(|r| (r, span.zeros_matter)));
+                cutting.copy.extend(own.into_iter().map(|r| (r, span.zeros_matter)));
             }
         }
         held.pages.set(Range { start: end, len: u64::MAX / CHUNK * CHUNK - end }, State::Kept);
-        let runs = held.pages.arm();
+        let all = Range { start: 0, len: u64::MAX / CHUNK * CHUNK };
+        let runs = held.pages.arm(all);
         runs.iter().for_each(|run| self.desk.protect(held, *run));
+        self.covered = cutting.covered;
+        self.exempt = pages_of(self.exempt.iter().copied().chain(threads.iter().map(|t| t.clear_child_tid)));
+        for &page in &self.exempt {
+            let waits = |s: &&Span| can_wait(s) && (s.range.start..s.range.end()).contains(&page);
+            let run = Range { start: page, len: PAGE };
+            if spans.iter().find(waits).is_some() && !self.scan(run, there())?.is_empty() {
+                self.desk.leave_out(held, page);
+                cutting.copy.push((run, false));
+            }
+        }
+        held.urgent.extend(cutting.urgent);
         held.cursor = 0;
         held.figures = server::Figures::default();
-        Ok(others)
+        Ok(cutting.copy)
     }
 
     /// Looks for pages that have appeared in a mapping without being noted. False if it cannot be followed.
-    fn cut_span(&mut self, held: &mut Held<'_>, span: Range, changed: &[Range]) -> Result<bool> {
-        let known = within(&self.covered, span);
+    fn cut_span(&mut self, held: &mut Held<'_>, span: Range, cutting: &mut Cutting) -> Result<bool> {
+        if self.small.binary_search_by_key(&span.start, |s| s.start).is_ok_and(|i| self.small[i] == span) {
+            let trusted = self.complete && within(&cutting.changed, span).next().is_none();
+            return Ok(self.follow(span) && self.cut_hole(held, span, None, trusted).map(|()| true)?);
+        }
+        let covered: Vec<Range> = within(&self.covered, span).collect();
         // A mapping that has replaced another is not followed, and the kernel says so.
-        let same = known.first().is_some_and(|c| {
+        let same = covered.first().is_some_and(|c| {
             let page = RemoteAddr(c.start);
-            self.desk.userfault.protect(page, RemoteAddr(page.0 + stillpoint_image::PAGE)).is_ok()
+            self.desk.userfault.protect(page, RemoteAddr(page.0 + PAGE)).is_ok()
         });
         if !same && !self.follow(span) {
             return Ok(false);
         }
-        let bare = within(changed, span);
-        let known: Vec<Range> =
-            known.iter().flat_map(|k| without(*k, &within(&bare, *k))).filter(|_| same).collect();
-        for hole in without(span, &known) {
-            self.cut_hole(held, hole)?;
+        if !same && !within(&self.followed, span).any(|f| f == span) {
+            // It was not there a moment ago, and may be gone a moment later.
+            self.cut_hole(held, span, Some(cutting), false)?;
+            return Ok(true);
         }
-        self.covered.retain(|c| c.end() <= span.start || span.end() <= c.start);
-        self.covered.extend(known);
+        let known: Vec<Range> =
+            covered.iter().flat_map(|c| without(*c, within(&cutting.changed, *c))).collect();
+        let known = if same { known } else { Vec::new() };
+        for hole in without(span, known.iter().copied()) {
+            let fleeting = within(&cutting.changed, hole).next().is_some();
+            self.cut_hole(held, hole, fleeting.then_some(&mut *cutting), false)?;
+        }
+        cutting.covered.extend(known);
         Ok(true)
     }
 
-    /// Protects the pages that there are in a range where nothing was known.
-    fn cut_hole(&self, held: &mut Held<'_>, hole: Range) -> Result<()> {
-        let any = Category::PRESENT | Category::SWAPPED;
-        let there = Query { any, none: Category::ZERO | Category::GUARD, ..Query::default() };
-        held.pages.set(hole, State::Kept);
-        for run in self.scan(hole, there)? {
-            held.pages.set(range(&run), State::Unsaved);
-            self.desk.protect(held, range(&run));
+    /// Protects the pages that there are in a range where nothing was known. If it is fleeting, it comes first. Where
+    /// what is protected can be trusted, it is as it was.
+    fn cut_hole(
+        &mut self,
+        held: &mut Held<'_>,
+        hole: Range,
+        fleeting: Option<&mut Cutting>,
+        trusted: bool,
+    ) -> Result<()> {
+        let mut runs = self.scan(hole, Query { report: Category::WRITTEN, ..there() })?;
+        self.found.extend(runs.iter().map(range));
+        if trusted {
+            runs.retain(|r| r.categories.contains(Category::WRITTEN));
+        } else {
+            held.pages.set(hole, State::Kept);
+        }
+        let runs: Vec<Range> = runs.iter().map(range).collect();
+        let bytes: u64 = runs.iter().map(|r| r.len).sum();
+        if let Some(cutting) = fleeting {
+            if bytes <= cutting.eager {
+                cutting.eager -= bytes;
+                cutting.copy.extend(runs.into_iter().map(|r| (r, false)));
+                return Ok(());
+            }
+            cutting.urgent.extend(&runs);
+        }
+        for run in runs {
+            held.pages.set(run, State::Unsaved);
+            self.desk.protect(held, run);
         }
         Ok(())
     }
 
-    /// Brings all pages of the cut to the store.
-    fn save(&self, running: &mut Running<'_>) -> Result<()> {
+    /// Brings all unsaved pages of the cut to the store; returns all own pages that there were at the cut.
+    fn save(&self, running: &mut Running<'_>) -> Result<Vec<Range>> {
         self.nothing_unnoticed()?;
-        running.progress.start(self.desk.hold().pages.unsaved() * stillpoint_image::PAGE);
-        let source = Sweep { desk: &self.desk, progress: running.progress };
+        running.progress.start(self.desk.hold().pages.unsaved() * PAGE);
+        let source = Sweep { desk: &self.desk, progress: running.progress, put: Mutex::default() };
         running.writer.put_from(Owner::Space(0), Zeros::Omit, &source).map_err(|e| match e {
             PutError::Fill(why) => Error::Lost(why),
             PutError::Store(e) => Error::Store(e),
         })?;
         self.same_program(running.target)?;
-        let held = self.desk.hold();
+        let mut held = self.desk.hold();
+        self.desk.stop_saving(&mut held);
+        held.attentive = false;
         let f = held.figures;
         running.log.tell(format!(
             "{} writes waited, {} of them for a copy, {} for room; {} pages were copied for them, {} KiB at a time",
             f.waited, f.copied, f.held_back, f.pages, held.copies.most_used() >> 10
         ));
-        Ok(())
+        let kept = self.covered.iter().flat_map(|c| within(&self.own, *c));
+        let mut own: Vec<Range> = kept.chain(self.found.iter().copied()).collect();
+        own.extend(source.put.into_inner().unwrap_or_else(PoisonError::into_inner));
+        Ok(own)
     }
 
     /// Where every page is noted that appears, each one that is not protected must have been.
@@ -343,9 +513,10 @@ impl Armed {
         for covered in &self.covered {
             for run in self.scan(*covered, query)? {
                 let held = self.desk.hold();
-                let mut pages = (run.start..run.end).step_by(stillpoint_image::PAGE as usize);
+                let mut pages = (run.start..run.end).step_by(PAGE as usize);
                 let noted = |page: u64| {
                     held.pages.state(page) == State::Written
+                        || self.exempt.binary_search(&page).is_ok()
                         || held.changed.iter().any(|c| (c.start..c.end()).contains(&page))
                 };
                 if let Some(page) = pages.find(|p| !noted(*p)) {
@@ -359,11 +530,10 @@ impl Armed {
     /// Whether all that was read came from the program that was cut: reading goes by process id, and the process may
     /// have replaced its program. What is protected in the old one is seen in the new one only if they are the same.
     fn same_program(&self, target: &Target) -> Result<()> {
-        let lost = || Error::Lost("the process has replaced its program".into());
         let now = Pagemap::open(target.pid)?;
         let mut held = self.desk.hold();
         for span in &self.followed {
-            let page = Range { start: span.start, len: stillpoint_image::PAGE };
+            let page = Range { start: span.start, len: PAGE };
             self.desk.protect(&mut held, page);
             let mut runs: Vec<Run> = Vec::new();
             let (start, end) = (RemoteAddr(page.start), RemoteAddr(page.end()));
@@ -380,7 +550,7 @@ impl Armed {
             }
         }
         // Nothing is followed of a program that has nothing to follow.
-        if self.followed.is_empty() { Ok(()) } else { Err(lost()) }
+        if self.followed.is_empty() { Ok(()) } else { Err(Error::Replaced) }
     }
 
     fn scan(&self, range: Range, query: Query) -> Result<Vec<Run>> {
@@ -412,10 +582,27 @@ impl Drop for Armed {
     }
 }
 
+/// A cut under way.
+#[derive(Debug, Default)]
+struct Cutting {
+    /// Where pages were dropped or moved since all was protected.
+    changed: Vec<Range>,
+    /// Where every page that appears is noted.
+    covered: Vec<Range>,
+    /// To be copied before the program runs on, and whether zeros matter there.
+    copy: Vec<(Range, bool)>,
+    /// Bytes that may be copied although they can be protected.
+    eager: u64,
+    /// To be swept first.
+    urgent: Vec<Range>,
+}
+
 /// The sweep, with what it tells the user.
 struct Sweep<'a> {
     desk: &'a Desk,
     progress: &'a (dyn Progress + Sync),
+    /// What was put so far.
+    put: Mutex<Vec<Range>>,
 }
 
 impl Source for Sweep<'_> {
@@ -424,8 +611,17 @@ impl Source for Sweep<'_> {
     fn next(&self, buffer: &mut [u8]) -> Result<Vec<Range>, String> {
         let runs = self.desk.next(buffer)?;
         self.progress.advance(runs.iter().map(|r| r.len).sum());
+        self.put.lock().unwrap_or_else(PoisonError::into_inner).extend(&runs);
         Ok(runs)
     }
+}
+
+/// The pages of some addresses, ascending.
+fn pages_of(addresses: impl Iterator<Item = u64>) -> Vec<u64> {
+    let mut pages: Vec<u64> = addresses.map(|a| a / PAGE * PAGE).filter(|p| *p != 0).collect();
+    pages.sort_unstable();
+    pages.dedup();
+    pages
 }
 
 /// Whether writers can be made to wait there.
@@ -433,9 +629,24 @@ fn can_wait(span: &Span) -> bool {
     !span.zeros_matter && span.swapped_is_clean
 }
 
+/// Whether a process holds a descriptor of some process's memory. What is written there does not wait: it fails.
+fn writes_through_proc(pid: u32) -> Result<bool> {
+    let memory = |fd: u32| {
+        let link = fdinfo::link(pid, fd).unwrap_or_default();
+        link.starts_with(b"/proc/") && link.ends_with(b"/mem")
+    };
+    Ok(fdinfo::list(pid)?.into_iter().any(memory))
+}
+
 /// Whether pages can be swapped out at all.
 fn swaps() -> bool {
     std::fs::read_to_string("/proc/swaps").is_ok_and(|s| s.lines().count() > 1)
+}
+
+/// Pages that a mapping of memory has of its own.
+fn there() -> Query {
+    let any = Category::PRESENT | Category::SWAPPED;
+    Query { any, none: Category::ZERO | Category::GUARD, ..Query::default() }
 }
 
 /// Runs of pages, rounded to whole page tables, with the small holes between them, within a mapping.
@@ -452,19 +663,30 @@ fn cover(runs: &[Run], span: Range) -> Vec<Range> {
     covered
 }
 
-/// The parts of ranges that lie within a span, ascending.
-fn within(ranges: &[Range], span: Range) -> Vec<Range> {
-    let clip = |r: &Range| {
+/// The parts of ranges (ascending, apart) that lie within a span.
+fn within(ranges: &[Range], span: Range) -> impl Iterator<Item = Range> {
+    let first = ranges.partition_point(|r| r.end() <= span.start);
+    ranges[first..].iter().take_while(move |r| r.start < span.end()).map(move |r| {
         let (start, end) = (r.start.max(span.start), r.end().min(span.end()));
-        (start < end).then(|| Range { start, len: end - start })
-    };
-    let mut parts: Vec<Range> = ranges.iter().filter_map(clip).collect();
-    parts.sort_unstable_by_key(|r| r.start);
-    parts
+        Range { start, len: end - start }
+    })
 }
 
-/// The parts of a span that are in none of some ranges within it (ascending).
-fn without(span: Range, ranges: &[Range]) -> Vec<Range> {
+/// All ranges, ascending and apart.
+fn union(mut ranges: Vec<Range>) -> Vec<Range> {
+    ranges.sort_unstable_by_key(|r| r.start);
+    let mut union: Vec<Range> = Vec::new();
+    for range in ranges {
+        match union.last_mut() {
+            Some(last) if range.start <= last.end() => last.len = last.len.max(range.end() - last.start),
+            _ => union.push(range),
+        }
+    }
+    union
+}
+
+/// The parts of a span that are in none of some ranges within it (ascending, apart).
+fn without(span: Range, ranges: impl Iterator<Item = Range>) -> Vec<Range> {
     let mut parts = Vec::new();
     let mut at = span.start;
     for range in ranges {

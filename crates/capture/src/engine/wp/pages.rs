@@ -163,49 +163,58 @@ impl Pages {
         }
     }
 
-    /// All written pages, which become unsaved.
-    pub fn arm(&mut self) -> Vec<Range> {
+    /// All written pages of a range, which become unsaved.
+    pub fn arm(&mut self, range: Range) -> Vec<Range> {
         let mut runs = Vec::new();
-        for (number, chunk) in &mut self.chunks {
-            let before = chunk.unsaved.count(0, PAGES);
-            for run in runs_of(&chunk.written, *number, 0) {
-                let from = run.start / PAGE % PAGES;
-                chunk.unsaved.change(from, from + run.len / PAGE, true);
-                push(&mut runs, run);
+        let numbers = range.start / CHUNK..range.end().div_ceil(CHUNK);
+        for (&number, chunk) in self.chunks.range_mut(numbers) {
+            let page = |address: u64| address.saturating_sub(number * CHUNK).min(CHUNK) / PAGE;
+            let (from, to) = (page(range.start), page(range.end()));
+            for run in runs_of(&chunk.written, number, from) {
+                let first = run.start / PAGE % PAGES;
+                let behind = (first + run.len / PAGE).min(to);
+                if first < behind {
+                    chunk.unsaved.change(first, behind, true);
+                    self.unsaved += behind - first;
+                    push(&mut runs, Range { start: run.start, len: (behind - first) * PAGE });
+                }
             }
-            chunk.written = Set::default();
-            self.unsaved += chunk.unsaved.count(0, PAGES) - before;
+            chunk.written.change(from, to, false);
         }
         runs
     }
 
-    /// The run of unsaved pages around an unsaved one that lies in the aligned window of `pages` pages (a power of
-    /// two, at most 512). It is being copied from now on.
-    pub fn claim_around(&mut self, address: u64, pages: u64) -> Range {
+    /// The run of pages in the same state around a page that lies in the aligned window of `pages` pages (a power of
+    /// two). They are in another state from now on.
+    pub fn take_around(&mut self, address: u64, pages: u64, to: State) -> Range {
         let window = address - address % (pages * PAGE);
-        let is_unsaved = |a: u64| self.state(a) == State::Unsaved;
+        let state = self.state(address);
         let mut start = address;
-        while start > window && is_unsaved(start - PAGE) {
+        while start > window && self.state(start - PAGE) == state {
             start -= PAGE;
         }
         let mut end = address + PAGE;
-        while end < window + pages * PAGE && is_unsaved(end) {
+        while end < window + pages * PAGE && self.state(end) == state {
             end += PAGE;
         }
         let run = Range { start, len: end - start };
-        self.set(run, State::Copying);
+        self.set(run, to);
         run
     }
 
-    /// The first runs of unsaved pages at or behind an address, at most `most` bytes and `runs` runs. They are being
-    /// copied from now on.
-    pub fn claim_from(&mut self, address: u64, most: u64, runs: usize) -> Vec<Range> {
+    /// The first runs of unsaved pages in a range, at most `most` bytes and `runs` runs. They are being copied from now
+    /// on.
+    pub fn claim(&mut self, range: Range, most: u64, runs: usize) -> Vec<Range> {
         let mut claimed: Vec<Range> = Vec::new();
         let mut left = most / PAGE * PAGE;
-        'chunks: for (number, chunk) in self.chunks.range(address / CHUNK..) {
-            let first = if *number == address / CHUNK { address / PAGE % PAGES } else { 0 };
+        let numbers = range.start / CHUNK..range.end().div_ceil(CHUNK);
+        'chunks: for (number, chunk) in self.chunks.range(numbers) {
+            let first = if *number == range.start / CHUNK { range.start / PAGE % PAGES } else { 0 };
             for run in runs_of(&chunk.unsaved, *number, first) {
-                let run = Range { start: run.start, len: run.len.min(left) };
+                if range.end() <= run.start {
+                    break 'chunks;
+                }
+                let run = Range { start: run.start, len: run.len.min(left).min(range.end() - run.start) };
                 left -= run.len;
                 push(&mut claimed, run);
                 if left == 0 || claimed.len() >= runs {
@@ -265,18 +274,18 @@ mod tests {
     #[derive(Clone, Debug)]
     enum Step {
         Set(u64, u64, u8),
-        Arm,
+        Arm(u64, u64),
         Around(u64, u32),
-        From(u64, u64, usize),
+        Claim(u64, u64, u64, usize),
     }
 
     fn step() -> impl Strategy<Value = Step> {
         let page = FIRST..FIRST + COUNT;
         prop_oneof![
             4 => (page.clone(), 1..200u64, 0..4u8).prop_map(|(p, n, s)| Step::Set(p, n, s)),
-            1 => Just(Step::Arm),
+            1 => (page.clone(), 1..900u64).prop_map(|(p, n)| Step::Arm(p, n)),
             3 => (page.clone(), 0..7u32).prop_map(|(p, w)| Step::Around(p, w)),
-            2 => (page, 1..300u64, 1..20usize).prop_map(|(p, n, r)| Step::From(p, n, r)),
+            2 => (page, 1..600u64, 1..300u64, 1..20usize).prop_map(|(p, l, n, r)| Step::Claim(p, l, n, r)),
         ]
     }
 
@@ -297,35 +306,39 @@ mod tests {
                 match step {
                     Step::Set(page, count, number) => {
                         pages.set(Range { start: page * PAGE, len: count * PAGE }, state(number));
-                        (page..page + count).for_each(|p| drop(model.insert(p, state(number))));
+                        (page..page + count).for_each(|p| { model.insert(p, state(number)); });
                     }
-                    Step::Arm => {
-                        let armed = pages_of(&pages.arm());
-                        let written: Vec<u64> =
-                            model.iter().filter(|(_, s)| **s == State::Written).map(|(p, _)| *p).collect();
+                    Step::Arm(page, len) => {
+                        let armed = pages_of(&pages.arm(Range { start: page * PAGE, len: len * PAGE }));
+                        let written: Vec<u64> = model
+                            .range(page..page + len)
+                            .filter(|(_, s)| **s == State::Written)
+                            .map(|(p, _)| *p)
+                            .collect();
                         prop_assert_eq!(&armed, &written);
-                        written.iter().for_each(|p| drop(model.insert(*p, State::Unsaved)));
+                        written.iter().for_each(|p| { model.insert(*p, State::Unsaved); });
                     }
-                    Step::Around(page, shift) if model[&page] == State::Unsaved => {
+                    Step::Around(page, shift) => {
                         let window = page >> shift << shift;
-                        let unsaved = |p: &u64| model.get(p) == Some(&State::Unsaved);
-                        let below = (window..page).rev().take_while(unsaved).count() as u64;
-                        let above = (page..window + (1 << shift)).take_while(unsaved).count() as u64;
-                        let run = pages.claim_around(page * PAGE, 1 << shift);
+                        let before = model[&page];
+                        let same = |p: &u64| model.get(p).copied().unwrap_or(State::Kept) == before;
+                        let below = (window..page).rev().take_while(same).count() as u64;
+                        let above = (page..window + (1 << shift)).take_while(same).count() as u64;
+                        let run = pages.take_around(page * PAGE, 1 << shift, State::Copying);
                         let expected: Vec<u64> = (page - below..page + above).collect();
                         prop_assert_eq!(pages_of(&[run]), expected.clone());
-                        expected.iter().for_each(|p| drop(model.insert(*p, State::Copying)));
+                        expected.iter().for_each(|p| { model.insert(*p, State::Copying); });
                     }
-                    Step::Around(..) => {}
-                    Step::From(page, most, runs) => {
-                        let claimed = pages.claim_from(page * PAGE, most * PAGE, runs);
+                    Step::Claim(page, len, most, runs) => {
+                        let range = Range { start: page * PAGE, len: len * PAGE };
+                        let claimed = pages.claim(range, most * PAGE, runs);
                         let unsaved: Vec<u64> = model
-                            .range(page..).filter(|(_, s)| **s == State::Unsaved).map(|(p, _)| *p).collect();
+                            .range(page..page + len).filter(|(_, s)| **s == State::Unsaved).map(|(p, _)| *p).collect();
                         let got = pages_of(&claimed);
                         prop_assert_eq!(&got[..], &unsaved[..got.len()]);
                         let whole = got.len() == unsaved.len() || got.len() as u64 == most;
                         prop_assert!(whole || claimed.len() >= runs);
-                        got.iter().for_each(|p| drop(model.insert(*p, State::Copying)));
+                        got.iter().for_each(|p| { model.insert(*p, State::Copying); });
                     }
                 }
                 for (page, state) in &model {

@@ -60,13 +60,39 @@ pub(super) struct Shelf {
     held_back: Vec<u64>,
     pub copies: Copies,
     pub around: Around,
-    /// Where pages were dropped or moved since the last cut.
+    /// A checkpoint is under way.
+    pub attentive: bool,
+    /// Where pages were dropped or moved during this checkpoint, since the cut if there has been one.
     pub changed: Vec<Range>,
     /// Where the sweep is.
     pub cursor: u64,
-    /// Why the instant cannot be saved any more.
+    /// What it takes first.
+    pub urgent: Vec<Range>,
+    /// Why the instant cannot be saved any more, and what was gone.
     pub lost: Option<String>,
+    pub gone: Vec<Range>,
     pub figures: Figures,
+}
+
+impl Shelf {
+    /// Unsaved pages for the sweep, at most `most` bytes.
+    fn claim(&mut self, most: u64) -> Vec<Range> {
+        while let Some(first) = self.urgent.last() {
+            let runs = self.pages.claim(*first, most, RUNS);
+            if !runs.is_empty() {
+                return runs;
+            }
+            self.urgent.pop();
+        }
+        for start in [self.cursor, 0] {
+            let runs = self.pages.claim(Range { start, len: u64::MAX - start }, most, RUNS);
+            if let Some(last) = runs.last() {
+                self.cursor = last.end();
+                return runs;
+            }
+        }
+        Vec::new()
+    }
 }
 
 /// What all threads share.
@@ -99,9 +125,12 @@ impl Desk {
             held_back: Vec::new(),
             copies: Copies::new(0),
             around: Around::new(1, false),
+            attentive: false,
             changed: Vec::new(),
             cursor: 0,
+            urgent: Vec::new(),
             lost: None,
+            gone: Vec::new(),
             figures: Figures::default(),
         };
         let (stop, copied) = (AtomicBool::new(false), Condvar::new());
@@ -167,6 +196,7 @@ impl Desk {
                     held.figures.waited += 1;
                     held.queue.push_back(page.0);
                 }
+                _ if !held.attentive => {}
                 Event::Dropped { start, end } => {
                     held.changed.push(Range { start: start.0, len: end.0 - start.0 });
                 }
@@ -191,11 +221,17 @@ impl Desk {
                 (true, State::Unsaved) => {
                     let room = held.copies.room() / PAGE;
                     let window = held.around.pages(page).min(1 << room.ilog2());
-                    let run = held.pages.claim_around(page, window);
+                    let run = held.pages.take_around(page, window, State::Copying);
                     held.copies.take_room(run.len);
                     held.figures.copied += 1;
                     held.figures.pages += run.len / PAGE;
                     return Some(run);
+                }
+                // While it is being armed, what is released has to be protected again.
+                (saving, State::Kept) if saving || !held.attentive => {
+                    let window = held.around.pages(page);
+                    let run = held.pages.take_around(page, window, State::Written);
+                    self.release(held, run);
                 }
                 _ => self.let_write(held, page),
             }
@@ -217,9 +253,9 @@ impl Desk {
         let mut held = self.hold();
         match result {
             Ok(()) => held.copies.push(run, bytes),
-            Err(why) => {
+            Err(gone) => {
                 held.copies.give_room(run.len);
-                self.give_up(&mut held, why);
+                let _ = self.give_up(&mut held, gone);
             }
         }
         held.waiting.retain(|page| !(run.start..run.end()).contains(page));
@@ -228,17 +264,15 @@ impl Desk {
         self.copied.notify_all();
     }
 
-    /// Reads contents of claimed pages; the reason if they are not certainly those of the cut.
-    fn read(&self, runs: &[Range], bytes: &mut [u8]) -> Result<(), String> {
+    /// Reads contents of claimed pages; tells runs whose contents are not certainly those of the cut.
+    fn read(&self, runs: &[Range], bytes: &mut [u8]) -> Result<(), Vec<Range>> {
         let from: Vec<(u64, u64)> = runs.iter().map(|r| (r.start, r.len)).collect();
         let read = self.memory.read_many(&from, bytes);
         if read.is_ok() && self.protected(runs).unwrap_or(false) {
             return Ok(());
         }
-        let (start, end) = (runs[0].start, runs[runs.len() - 1].end());
-        Err(format!(
-            "memory between {start:#x} and {end:#x} was unmapped, dropped or moved before it was saved"
-        ))
+        let gone = |run: &&Range| !self.protected(&[**run]).unwrap_or(false);
+        Err(runs.iter().filter(gone).copied().collect())
     }
 
     /// Whether all pages of some runs (ascending) exist and have been protected all the time. (Only what is released
@@ -263,9 +297,13 @@ impl Desk {
     }
 
     /// The instant is lost: from now on writes are only noted.
-    pub fn give_up(&self, held: &mut Held<'_>, why: String) {
-        held.lost.get_or_insert(why);
+    fn give_up(&self, held: &mut Held<'_>, gone: Vec<Range>) -> String {
+        let first = gone.first().map_or(0, |run| run.start);
+        let why = format!("memory at {first:#x} was unmapped, dropped or moved before it was saved");
+        held.gone.extend(gone);
+        held.lost.get_or_insert(why.clone());
         self.stop_saving(held);
+        why
     }
 
     /// Whoever waits for a copy or for room goes on; from now on writes are only noted.
@@ -288,6 +326,13 @@ impl Desk {
     /// Protects pages. Where part of it is no longer followed, the rest is.
     pub fn protect(&self, held: &mut Held<'_>, run: Range) {
         self.each_mapping(held, run, &|start, end| self.userfault.protect(start, end));
+    }
+
+    /// Releases a page that is looked after otherwise.
+    pub fn leave_out(&self, held: &mut Held<'_>, page: u64) {
+        let run = Range { start: page, len: PAGE };
+        held.pages.set(run, State::Kept);
+        self.release(held, run);
     }
 
     /// The kernel stops at the first mapping of a range that is not followed, and refuses all while a thread that
@@ -357,11 +402,8 @@ impl Desk {
                 self.release(&mut held, *run);
             }
         }
-        if let Err(why) = &result {
-            self.give_up(&mut held, why.clone());
-        }
         self.copied.notify_all();
-        result
+        result.map_err(|gone| self.give_up(&mut held, gone))
     }
 }
 
@@ -378,13 +420,8 @@ impl Source for Desk {
             if !held.copies.is_empty() {
                 return Ok(self.take_copies(held, buffer));
             }
-            let cursor = held.cursor;
-            let mut runs = held.pages.claim_from(cursor, buffer.len() as u64, RUNS);
-            if runs.is_empty() && held.pages.unsaved() > 0 {
-                runs = held.pages.claim_from(0, buffer.len() as u64, RUNS);
-            }
-            if let Some(last) = runs.last() {
-                held.cursor = last.end();
+            let runs = held.claim(buffer.len() as u64);
+            if !runs.is_empty() {
                 drop(held);
                 let len: u64 = runs.iter().map(|r| r.len).sum();
                 self.sweep(&runs, &mut buffer[..len as usize])?;
