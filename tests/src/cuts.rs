@@ -21,7 +21,7 @@ pub struct Cuts {
     engine: &'static str,
     retried: &'static [&'static str],
     exact: bool,
-    without: Option<(&'static str, &'static str)>,
+    unfit: Option<&'static str>,
     needs: fn() -> Option<Arc<Held>>,
 }
 
@@ -34,7 +34,7 @@ type History = Vec<Checkpoint>;
 impl Cuts {
     /// A scenario of `targets/PROGRAM.c`.
     pub fn new(program: &'static str, scenario: &'static str, engine: &'static str) -> Self {
-        Cuts { program, scenario, engine, retried: &[], exact: false, without: None, needs: || None }
+        Cuts { program, scenario, engine, retried: &[], exact: false, unfit: None, needs: || None }
     }
 
     /// It is refused with one of these words now and then; then another attempt is made.
@@ -49,9 +49,9 @@ impl Cuts {
         self
     }
 
-    /// Not under this engine, for this reason.
-    pub fn not_by(mut self, engine: &'static str, why: &'static str) -> Self {
-        self.without = Some((engine, why));
+    /// The engine is known not to be for such programs.
+    pub fn unfit_for(mut self, engine: &'static str) -> Self {
+        self.unfit = Some(engine);
         self
     }
 
@@ -69,8 +69,8 @@ impl Cuts {
         if !undisturbed_only() && !engine::offered(self.engine) {
             return skipped(&format!("the command has no engine {}", self.engine));
         }
-        if let Some((_, why)) = self.without.filter(|(engine, _)| *engine == self.engine) {
-            return skipped(why);
+        if self.unfit == Some(self.engine) {
+            return skipped(&format!("the engine {} is not for it", self.engine));
         }
         let scratch = Scratch::new();
         let _held = (self.needs)();

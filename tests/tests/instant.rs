@@ -4,13 +4,6 @@
 
 use stillpoint_tests::{Cuts, machine};
 
-/// A write through `/proc/PID/mem` looks pages up without leave to wait (`get_user_page_vma_remote`).
-const NO_WAITING_FOR_REMOTE_WRITES: &str =
-    "a write through /proc/self/mem to a page that waits for its copy fails: EIO";
-/// The kernel marks the locks of an ending thread without leave to wait (`fault_in_user_writeable`).
-const NO_WAITING_FOR_ROBUST_LISTS: &str =
-    "a robust lock in a page that waits for its copy is not given up when its owner ends";
-
 /// One test for each scenario under each engine, in a module of the engine's name.
 macro_rules! under {
     ($($engine:ident)*: $scenarios:tt) => {
@@ -53,11 +46,12 @@ under! { stop precopy wp fork auto: {
     ;
     kernel_writes:
         system_calls,
-        own_memory.not_by("wp", NO_WAITING_FOR_REMOTE_WRITES),
-        read_only.not_by("wp", NO_WAITING_FOR_REMOTE_WRITES),
+        // Writing through /proc/self/mem fails while writers wait.
+        own_memory.unfit_for("wp"),
+        read_only.unfit_for("wp"),
         direct_reads,
         memory_file,
-        futexes.not_by("wp", NO_WAITING_FOR_ROBUST_LISTS),
+        futexes,
     ;
     mappings:
         moves,
@@ -71,7 +65,7 @@ under! { stop precopy wp fork auto: {
         heap,
         stacks,
         forks.until_not_refused(&["child"]),
-        spawns.until_not_refused(&["child"]),
+        spawns.until_not_refused(&["child", "shares its memory"]),
         // While another thread takes the main thread's place, there is none, and the one has its own descriptors.
         execs.until_not_refused(&["main thread", "replaces itself"]),
         threads,
