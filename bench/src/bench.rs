@@ -3,8 +3,9 @@
 use crate::plan::Plan;
 use crate::programs::Programs;
 use crate::report::Section;
-use crate::tools::{self, Engine, Stillpoint, Tool};
+use crate::tools::{self, Cut, Engine, Stillpoint, Tool};
 use anyhow::{Result, bail};
+use std::path::Path;
 
 /// The programs, the command with the engines that it has, and the other tools.
 pub struct Bench {
@@ -75,6 +76,38 @@ impl Bench {
     /// The size at which single figures are promised: 1 GiB, or the nearest of those that are measured.
     pub fn base_size(&self) -> u64 {
         self.plan.sizes.iter().copied().min_by_key(|s| s.abs_diff(1024)).unwrap_or(1024)
+    }
+}
+
+/// Engines that failed in an experiment, with the first reason of each. The experiment goes on without them.
+#[derive(Default)]
+pub struct Failures(Vec<(&'static str, String)>);
+
+impl Failures {
+    /// Whether an engine has failed.
+    pub fn has(&self, engine: Engine) -> bool {
+        self.0.iter().any(|(name, _)| *name == engine.name)
+    }
+
+    /// Takes a full checkpoint of a process; `None` if the engine fails now, or has failed before.
+    pub fn checkpoint(&mut self, bench: &Bench, pid: u32, store: &Path, engine: Engine) -> Option<Cut> {
+        if self.has(engine) {
+            return None;
+        }
+        let why = match bench.stillpoint.checkpoint_process(pid, store, engine) {
+            Ok(Some(cut)) => return Some(cut),
+            Ok(None) => "the command does not have this variant".to_owned(),
+            Err(why) => format!("{why:#}"),
+        };
+        self.0.push((engine.name, why));
+        None
+    }
+
+    /// Names the engines and their reasons.
+    pub fn tell(&self, section: &mut Section) {
+        for (name, why) in &self.0 {
+            section.note(format!("{name} failed: {why}"));
+        }
     }
 }
 

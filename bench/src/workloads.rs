@@ -71,3 +71,28 @@ impl Workload {
         programs.command_line(self.program, place, &self.arguments(endless, false))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::FIVE;
+    use crate::programs::{Programs, clear};
+
+    /// The result is the same however the work is split, and the program's own check is satisfied.
+    #[test]
+    fn results_do_not_depend_on_threads() {
+        let place = std::env::temp_dir().join(format!("stillpoint-bench.{}", std::process::id()));
+        clear(&place).expect("a directory");
+        let programs = Programs::build(&place.join("programs")).expect("cc");
+        for (workload, size) in FIVE.iter().zip([64, 10, 10_000, 1, 64]) {
+            let digest = |threads: u32| {
+                let arguments = [size.to_string(), "3".into(), threads.to_string()];
+                let program = programs.start(workload.program, &place.join("run"), &arguments, &[]);
+                let outcome = program.and_then(|p| p.outcome()).expect(workload.name);
+                outcome.get("digest").expect(workload.name).to_owned()
+            };
+            let one = digest(1);
+            assert_eq!([digest(2), digest(3)], [one.clone(), one], "{}", workload.name);
+        }
+        let _ = std::fs::remove_dir_all(&place);
+    }
+}

@@ -65,7 +65,7 @@ under! { stop precopy wp fork auto: {
         heap,
         stacks,
         forks.until_not_refused(&["child"]),
-        spawns.until_not_refused(&["child"]),
+        spawns.until_not_refused(&["child", "shares its memory"]),
         // While another thread takes the main thread's place, there is none, and the one has its own descriptors.
         execs.until_not_refused(&["main thread", "replaces itself"]),
         threads,

@@ -64,7 +64,7 @@ fn measure(bench: &Bench, length: u64) -> Result<Series> {
     let mut newest = bench.stillpoint.checkpoint(JOB, &store, request("--full"))?;
     for _ in 0..length {
         program.touch(TOUCHED)?;
-        newest = bench.stillpoint.checkpoint(JOB, &store, request("--incremental"))?;
+        newest = bench.stillpoint.checkpoint(JOB, &store, request("--incremental"))?.must_be_incremental()?;
     }
     let checkpoint = format!("{JOB}@{}", newest.id().context("no id")?);
     drop(program); // kills it

@@ -1,6 +1,6 @@
 //! A periodic real-time task: deadlines missed while checkpoints are taken.
 
-use crate::bench::Bench;
+use crate::bench::{Bench, Failures};
 use crate::report::{Chart, Scale, Section, Table, number};
 use crate::tools::Engine;
 use anyhow::{Context, Result};
@@ -35,12 +35,13 @@ pub fn run(bench: &Bench) -> Result<Section> {
     let program = bench.programs.start("deadline", &place.join("program"), &arguments, &[])?;
     let sides: Vec<Option<Engine>> = bench.engines.iter().copied().map(Some).chain([None]).collect();
     let mut jobs = vec![Jobs::default(); sides.len()];
+    let mut failures = Failures::default();
     for run in 0..=bench.plan.runs {
         for (side, sum) in sides.iter().zip(&mut jobs) {
             program.ask()?; // forget what came before
             let began = Instant::now();
             if let Some(engine) = side {
-                bench.stillpoint.checkpoint_process(program.pid, &place.join("store"), *engine)?;
+                failures.checkpoint(bench, program.pid, &place.join("store"), *engine);
             }
             std::thread::sleep(WINDOW.saturating_sub(began.elapsed()));
             let answer: [u64; 4] = program.ask()?.try_into().ok().context("four numbers were expected")?;
@@ -54,12 +55,13 @@ pub fn run(bench: &Bench) -> Result<Section> {
         }
     }
     let outcome = program.finish()?;
+    failures.tell(&mut section);
     let title =
         format!("{} windows each; the task's priority is {}.", bench.plan.runs, outcome.get("priority")?);
     let columns = ["by", "jobs", "missed", "largest lateness, ms", "longest response, ms"];
     let mut table = Table::new("deadline", &title, &columns);
     let mut chart = Chart::new("Longest response of a task with a deadline of 20 ms", "ms", Scale::Linear);
-    for (side, jobs) in sides.iter().zip(&jobs) {
+    for (side, jobs) in sides.iter().zip(&jobs).filter(|(side, _)| !side.is_some_and(|e| failures.has(e))) {
         let name = side.map_or("none", |e| e.name);
         let [lateness, response] = [jobs.lateness, jobs.response].map(|ns| ns as f64 / 1e6);
         let counts = [name.to_owned(), jobs.all.to_string(), jobs.missed.to_string()];

@@ -1,6 +1,6 @@
 //! Time to a durable full checkpoint, against a raw direct write of the same bytes.
 
-use crate::bench::{Bench, size_name};
+use crate::bench::{Bench, Failures, size_name};
 use crate::heartbeat::{Heartbeat, Load};
 use crate::raw;
 use crate::report::{Chart, Figure, Limit, Promise, Scale, Section, Table, number};
@@ -30,10 +30,11 @@ pub fn run(bench: &Bench) -> Result<Section> {
         Heartbeat::start(&bench.programs, &place.join("program"), Load::new(mebibytes, WRITES), &[])?;
     let source = raw::Source::new(mebibytes << 20);
     let mut ours: Vec<_> = bench.engines.iter().map(|&e| (e, Measured::default())).collect();
+    let mut failures = Failures::default();
     for run in 0..=bench.plan.runs {
         for (engine, measured) in &mut ours {
-            let cut = bench.stillpoint.checkpoint_process(program.pid, &place.join("store"), *engine)?;
-            let cut = cut.with_context(|| format!("no engine {}", engine.name))?;
+            let store = place.join("store");
+            let Some(cut) = failures.checkpoint(bench, program.pid, &store, *engine) else { continue };
             let raw = source.write(&place.join("raw"), cut.written() as u64)?;
             if run > 0 {
                 measured.wall.add_time(cut.wall);
@@ -43,6 +44,7 @@ pub fn run(bench: &Bench) -> Result<Section> {
         }
     }
     program.finish()?;
+    failures.tell(&mut section);
     let peers = measure_peers(bench, mebibytes)?;
     let usual = bench.default_engine();
     let what = format!("durable full checkpoint of {} ({})", size_name(mebibytes), usual.name);

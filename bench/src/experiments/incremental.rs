@@ -84,6 +84,7 @@ fn measure(bench: &Bench, engine: Engine, mebibytes: u64) -> Result<[Cost; 2]> {
         for (cost, mode) in costs.iter_mut().zip(["--full", "--incremental"]) {
             let request = Request { engine: Some(engine), mode: Some(mode), ..Request::default() };
             let cut = bench.stillpoint.checkpoint(JOB, &store, request)?;
+            let cut = if mode == "--incremental" { cut.must_be_incremental()? } else { cut };
             if run > 0 {
                 cost.wall.add_time(cut.wall);
                 cost.written.add(cut.written());

@@ -23,7 +23,7 @@ struct Measured {
 
 impl Measured {
     fn add(&mut self, cut: &Cut) {
-        self.pages.add(cut.number("copied_pages").unwrap_or(cut.written() / 4096.0));
+        self.pages.add(cut.written() / 4096.0);
         self.wall.add_time(cut.wall);
         self.pause.add(cut.own_pause_ms());
     }
@@ -95,7 +95,8 @@ fn measure(
     for _ in 0..bench.plan.runs.min(3) {
         for (kind, measured) in kinds.iter().zip(&mut measured) {
             std::thread::sleep(interval);
-            measured.add(&bench.stillpoint.checkpoint(JOB, &store, request(*kind))?);
+            let cut = bench.stillpoint.checkpoint(JOB, &store, request(*kind))?;
+            measured.add(&if *kind == "--incremental" { cut.must_be_incremental()? } else { cut });
             bench.stillpoint.keep(&store, JOB, 1)?;
         }
     }

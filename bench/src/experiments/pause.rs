@@ -1,9 +1,10 @@
 //! How long a program stands still: by size, write rate, number of threads, engine, and other tools.
 
-use crate::bench::{Bench, size_name};
+use crate::bench::{Bench, Failures, size_name};
 use crate::heartbeat::{Gap, Heartbeat, Load};
 use crate::report::{Chart, Figure, Limit, Promise, Scale, Section, Table, number};
 use crate::series::{Series, ms};
+use crate::tools::Tool;
 use anyhow::{Context, Result};
 use std::time::Duration;
 
@@ -11,7 +12,7 @@ const ABOUT: &str = "\
 A program of one thread that looks at the clock all the time and one that writes random pages is checkpointed again and
 again, by each engine in turn. The gap is the longest that the clock thread saw; `stopped` leaves out the time for which
 that thread was ready and waited for a processor, which the checkpoint's own work may have taken; `own` is the command's
-stopwatch. `none` is the program left alone for as long.";
+stopwatch. `none` is the program left alone for a moment. Other tools are measured at one size and rate.";
 
 /// Time for which the program is left alone, as a measure of what the machine does by itself.
 const ALONE: Duration = Duration::from_millis(300);
@@ -60,7 +61,7 @@ impl Case {
     /// The engine with the shortest pause.
     fn best(&self) -> (&'static str, f64) {
         let gap = |name: &&'static str| (*name, self.gap(name).unwrap_or(f64::NAN));
-        let all = self.engines.iter().map(gap);
+        let all = self.engines.iter().map(gap).filter(|(_, gap)| !gap.is_nan());
         all.min_by(|a, b| a.1.total_cmp(&b.1)).unwrap_or(("none", f64::NAN))
     }
 
@@ -93,8 +94,9 @@ pub fn run(bench: &Bench) -> Result<Section> {
             section.note(format!("{} is skipped: there is not enough memory", size_name(load.mebibytes)));
             continue;
         }
-        let case = measure(bench, load).with_context(|| size_name(load.mebibytes))?;
-        cases.push(case);
+        let mut failures = Failures::default();
+        cases.push(measure(bench, load, &mut failures).with_context(|| size_name(load.mebibytes))?);
+        failures.tell(&mut section);
     }
     section.tables.push(table(&cases));
     section.chart = Some(chart(bench, &cases));
@@ -102,40 +104,47 @@ pub fn run(bench: &Bench) -> Result<Section> {
     Ok(section)
 }
 
-fn measure(bench: &Bench, load: Load) -> Result<Case> {
+/// Other tools stop a program in proportion to its memory: it is enough to see them at one size.
+fn peers_for(bench: &Bench, load: Load) -> &[Box<dyn Tool>] {
+    let shown =
+        load.writes == WRITES && (load.mebibytes == bench.base_size() || load.threads == THREADS.threads);
+    if shown { &bench.peers } else { &[] }
+}
+
+fn measure(bench: &Bench, load: Load, failures: &mut Failures) -> Result<Case> {
     let place = bench.plan.place("pause")?;
     let start = |name: &str, launcher: &[String]| {
         Heartbeat::start(&bench.programs, &place.join("programs").join(name), load, launcher)
     };
     let ours = start("ours", &[])?;
+    let peers = peers_for(bench, load);
     let mut theirs = Vec::new();
-    for peer in &bench.peers {
+    for peer in peers {
         let launcher = peer.launcher(&place.join(peer.name()))?;
         theirs.push(if launcher.is_empty() { None } else { Some(start(peer.name(), &launcher)?) });
     }
-    let names =
-        bench.engines.iter().map(|e| e.name).chain(bench.peers.iter().map(|p| p.name())).chain(["none"]);
+    let names = bench.engines.iter().map(|e| e.name).chain(peers.iter().map(|p| p.name())).chain(["none"]);
     let mut measured: Vec<_> = names.map(|name| (name.to_owned(), Measured::default())).collect();
     for run in 0..=bench.plan.runs {
         let mut results = Vec::new();
         for &engine in &bench.engines {
             ours.longest_gap()?; // forget what came before
-            let cut = bench.stillpoint.checkpoint_process(ours.pid, &place.join("store"), engine)?;
-            let cut = cut.with_context(|| format!("no engine {}", engine.name))?;
-            results.push((ours.longest_gap()?, cut.own_pause_ms(), cut.wall));
+            let cut = failures.checkpoint(bench, ours.pid, &place.join("store"), engine);
+            let gap = ours.longest_gap()?;
+            results.push(cut.map(|cut| (gap, cut.own_pause_ms(), cut.wall)));
         }
-        for (peer, program) in bench.peers.iter().zip(&theirs) {
+        for (peer, program) in peers.iter().zip(&theirs) {
             let target = program.as_ref().unwrap_or(&ours);
             target.longest_gap()?;
             let took = peer.checkpoint(target.pid, &place.join(peer.name()))?;
-            results.push((target.longest_gap()?, f64::NAN, took.durable));
+            results.push(Some((target.longest_gap()?, f64::NAN, took.durable)));
         }
         ours.longest_gap()?;
         std::thread::sleep(ALONE);
-        results.push((ours.longest_gap()?, f64::NAN, ALONE));
+        results.push(Some((ours.longest_gap()?, f64::NAN, ALONE)));
         let warm_up = run == 0;
-        for ((_, series), (gap, own, wall)) in measured.iter_mut().zip(results) {
-            if !warm_up {
+        for ((_, series), result) in measured.iter_mut().zip(results) {
+            if let Some((gap, own, wall)) = result.filter(|_| !warm_up) {
                 series.add(gap, own, wall);
             }
         }
@@ -246,7 +255,8 @@ fn alone(case: &Case) -> Option<Promise> {
     let measured = case.of(engine)?;
     Some(Promise {
         what: format!(
-            "the same by the command's own stopwatch; the peer is the program left alone for {} ms",
+            "pause of {} ({engine}) by the command's own stopwatch; the peer is the program left alone for {} ms",
+            case.name(),
             ms(ALONE)
         ),
         reached: Figure(measured.own.median(), "ms"),

@@ -54,7 +54,7 @@ pub struct Cut {
 
 impl Cut {
     /// A number of the report.
-    pub fn number(&self, key: &str) -> Option<f64> {
+    fn number(&self, key: &str) -> Option<f64> {
         self.report[key].as_f64()
     }
 
@@ -73,6 +73,38 @@ impl Cut {
         self.number("written_bytes").or(self.number("bytes")).unwrap_or(f64::NAN)
     }
 
+    /// Milliseconds for which the program stood still in all, the cut and what prepared it.
+    pub fn downtime_ms(&self) -> f64 {
+        let others = self.report["other_pauses_ms"].as_array();
+        let others: f64 = others.into_iter().flatten().filter_map(Value::as_f64).sum();
+        self.own_pause_ms() + others
+    }
+
+    /// Memory that copies waiting for the disk took at most, KiB; the engine that makes such copies tells it.
+    pub fn buffer_kib(&self) -> Option<f64> {
+        let before = self.story().find_map(|line| line.strip_suffix(" KiB at a time"))?;
+        before.rsplit(' ').next()?.parse().ok()
+    }
+
+    /// Writes that waited for a copy or for room; told by the engine that makes them wait.
+    pub fn writes_that_waited(&self) -> Option<f64> {
+        let count = self.story().find_map(|line| Some(line.split_once(" writes waited")?.0))?;
+        count.parse().ok()
+    }
+
+    /// What the engine told of its work.
+    fn story(&self) -> impl Iterator<Item = &str> {
+        self.report["story"].as_array().into_iter().flatten().filter_map(Value::as_str)
+    }
+
+    /// An error unless it saved only what had changed.
+    pub fn must_be_incremental(self) -> Result<Self> {
+        if self.report["incremental"] == Value::Bool(false) {
+            bail!("the checkpoint was a complete one ({})", self.report["notes"]);
+        }
+        Ok(self)
+    }
+
     /// Number of the checkpoint in its job.
     pub fn id(&self) -> Option<u64> {
         self.report["id"].as_u64()
@@ -80,8 +112,7 @@ impl Cut {
 
     /// Whether it was made in this way: a variant has to be confirmed, so that nothing is shown under a wrong name.
     fn is_by(&self, engine: Engine) -> bool {
-        let says = |key: &str, what: &str| self.report[key].as_str().is_some_and(|s| s.contains(what));
-        engine.variant.is_none_or(|(_, value)| says("engine", value) || says("variant", value))
+        engine.variant.is_none_or(|(_, value)| self.story().any(|line| line.starts_with(value)))
     }
 }
 
@@ -218,5 +249,30 @@ impl Stillpoint {
         let took = began.elapsed();
         self.keep(store, "restore", 1)?;
         Ok(took)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Cut;
+    use serde_json::json;
+    use std::time::Duration;
+
+    #[test]
+    fn the_story_is_understood() {
+        let story = [
+            "plain: all is protected in the cut, and a fault copies one page",
+            "12 writes waited, 11 of them for a copy, 1 for room; 11 pages were copied for them, 44 KiB at a time",
+        ];
+        let report = json!({"pause_ms": 1.5, "other_pauses_ms": [0.25, 0.5], "story": story});
+        let cut = Cut { wall: Duration::ZERO, report };
+        assert_eq!(cut.downtime_ms(), 2.25);
+        assert_eq!(cut.writes_that_waited(), Some(12.0));
+        assert_eq!(cut.buffer_kib(), Some(44.0));
+        assert!(cut.is_by(super::Engine::CLL));
+        let other = Cut { wall: Duration::ZERO, report: json!({"pause_ms": 1.5, "engine": "wp"}) };
+        assert_eq!(other.downtime_ms(), 1.5);
+        assert_eq!(other.buffer_kib(), None);
+        assert!(!other.is_by(super::Engine::CLL));
     }
 }

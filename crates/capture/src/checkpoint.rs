@@ -264,6 +264,7 @@ fn take(
         progress,
         exact: options.kill,
         writer: Some(writer),
+        stored: Vec::new(),
         log: Log::default(),
     };
     let done = work.with_some_engine(tracking, armed, base, lasting).map_err(|e| match e {
@@ -309,6 +310,8 @@ struct Work<'a> {
     exact: bool,
     /// Until the commit.
     writer: Option<Writer>,
+    /// Whose contents the writer has, besides memory's: objects and files by their numbers at one instant.
+    stored: Vec<Owner>,
     log: Log,
 }
 
@@ -463,11 +466,13 @@ impl<'a> Work<'a> {
     /// All that is left to do once the instant is recoverable.
     fn complete(&mut self, engine: &mut dyn MemoryEngine, held: Held<'_>) -> Result<Done> {
         let Held { frozen, mut builder, known, assumed } = held;
+        let of_a_lost_instant = std::mem::take(&mut self.stored);
+        self.stored = builder.contents.iter().map(|c| c.owner).collect();
         self.running(|running| {
-            // An instant that was lost had its own.
-            running.writer.forget_all_but_spaces();
+            of_a_lost_instant.into_iter().for_each(|owner| running.writer.keep_only(owner, Vec::new()));
             for content in &builder.contents {
                 files::copy_content(content, running.writer, &mut |bytes| running.progress.advance(bytes))?;
+                running.writer.keep_only(content.owner, content.ranges.clone());
             }
             Ok(())
         })?;

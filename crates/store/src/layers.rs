@@ -17,8 +17,6 @@ pub(crate) struct Layers {
     log: Vec<Layer>,
     /// Of these owners, only these ranges (ascending) count.
     kept: BTreeMap<Owner, Vec<Range>>,
-    /// Rows before this one count only if they are of an address space.
-    renewed: usize,
 }
 
 impl Layers {
@@ -30,9 +28,7 @@ impl Layers {
 
     /// Adds zero pages or a hole, joined to the row before where it continues that.
     pub fn put_empty(&mut self, owner: Owner, address: u64, pages: u32, hole: bool) {
-        if self.log.len() > self.renewed
-            && let Some(Layer { extent: last, hole: before }) = self.log.last_mut()
-        {
+        if let Some(Layer { extent: last, hole: before }) = self.log.last_mut() {
             let joins = last.owner == owner && last.end() == address && last.place == Place::Zero;
             if joins && *before == hole && last.pages.checked_add(pages).is_some() {
                 last.pages += pages;
@@ -44,8 +40,7 @@ impl Layers {
 
     /// The extent of a row, if it is the last one.
     pub fn last(&self, row: usize) -> Option<&Extent> {
-        let is_last = row + 1 == self.log.len() && row >= self.renewed;
-        self.log.last().filter(|_| is_last).map(|layer| &layer.extent)
+        self.log.last().filter(|_| row + 1 == self.log.len()).map(|layer| &layer.extent)
     }
 
     /// Makes the extent of a row, stored and the last one so far, longer.
@@ -70,18 +65,8 @@ impl Layers {
         self.kept.insert(owner, ranges);
     }
 
-    /// Forgets all that is not of an address space.
-    pub fn renew(&mut self) {
-        self.renewed = self.log.len();
-    }
-
     /// The page map: of overlapping layers the last one counts.
     pub fn flatten(mut self) -> PageMap {
-        let mut row = 0;
-        self.log.retain(|layer| {
-            row += 1;
-            row > self.renewed || matches!(layer.extent.owner, Owner::Space(_))
-        });
         let kept = std::mem::take(&mut self.kept);
         let mut map = self.flatten_all();
         if !kept.is_empty() {

@@ -200,11 +200,6 @@ impl Writer {
         self.pipeline.layers.keep_only(owner, ranges);
     }
 
-    /// Forgets what was put or reused of memory objects and files: they are about to be put anew, and may be others.
-    pub fn forget_all_but_spaces(&mut self) {
-        self.pipeline.layers.renew();
-    }
-
     /// Commits the checkpoint: page data durable, then the manifest durable under a temporary name, then its name,
     /// then the folder. Sets `job`, `id`, `pages` and `written_bytes` of the image's [`stillpoint_image::Meta`].
     ///

@@ -19,12 +19,17 @@ enum Change {
     Forget { first: u64, pages: u64 },
 }
 
+/// Runs of pages, in ascending order and apart: first page and length.
+type Kept = Vec<(u64, u64)>;
+
 #[derive(Clone, Debug)]
 enum Action {
     /// A checkpoint from nothing, or on top of the newest.
     Checkpoint {
         incremental: bool,
         changes: Vec<Change>,
+        /// In the end, only these pages are part of it.
+        kept: Option<Kept>,
         commits: bool,
     },
     Remove(prop::sample::Index),
@@ -40,12 +45,26 @@ fn change() -> impl Strategy<Value = Change> {
     ]
 }
 
+fn kept() -> impl Strategy<Value = Kept> {
+    prop::collection::vec((1_u64..40, 1_u64..60), 0..6).prop_map(|gaps| {
+        let mut next = 0;
+        gaps.into_iter()
+            .map(|(gap, pages)| {
+                let first = next + gap;
+                next = first + pages;
+                (first, pages)
+            })
+            .collect()
+    })
+}
+
 fn action() -> impl Strategy<Value = Action> {
     let changes = prop::collection::vec(change(), 0..12);
     prop_oneof![
-        6 => (prop::bool::weighted(0.8), changes, prop::bool::weighted(0.9)).prop_map(
-            |(incremental, changes, commits)| Action::Checkpoint { incremental, changes, commits }
-        ),
+        6 => (prop::bool::weighted(0.8), changes, prop::option::weighted(0.3, kept()), prop::bool::weighted(0.9))
+            .prop_map(|(incremental, changes, kept, commits)| {
+                Action::Checkpoint { incremental, changes, kept, commits }
+            }),
         1 => any::<prop::sample::Index>().prop_map(Action::Remove),
         2 => (1_usize..4).prop_map(Action::Prune),
         1 => Just(Action::Reopen),
@@ -60,7 +79,14 @@ struct Model {
 }
 
 impl Model {
-    fn checkpoint(&mut self, store: &Store, incremental: bool, changes: &[Change], commits: bool) {
+    fn checkpoint(
+        &mut self,
+        store: &Store,
+        incremental: bool,
+        changes: &[Change],
+        kept: Option<&Kept>,
+        commits: bool,
+    ) {
         let mut writer = store.begin("job").expect("begin");
         let mut memory = Memory::new();
         if incremental && let Some((id, newest)) = self.checkpoints.last_key_value() {
@@ -80,6 +106,11 @@ impl Model {
                     memory.retain(|page, _| !(first..first + pages).contains(page));
                 }
             }
+        }
+        if let Some(kept) = kept {
+            let ranges = kept.iter().map(|&(first, pages)| Range { start: first * PAGE, len: pages * PAGE });
+            writer.keep_only(SPACE, ranges.collect());
+            memory.retain(|page, _| kept.iter().any(|&(first, pages)| (first..first + pages).contains(page)));
         }
         if commits {
             let done = writer.commit(image()).expect("commit");
@@ -118,8 +149,8 @@ proptest! {
         let mut model = Model::default();
         for action in actions {
             match action {
-                Action::Checkpoint { incremental, changes, commits } => {
-                    model.checkpoint(&store, incremental, &changes, commits);
+                Action::Checkpoint { incremental, changes, kept, commits } => {
+                    model.checkpoint(&store, incremental, &changes, kept.as_ref(), commits);
                 }
                 Action::Remove(which) if !model.checkpoints.is_empty() => {
                     let id = *model.checkpoints.keys().nth(which.index(model.checkpoints.len())).expect("one");
@@ -152,7 +183,7 @@ fn many_small_checkpoints() {
     let mut model = Model::default();
     for i in 0..200 {
         let changes = [Change::Put { first: i, pages: 1, seed: i + 1 }];
-        model.checkpoint(&store, true, &changes, true);
+        model.checkpoint(&store, true, &changes, None, true);
     }
     let (last, newest) = model.checkpoints.pop_last().expect("newest");
     model.checkpoints = [(last, newest)].into();

@@ -62,12 +62,12 @@ impl Fork {
     /// Copies what the twin does not inherit or must not keep; returns why not, if that is too much.
     fn set_aside(&mut self, still: &Still<'_>) -> Result<Option<String>> {
         let mappings = &still.builder.image.spaces[0].mappings;
-        let left_out: Vec<&Mapping> =
-            mappings.iter().filter(|m| !m.shared && (!is_inherited(m) || m.huge_page != 0)).collect();
+        let left_out: Vec<&Mapping> = mappings.iter().filter(|m| !m.shared && is_left_out(m)).collect();
         let apart = |s: &Span| left_out.iter().any(|m| m.start == s.range.start);
         let (apart, inherited): (Vec<Span>, Vec<Span>) =
             spans(&still.builder.image.spaces[0]).into_iter().partition(apart);
         let mut ranges = Vec::new();
+        self.aside_ranges.clear();
         for span in &apart {
             let first = self.aside_ranges.len();
             own_pages(&still.target.pagemap, span, &mut self.aside_ranges)?;
@@ -114,6 +114,8 @@ impl MemoryEngine for Fork {
     }
 
     fn prepare(&mut self, running: &mut Running<'_>) -> Result<()> {
+        // Of an instant that was lost.
+        self.twin = None;
         check_burial(&running.target.process)?;
         check_memory(&running.target.process)
     }
@@ -176,6 +178,11 @@ impl MemoryEngine for Fork {
         running.writer.keep_only(Owner::Space(0), own);
         Ok(())
     }
+}
+
+/// Whether a private mapping is copied in the cut.
+fn is_left_out(mapping: &Mapping) -> bool {
+    !is_inherited(mapping) || mapping.huge_page != 0
 }
 
 fn is_inherited(mapping: &Mapping) -> bool {

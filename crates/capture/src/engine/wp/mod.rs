@@ -161,6 +161,9 @@ impl MemoryEngine for Wp<'_> {
                 .try_for_each(|e| running.writer.reuse(e))?,
             None => *self.armed = Some(Armed::start(running)?),
         }
+        if self.plain {
+            running.log.tell("plain: all is protected in the cut, and a fault copies one page");
+        }
         self.copied.reserve(self.buffer);
         Ok(())
     }

@@ -196,6 +196,12 @@ impl Desk {
                     held.figures.waited += 1;
                     held.queue.push_back(page.0);
                 }
+                // The protection went with the pages, but what is saved is not of this place.
+                Event::Moved { to, len, .. } if !held.attentive => {
+                    let run = Range { start: to.0, len };
+                    held.pages.set(run, State::Written);
+                    self.release(held, run);
+                }
                 _ if !held.attentive => {}
                 Event::Dropped { start, end } => {
                     held.changed.push(Range { start: start.0, len: end.0 - start.0 });
