@@ -6,9 +6,12 @@ use std::collections::HashMap;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 use stillpoint_capture::{Engine, Options, Progress, Report, Session, checkpoint};
 use stillpoint_image::{Owner, PAGE, Place};
-use stillpoint_store::Store;
+use stillpoint_store::{Fault, Op, Store};
 
 struct Quiet;
 
@@ -183,4 +186,38 @@ fn wp_incremental() {
 fn wp_incremental_in_storms() {
     let done = hold_instants("dmrt", Engine::Wp, 16 << 20, true, true);
     eprintln!("{} of 12", done.len());
+}
+
+/// A medium that is slow, and fails after some writes.
+struct Failing(AtomicU32);
+
+impl Fault for Failing {
+    fn before(&self, op: Op, _: &Path) -> std::io::Result<()> {
+        if op != Op::Write {
+            return Ok(());
+        }
+        std::thread::sleep(Duration::from_millis(5));
+        match self.0.fetch_sub(1, Ordering::Relaxed) {
+            0 => Err(std::io::Error::other("the medium fails")),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Writers that wait for room go on when the medium fails; and with the next checkpoint all is well.
+#[test]
+fn wp_on_a_failing_medium() {
+    let mut target = Target::start("t");
+    let pid = target.child.id();
+    let mut session = Session::new(pid);
+    for writes in [3, 10, 25] {
+        let failing = Arc::new(Failing(AtomicU32::new(writes)));
+        let store = Store::open_faulty(&target.store(), failing).unwrap();
+        let failed = session.checkpoint(&store, &options(Engine::Wp, 4096), &Quiet);
+        assert!(failed.unwrap_err().to_string().contains("the medium fails"));
+        assert!(target.is_alive());
+    }
+    let store = Store::open(&target.store()).unwrap();
+    session.checkpoint(&store, &options(Engine::Wp, 4096), &Quiet).unwrap();
+    Memory::load(&target.store()).check(target.notes);
 }
