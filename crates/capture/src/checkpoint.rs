@@ -97,16 +97,24 @@ pub fn checkpoint(
 #[derive(Debug)]
 pub struct Session {
     pid: u32,
-    tracking: Option<Tracking>,
-    armed: Option<Armed>,
+    followed: Followed,
     /// There will be further checkpoints.
     lasting: bool,
+}
+
+/// What is followed of a process.
+#[derive(Debug, Default)]
+struct Followed {
+    tracking: Option<Tracking>,
+    armed: Option<Armed>,
+    /// The address space to which all this belongs: a process that executes another program gets a new one.
+    space: Option<Pagemap>,
 }
 
 impl Session {
     /// A session with a process; nothing is done to it before the first checkpoint.
     pub fn new(pid: u32) -> Self {
-        Session { pid, tracking: None, armed: None, lasting: true }
+        Session { pid, followed: Followed::default(), lasting: true }
     }
 
     /// Takes a checkpoint. Whatever fails, the process runs on unharmed and the store is as before.
@@ -122,7 +130,7 @@ impl Session {
             if !matches!(result, Err(Error::Replaced)) {
                 break;
             }
-            (self.tracking, self.armed) = (None, None);
+            self.followed = Followed::default();
             result = self.attempt(store, options, progress);
         }
         result.map_err(|e| match e {
@@ -143,8 +151,7 @@ impl Session {
         let (pid, lasting) = (self.pid, self.lasting);
         // On a thread of its own: what it may still trace when it fails is let go of when it ends.
         std::thread::scope(|scope| {
-            let tracer = scope
-                .spawn(|| take(pid, store, options, lasting, &mut self.tracking, &mut self.armed, progress));
+            let tracer = scope.spawn(|| take(pid, store, options, lasting, &mut self.followed, progress));
             let joined = tracer.join();
             joined.unwrap_or_else(|_| Err(Error::Failed("the checkpoint failed inside stillpoint".into())))
         })
@@ -238,12 +245,15 @@ fn take(
     store: &Store,
     options: &Options,
     lasting: bool,
-    tracking: &mut Option<Tracking>,
-    armed: &mut Option<Armed>,
+    followed: &mut Followed,
     progress: &(dyn Progress + Sync),
 ) -> Result<Report> {
     let start = Instant::now();
     let target = Target::open(pid)?;
+    if followed.space.take().is_none_or(|space| space.is_of_the_past()) {
+        *followed = Followed::default();
+    }
+    let Followed { tracking, armed, space } = followed;
     let writer = store.begin(&options.job)?;
     let last = store.load(&options.job, None).ok();
     // Whatever fails from here on, the next checkpoint starts afresh.
@@ -281,6 +291,9 @@ fn take(
         armed.base = Some((options.job.clone(), done.committed.id));
     }
     let Done { committed, pause, engine } = done;
+    let other_pauses = work.log.pauses;
+    let story = work.log.story;
+    *space = Some(target.pagemap);
     Ok(Report {
         job: options.job.clone(),
         id: committed.id,
@@ -288,11 +301,11 @@ fn take(
         pages: committed.pages,
         written_bytes: committed.written_bytes,
         pause,
-        other_pauses: work.log.pauses,
+        other_pauses,
         wall: start.elapsed(),
         engine: engine.name(),
         incremental: !base.is_empty() && matches!(engine, Engine::Precopy | Engine::Wp),
-        story: work.log.story,
+        story,
         notes: Vec::new(),
     })
 }
