@@ -47,9 +47,15 @@ fn facts(pid: u32) -> Facts {
     facts
 }
 
-/// Polls until the target is as before and every thread of it makes progress.
+/// The target is as before, and every thread of it makes progress.
 #[track_caller]
 fn unharmed(running: &Running, before: &Facts, what: &str) {
+    assert!(unharmed_or_dead(running, before, what), "{what}: the target is dead:\n{}", running.said());
+}
+
+/// Polls until the target is as before and every thread of it makes progress; false if it is dead.
+#[track_caller]
+fn unharmed_or_dead(running: &Running, before: &Facts, what: &str) -> bool {
     let began = Instant::now();
     let patience = Duration::from_secs(20);
     let from = loop {
@@ -59,13 +65,15 @@ fn unharmed(running: &Running, before: &Facts, what: &str) {
         }
     };
     loop {
-        assert!(kernel::alive(running.pid), "{what}: the target is dead:\n{}", running.said());
+        if !kernel::alive(running.pid) {
+            return false;
+        }
         let now = Counters::of(running).expect("counters");
         assert_eq!(now.wrong, 0, "{what}: the target found differences:\n{}", running.said());
         let stuck: Vec<usize> = (0..KINDS).filter(|&k| now.rounds[k] <= from.rounds[k]).collect();
         let differences = before.differences(&facts(running.pid));
         if stuck.is_empty() && differences.is_empty() {
-            return;
+            return true;
         }
         assert!(
             began.elapsed() < patience,
@@ -374,8 +382,7 @@ fn during_restore() {
             if left.contains(&pid) && before.differences(&facts(pid)).is_empty() {
                 // Whole. Whoever looks after it may still decide to end it, as nobody was told that it is back.
                 std::thread::sleep(Duration::from_millis(300));
-                if kernel::alive(pid) {
-                    unharmed(&target, &before, &what);
+                if unharmed_or_dead(&target, &before, &what) {
                     whole += 1;
                     break;
                 }

@@ -202,6 +202,12 @@ impl Desk {
                     held.pages.set(run, State::Written);
                     self.release(held, run);
                 }
+                Event::Moved { to, len, .. } if !held.attentive => {
+                    // What is protected there now was saved for another place: here it counts as written.
+                    let run = Range { start: to.0, len };
+                    held.pages.set(run, State::Kept);
+                    self.release(held, run);
+                }
                 _ if !held.attentive => {}
                 Event::Dropped { start, end } => {
                     held.changed.push(Range { start: start.0, len: end.0 - start.0 });
