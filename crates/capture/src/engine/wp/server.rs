@@ -196,12 +196,6 @@ impl Desk {
                     held.figures.waited += 1;
                     held.queue.push_back(page.0);
                 }
-                // The protection went with the pages, but what is saved is not of this place.
-                Event::Moved { to, len, .. } if !held.attentive => {
-                    let run = Range { start: to.0, len };
-                    held.pages.set(run, State::Written);
-                    self.release(held, run);
-                }
                 Event::Moved { to, len, .. } if !held.attentive => {
                     // What is protected there now was saved for another place: here it counts as written.
                     let run = Range { start: to.0, len };
