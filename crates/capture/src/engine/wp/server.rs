@@ -143,7 +143,7 @@ impl Desk {
 
     /// Ends the serving threads.
     pub fn stop(&self) {
-        self.stop.store(true, Ordering::Relaxed);
+        self.stop.store(true, Ordering::SeqCst);
         self.ring();
     }
 
@@ -154,7 +154,7 @@ impl Desk {
 
     /// A serving thread.
     pub fn serve(&self) {
-        while !self.stop.load(Ordering::Relaxed) {
+        while !self.stop.load(Ordering::SeqCst) {
             let mut held = self.hold();
             if !self.read_events(&mut held) {
                 return;
@@ -179,8 +179,12 @@ impl Desk {
         let mut fds = [PollFd::new(&self.userfault, PollFlags::IN), PollFd::new(&self.bell, PollFlags::IN)];
         // Interrupted or not, the caller looks at everything again.
         let _ = poll(&mut fds, None);
-        if fds[1].revents().contains(PollFlags::IN) && !self.stop.load(Ordering::Relaxed) {
+        if fds[1].revents().contains(PollFlags::IN) {
             let _ = rustix::io::read(&self.bell, &mut [0u8; 8]);
+            // Whoever has not woken yet must hear it too.
+            if self.stop.load(Ordering::SeqCst) {
+                self.ring();
+            }
         }
     }
 
