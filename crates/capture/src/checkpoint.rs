@@ -364,6 +364,9 @@ impl<'a> Work<'a> {
                 _ => Box::new(Stop::default()),
             };
             let (name, first) = (engine.engine().name(), engine.engine() == asked);
+            if asked == Engine::Auto {
+                self.log.tell(format!("auto takes {name}: {}", engine::reason(engine.engine())));
+            }
             match self.prepare(&mut *engine) {
                 Ok(()) => {}
                 Err(e @ (Error::Kernel(_) | Error::Failed(_))) if !first => {

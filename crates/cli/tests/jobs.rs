@@ -197,7 +197,8 @@ fn names_are_the_commands_and_never_those_of_other_jobs() {
     assert_eq!(listed.len(), 3);
     bench.run(&["rm", "mine"]).assert_fails(2, &["running", "--force"]);
     pids.iter().for_each(|&pid| kill(pid as u32, Signal::KILL));
-    // At once: the name is free when the process is gone.
+    // The name is free when the process is gone.
+    eventually("the processes are gone", || pids.iter().all(|&pid| !is_alive(pid as u32)));
     assert_eq!(bench.run(&["run", "--name", "mine", "--", "true"]).code, Some(0));
 }
 

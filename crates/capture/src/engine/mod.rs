@@ -18,6 +18,7 @@ use crate::{Builder, Error, Result};
 use std::time::Duration;
 use stillpoint_image::{Owner, Range};
 use stillpoint_linux::memory::Memory;
+use stillpoint_linux::sched::{self, SchedAttr};
 use stillpoint_store::{PutError, Writer, Zeros};
 
 /// How memory is saved.
@@ -49,13 +50,23 @@ impl Engine {
     }
 }
 
-/// The engines to try, one after the other, where `asked` was asked for.
+/// The engines to try, one after the other, where `asked` was asked for. `wp` is taken only by those who ask for it: to
+/// let the kernel itself wait for a page is more than every program and every kernel path can bear.
 pub(crate) fn order(asked: Engine) -> Vec<Engine> {
     match asked {
         Engine::Auto => vec![Engine::Precopy, Engine::Fork, Engine::Stop],
         Engine::Precopy => vec![Engine::Precopy, Engine::Fork, Engine::Stop],
         Engine::Wp => vec![Engine::Wp, Engine::Fork, Engine::Stop],
         other => vec![other],
+    }
+}
+
+/// Why `auto` takes this engine next.
+pub(crate) fn reason(engine: Engine) -> &'static str {
+    match engine {
+        Engine::Precopy => "the next checkpoint will cost only what changes",
+        Engine::Fork => "it copies nothing in the cut, however fast the program writes",
+        _ => "it needs nothing of the kernel and of the program",
     }
 }
 
@@ -194,4 +205,20 @@ impl Copied {
         }
         Ok(())
     }
+}
+
+/// Does work in a thread that gives way to the program, and so do threads that it starts. With a short slice of time,
+/// the program's threads do not wait long where processors are few (Linux 6.12; before, with nice alone).
+pub(crate) fn politely<T: Send>(work: impl FnOnce() -> T + Send) -> T {
+    const NICE: i32 = 10;
+    const SLICE: u64 = 100_000; // nanoseconds, the shortest there is
+    std::thread::scope(|scope| {
+        let polite = scope.spawn(|| {
+            let attributes = SchedAttr { nice: NICE, runtime: SLICE, ..SchedAttr::default() };
+            // Where it may not be had, it was low already.
+            let _ = sched::set_attributes(0, &attributes);
+            work()
+        });
+        polite.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
 }

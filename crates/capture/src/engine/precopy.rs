@@ -5,10 +5,11 @@
 //! program dropped or unmapped since it was copied is found missing at the cut, and forgotten.
 
 use super::tracking::{Found, Tracking, writes_unnoticed};
-use super::{Copied, Cut, Engine, MemoryEngine, Running, Still, put_error};
+use super::{Copied, Cut, Engine, MemoryEngine, Running, Still, politely, put_error};
 use crate::regions::{spans, spans_of_maps, zeros};
 use crate::{Error, Result};
 use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
 use stillpoint_image::{Extent, Owner, PAGE, Range};
 use stillpoint_linux::memory::Memory;
 
@@ -36,6 +37,9 @@ pub(crate) struct Precopy<'t> {
     tries: usize,
     /// Something has been copied.
     started: bool,
+    /// When the program's memory was looked at last, in this checkpoint if there has been a round.
+    looked: Instant,
+    rounds_before: bool,
 }
 
 impl<'t> Precopy<'t> {
@@ -43,15 +47,32 @@ impl<'t> Precopy<'t> {
     /// be copied at the cut.
     pub fn new(tracking: &'t mut Option<Tracking>, base: Vec<Extent>, most: u64) -> Self {
         let copied = Copied::default();
-        Precopy { tracking, base, left: Vec::new(), copied, own: Vec::new(), most, tries: 0, started: false }
+        Precopy {
+            tracking,
+            base,
+            left: Vec::new(),
+            copied,
+            own: Vec::new(),
+            most,
+            tries: 0,
+            started: false,
+            looked: Instant::now(),
+            rounds_before: false,
+        }
     }
 
     /// Copies until little is left.
     fn rounds(&mut self, running: &mut Running<'_>) -> Result<()> {
         let mut before = u64::MAX;
         for _ in 0..ROUNDS {
-            let bytes = self.round(running)?;
-            running.log.tell(format!("copied {} pages while it ran", bytes / PAGE));
+            let since = self.looked.elapsed();
+            let (bytes, first) = (self.round(running)?, !std::mem::replace(&mut self.rounds_before, true));
+            let pages = bytes / PAGE;
+            let rate = match first {
+                true => String::new(),
+                false => format!(", at {:.0} written pages a second", pages as f64 / since.as_secs_f64()),
+            };
+            running.log.tell(format!("copied {pages} pages while it ran{rate}"));
             // What is written during a round grows with the time it takes: when that does not shrink any more, it
             // will not.
             if bytes <= LITTLE || bytes > before / 4 * 3 {
@@ -65,6 +86,7 @@ impl<'t> Precopy<'t> {
     fn round(&mut self, running: &mut Running<'_>) -> Result<u64> {
         let spans = spans_of_maps(&running.target.process.maps()?);
         let Some(tracking) = self.tracking else { return Err(Error::Failed("it is not followed".into())) };
+        self.looked = Instant::now();
         let Found { dirty, .. } = tracking.look(running.target, &spans)?;
         // Looked at after pages were protected and before they are copied: see there.
         if writes_unnoticed(running.target.pid)? {
@@ -175,7 +197,8 @@ fn put_what_is_there(
         }
         Ok(())
     };
-    let put = running.writer.put_parallel(Owner::Space(0), ranges, zeros(zeros_matter), &fill);
+    let writer = &mut *running.writer;
+    let put = politely(|| writer.put_parallel(Owner::Space(0), ranges, zeros(zeros_matter), &fill));
     put.map_err(put_error)?;
     Ok(missed.into_inner().unwrap_or_else(PoisonError::into_inner))
 }

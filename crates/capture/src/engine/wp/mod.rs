@@ -20,7 +20,7 @@ mod pages;
 mod server;
 
 use super::tracking::open_inside;
-use super::{Copied, Cut, Engine, MemoryEngine, Running, Still};
+use super::{Copied, Cut, Engine, MemoryEngine, Running, Still, politely};
 use crate::brief::stop_briefly;
 use crate::checkpoint::{Progress, Target};
 use crate::freeze::Frozen;
@@ -38,9 +38,8 @@ use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::fdinfo;
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::pagemap::{Category, Pagemap, Query, Run};
-use stillpoint_linux::sched::{self, SchedAttr};
 use stillpoint_linux::userfault::Mode;
-use stillpoint_store::{PutError, Source, Writer, Zeros};
+use stillpoint_store::{PutError, Source, Zeros};
 
 /// Threads that serve waiting writers, where there are as many processors.
 const SERVERS: usize = 2;
@@ -68,8 +67,6 @@ const FEW: u64 = 16;
 const LEAST_AROUND: u64 = 4;
 /// Share of the buffer that the threads hold which write to the store, bytes.
 const IN_FLIGHT: u64 = 4 << 20;
-/// Nice value of the threads that sweep.
-const NICE: i32 = 19;
 /// Instants that may be lost before another engine takes over.
 const TRIES: usize = 3;
 
@@ -490,7 +487,9 @@ impl Armed {
         self.nothing_unnoticed()?;
         running.progress.start(self.desk.hold().pages.unsaved() * PAGE);
         let source = Sweep { desk: &self.desk, progress: running.progress, put: Mutex::default() };
-        sweep(running.writer, &source).map_err(|e| match e {
+        let writer = &mut *running.writer;
+        let put = politely(|| writer.put_from(Owner::Space(0), Zeros::Omit, &source));
+        put.map_err(|e| match e {
             PutError::Fill(why) => Error::Lost(why),
             PutError::Store(e) => Error::Store(e),
         })?;
@@ -617,19 +616,6 @@ impl Source for Sweep<'_> {
         self.put.lock().unwrap_or_else(PoisonError::into_inner).extend(&runs);
         Ok(runs)
     }
-}
-
-/// Sweeps in threads that give way to the program: whoever waits for a page has their processor.
-fn sweep(writer: &mut Writer, source: &Sweep<'_>) -> Result<(), PutError<String>> {
-    std::thread::scope(|scope| {
-        let sweep = scope.spawn(|| {
-            let politely = SchedAttr { policy: libc::SCHED_BATCH as u32, nice: NICE, ..SchedAttr::default() };
-            // Threads inherit it. Where it may not be had, it was low already.
-            let _ = sched::set_attributes(0, &politely);
-            writer.put_from(Owner::Space(0), Zeros::Omit, source)
-        });
-        sweep.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-    })
 }
 
 /// The pages of some addresses, ascending.
