@@ -495,7 +495,8 @@ fn adoption() {
     // A signal does the same.
     kernel::kill(process(&answer["supervisor_pid"]), rustix::process::Signal::TERM);
     wait_for("it to be no job", PATIENCE, || listed(&stillpoint, "old").is_null().then_some(()));
-    assert!(!is_followed(running.pid) && kernel::alive(running.pid));
+    wait_for("it to be let go", PATIENCE, || (!is_followed(running.pid)).then_some(()));
+    assert!(kernel::alive(running.pid));
 
     // Its end is noticed.
     let answer = adopt(&stillpoint, running.pid, "old", &[]);

@@ -103,12 +103,14 @@ pub fn monotonic_ns() -> u64 {
 /// The call that a stopped thread will go on with through `restart_syscall`.
 ///
 /// `earlier` is what an earlier checkpoint of the same thread found, as time left now: a call that was already
-/// restarted once no longer tells when it first began.
+/// restarted once no longer tells when it first began. `stopped_ns` is when it was stopped (our `CLOCK_MONOTONIC`), the
+/// moment for which the time that is left is told.
 pub fn interrupted_call(
     memory: &Memory,
     regs: &Regs,
     waiting: &Waiting,
     earlier: Option<BlockedCall>,
+    stopped_ns: u64,
 ) -> Option<BlockedCall> {
     if regs.interrupted() != Interrupted::RestartBlock {
         return None;
@@ -119,7 +121,9 @@ pub fn interrupted_call(
     let remaining_ns = match reported(memory, nr, args) {
         Some(left) => Some(left),
         None if restarted => earlier.filter(|e| e.nr == nr).and_then(|e| e.remaining_ns),
-        None => requested(memory, nr, args).zip(waited(waiting)).map(|(r, w)| r.saturating_sub(w)),
+        None => {
+            requested(memory, nr, args).zip(waited(waiting, stopped_ns)).map(|(r, w)| r.saturating_sub(w))
+        }
     };
     Some(BlockedCall { nr, remaining_ns })
 }
@@ -170,8 +174,8 @@ fn timespec(memory: &Memory, at: u64) -> Option<u64> {
     seconds.checked_mul(1_000_000_000)?.checked_add(nanoseconds)
 }
 
-fn waited(waiting: &Waiting) -> Option<u64> {
-    Some(waiting.asleep_ns? + monotonic_ns().saturating_sub(waiting.seen_ns))
+fn waited(waiting: &Waiting, stopped_ns: u64) -> Option<u64> {
+    Some(waiting.asleep_ns? + stopped_ns.saturating_sub(waiting.seen_ns))
 }
 
 /// The registers with which a thread should go on: a call without a timeout that the stop made fail is made again.

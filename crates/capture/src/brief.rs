@@ -4,7 +4,7 @@ use crate::Result;
 use crate::blocked::Waiting;
 use crate::blocked::{self, Earlier};
 use crate::checkpoint::Target;
-use crate::freeze::Frozen;
+use crate::freeze::{Frozen, Hurry};
 use std::collections::HashMap;
 use std::time::Duration;
 use stillpoint_image::BlockedCall;
@@ -19,8 +19,9 @@ pub(crate) fn stop_briefly<T>(
     work: impl FnOnce(&mut Frozen) -> Result<T>,
 ) -> Result<(T, Duration)> {
     let waiting = observe(&target.process)?;
+    let _hurry = Hurry::begin();
     let mut frozen = target.freeze()?;
-    let now = target.clocks().0;
+    let (now, stopped_ns) = (target.clocks().0, blocked::monotonic_ns());
     let known = earlier.calls_at(now);
     let mut calls: HashMap<u32, BlockedCall> = HashMap::new();
     let mut unbroken = Vec::new();
@@ -30,7 +31,13 @@ pub(crate) fn stop_briefly<T>(
         if regs.interrupted() == stillpoint_linux::arch::Interrupted::RestartBlock {
             let tid = status()?.own_tid();
             let waiting = waiting.get(&stopped.tid()).cloned().unwrap_or_default();
-            let call = blocked::interrupted_call(&target.memory, &regs, &waiting, known.get(&tid).copied());
+            let call = blocked::interrupted_call(
+                &target.memory,
+                &regs,
+                &waiting,
+                known.get(&tid).copied(),
+                stopped_ns,
+            );
             calls.extend(call.map(|call| (tid, call)));
         }
         if blocked::unbroken(&regs, false) != regs {

@@ -8,7 +8,7 @@ use crate::engine::tracking::Tracking;
 use crate::engine::wp::{Armed, Wp};
 use crate::engine::{self, Cut, Engine, Log, MemoryEngine, Running, Still};
 use crate::files::Moment;
-use crate::freeze::Frozen;
+use crate::freeze::{Frozen, Hurry};
 use crate::inspect::{Assumed, Known, inspect};
 use crate::{Builder, Error, Result, attributes, files};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -471,17 +471,18 @@ impl<'a> Work<'a> {
         files::take_digests_of(&mut known.rehearsed, Usage::Write, Moment::Running);
         self.running(|running| engine.converge(running))?;
         known.observe();
+        let hurry = Hurry::begin();
         let mut frozen = self.target.freeze()?;
-        known.set_earlier(&self.earlier, self.target.clocks().0);
+        known.stopped(&self.earlier, self.target.clocks().0);
         self.target.stamp(&mut builder.image.meta);
         let assumed = inspect(&mut builder, &mut frozen, &known)?;
         refuse_if_needed(&mut builder)?;
-        Ok(Held { frozen, builder, known, assumed })
+        Ok(Held { frozen, builder, known, assumed, hurry })
     }
 
     /// All that is left to do once the instant is recoverable.
     fn complete(&mut self, engine: &mut dyn MemoryEngine, held: Held<'_>) -> Result<Done> {
-        let Held { frozen, mut builder, known, assumed } = held;
+        let Held { frozen, mut builder, known, assumed, hurry } = held;
         let of_a_lost_instant = std::mem::take(&mut self.stored);
         self.stored = builder.contents.iter().map(|c| c.owner).collect();
         self.running(|running| {
@@ -498,6 +499,7 @@ impl<'a> Work<'a> {
             return self.complete_and_kill(engine, builder, frozen);
         }
         let pause = frozen.thaw();
+        drop(hurry);
         let holds = assumed.holds(&known)?;
         self.earlier = earlier_calls(&builder.image, self.target);
         self.running(|running| engine.finish(running)).inspect_err(|_| self.log.pauses.push(pause))?;
@@ -556,6 +558,7 @@ struct Held<'a> {
     builder: Builder,
     known: Known<'a>,
     assumed: Assumed,
+    hurry: Hurry,
 }
 
 fn impossible(engine: &str, why: &str) -> Error {

@@ -9,6 +9,7 @@ use std::collections::HashSet;
 use std::time::{Duration, Instant};
 use stillpoint_linux::proc::Proc;
 use stillpoint_linux::ptrace::{Ended, Seized, Stop, Stopped, Waited, options};
+use stillpoint_linux::sched::{self, SchedAttr};
 
 /// How long a thread may stay in an uninterruptible sleep before a checkpoint gives up.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -85,6 +86,30 @@ impl Frozen {
 impl Drop for Frozen {
     fn drop(&mut self) {
         self.release();
+    }
+}
+
+/// While it lives, the calling thread (and those that it starts) comes before others: where processors are few, a
+/// program that stands still should not wait for those that do not. Needs `CAP_SYS_NICE`, and does nothing without.
+#[derive(Debug)]
+pub struct Hurry {
+    before: Option<SchedAttr>,
+}
+
+impl Hurry {
+    /// From now on.
+    pub fn begin() -> Self {
+        const FIRST: i32 = -20;
+        let before = sched::attributes(0).ok();
+        let hurried = before.filter(|b| sched::set_attributes(0, &SchedAttr { nice: FIRST, ..*b }).is_ok());
+        Hurry { before: hurried }
+    }
+}
+
+impl Drop for Hurry {
+    fn drop(&mut self) {
+        // It was allowed to be less in a hurry before.
+        let _ = self.before.map(|before| sched::set_attributes(0, &before));
     }
 }
 

@@ -50,6 +50,8 @@ pub struct Known<'a> {
     waiting: HashMap<u32, Waiting>,
     /// Calls that an earlier checkpoint found interrupted, by thread, with the time left now.
     earlier: HashMap<u32, BlockedCall>,
+    /// When it was stopped, on our monotonic clock.
+    stopped_ns: u64,
     /// What a rehearsal found.
     pub(crate) rehearsed: Builder,
 }
@@ -91,7 +93,7 @@ impl<'a> Known<'a> {
         #[rustfmt::skip]
         let mut known = Known {
             process, pidfd, memory, pagemap, inherited, examined, threads, outsiders, gadgets, waiting, earlier,
-            rehearsed: Builder::new(), mappings: None, helpers: 0,
+            rehearsed: Builder::new(), mappings: None, stopped_ns: 0, helpers: 0,
         };
         if builder.refusals.is_empty() {
             let mappings = Mappings::read(process, pagemap)?;
@@ -105,8 +107,10 @@ impl<'a> Known<'a> {
         Ok(known)
     }
 
-    /// What was found at an earlier stop, as it is at `now_ns` of the program's monotonic clock.
-    pub fn set_earlier(&mut self, earlier: &Earlier, now_ns: i64) {
+    /// The program has just been stopped. `earlier` is what was found at an earlier stop; `now_ns` the time on the
+    /// program's own monotonic clock.
+    pub fn stopped(&mut self, earlier: &Earlier, now_ns: i64) {
+        self.stopped_ns = blocked::monotonic_ns();
         self.earlier = earlier.calls_at(now_ns);
     }
 
@@ -288,7 +292,7 @@ fn thread(
     }
     let waiting = known.waiting.get(&stopped.tid()).cloned().unwrap_or_default();
     let earlier = known.earlier.get(&thread.tid).copied();
-    thread.blocked = blocked::interrupted_call(known.memory, &regs, &waiting, earlier);
+    thread.blocked = blocked::interrupted_call(known.memory, &regs, &waiting, earlier, known.stopped_ns);
     let status = &look.status;
     thread.regs = correct(known, status, stopped, regs)?.to_bytes().into();
     thread.xstate = stopped.xstate()?.into();

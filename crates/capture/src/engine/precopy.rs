@@ -9,7 +9,7 @@ use super::{Copied, Cut, Engine, MemoryEngine, Running, Still, politely, put_err
 use crate::regions::{spans, spans_of_maps, zeros};
 use crate::{Error, Result};
 use std::sync::{Mutex, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use stillpoint_image::{Extent, Owner, PAGE, Range};
 use stillpoint_linux::memory::Memory;
 
@@ -40,6 +40,8 @@ pub(crate) struct Precopy<'t> {
     /// When the program's memory was looked at last, in this checkpoint if there has been a round.
     looked: Instant,
     rounds_before: bool,
+    /// What looking and copying took in the cut.
+    took: (Duration, Duration),
 }
 
 impl<'t> Precopy<'t> {
@@ -58,6 +60,7 @@ impl<'t> Precopy<'t> {
             started: false,
             looked: Instant::now(),
             rounds_before: false,
+            took: Default::default(),
         }
     }
 
@@ -130,7 +133,9 @@ impl MemoryEngine for Precopy<'_> {
     fn cut(&mut self, still: &mut Still<'_>) -> Result<Cut> {
         let spans = spans(&still.builder.image.spaces[0]);
         let Some(tracking) = self.tracking else { return Err(Error::Failed("it is not followed".into())) };
+        let began = Instant::now();
         let found = tracking.look(still.target, &spans)?;
+        self.took = (began.elapsed(), Duration::ZERO);
         self.left = still_there(&self.left, &found.own);
         self.left.extend(&found.dirty);
         let bytes: u64 = self.left.iter().map(|(r, _)| r.len).sum();
@@ -141,12 +146,15 @@ impl MemoryEngine for Precopy<'_> {
             return Ok(Cut::TooMuch);
         }
         self.copied.copy(&still.target.memory, &self.left)?;
+        self.took.1 = began.elapsed() - self.took.0;
         self.own = found.own;
         Ok(Cut::Taken)
     }
 
     fn finish(&mut self, running: &mut Running<'_>) -> Result<()> {
-        running.log.tell(format!("the cut copied {} pages", self.copied.bytes.len() as u64 / PAGE));
+        let pages = self.copied.bytes.len() as u64 / PAGE;
+        let (look, copy) = self.took;
+        running.log.tell(format!("the cut looked for {look:.0?} and copied {pages} pages in {copy:.0?}"));
         self.copied.put(running.writer)?;
         running.writer.keep_only(Owner::Space(0), std::mem::take(&mut self.own));
         Ok(())
