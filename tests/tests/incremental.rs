@@ -164,7 +164,9 @@ fn two_at_once(engine: &str) {
         for output in outputs.into_iter().filter(|o| !o.status.success()) {
             let code = output.code();
             assert!(matches!(code, 1..=3), "{output}");
-            output.fails(code, &["trace", "another", "busy", "already", "in use", "debug", "userfaultfd"]);
+            let words =
+                ["trace", "another", "busy", "already", "in use", "debug", "userfaultfd", "try again"];
+            output.fails(code, &words);
         }
         assert!(kernel::alive(pid), "it is dead");
     }

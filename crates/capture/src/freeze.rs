@@ -122,7 +122,7 @@ fn seize_new(process: &Proc, known: &mut HashSet<u32>) -> Result<Vec<Seized>> {
         if !known.insert(tid) {
             continue;
         }
-        match Seized::seize(tid, options::SYSCALL_GOOD) {
+        match seize(process, tid) {
             Ok(thread) => seized.push(thread),
             Err(stillpoint_linux::Error::Gone(_)) => {}
             Err(_) if is_ending(process, tid) && tid != pid => {}
@@ -132,6 +132,21 @@ fn seize_new(process: &Proc, known: &mut HashSet<u32>) -> Result<Vec<Seized>> {
         }
     }
     Ok(seized)
+}
+
+/// Seizes a thread. Whoever traced it may have let go of it between our attempt and the look who that is.
+fn seize(process: &Proc, tid: u32) -> stillpoint_linux::Result<Seized> {
+    const TRIES: usize = 10;
+    let mut seized = Seized::seize(tid, options::SYSCALL_GOOD);
+    for _ in 0..TRIES {
+        let refused = seized.as_ref().is_err_and(|e| e.errno() == Some(libc::EPERM));
+        if !refused || is_ending(process, tid) || target::tracer(process, tid).is_some() {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+        seized = Seized::seize(tid, options::SYSCALL_GOOD);
+    }
+    seized
 }
 
 fn is_ending(process: &Proc, tid: u32) -> bool {

@@ -326,8 +326,12 @@ fn children(builder: &mut Builder, children: &[u32]) {
     for &child in children {
         let what = format!("child {}", named(child));
         let zombie = Proc::process(child).and_then(|c| c.stat()).is_ok_and(|s| s.state == b'Z');
+        let traced = Proc::process(child).ok().and_then(|c| tracer(&c, child)).is_some();
         if zombie {
             builder.refuse(what, "it has ended and the program has not yet waited for it", "try again later");
+        } else if traced {
+            // The process between the program and its twin.
+            builder.refuse(what, "it is traced, for another checkpoint it seems", "try again later");
         } else {
             let hint = "wait until it has ended, or capture the child instead";
             builder.refuse(what, "programs with child processes cannot be captured yet", hint);
