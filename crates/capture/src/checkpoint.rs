@@ -107,6 +107,8 @@ pub struct Session {
 struct Followed {
     tracking: Option<Tracking>,
     armed: Option<Armed>,
+    /// For so many checkpoints, `auto` need not try to copy ahead: the program writes faster.
+    outpaced: u32,
     /// The address space to which all this belongs: a process that executes another program gets a new one.
     space: Option<Pagemap>,
 }
@@ -158,6 +160,8 @@ impl Session {
     }
 }
 
+/// For so many checkpoints it is taken that a program that wrote faster than could be copied still does.
+const PACE_KEPT: u32 = 8;
 /// Files that the program keeps writing are read at the cut, up to this size, bytes.
 const READ_AT_THE_CUT: u64 = 4 << 20;
 /// How often a process may become another program while it is being checkpointed, before that is given up.
@@ -251,9 +255,9 @@ fn take(
     let start = Instant::now();
     let target = Target::open(pid)?;
     if followed.space.take().is_none_or(|space| space.is_of_the_past()) {
-        *followed = Followed::default();
+        *followed = Followed { outpaced: followed.outpaced, ..Followed::default() };
     }
-    let Followed { tracking, armed, space } = followed;
+    let Followed { tracking, armed, space, outpaced } = followed;
     let writer = store.begin(&options.job)?;
     let last = store.load(&options.job, None).ok();
     // Whatever fails from here on, the next checkpoint starts afresh.
@@ -277,7 +281,7 @@ fn take(
         stored: Vec::new(),
         log: Log::default(),
     };
-    let done = work.with_some_engine(tracking, armed, base, lasting).map_err(|e| match e {
+    let done = work.with_some_engine(tracking, armed, base, lasting, outpaced).map_err(|e| match e {
         // Whatever did not fit together, this is why.
         Error::Kernel(_) | Error::Failed(_) | Error::Lost(_) | Error::Refused(_) if target.is_replaced() => {
             Error::Replaced
@@ -344,11 +348,17 @@ impl<'a> Work<'a> {
         armed: &mut Option<Armed>,
         base: &[Extent],
         lasting: bool,
+        outpaced: &mut u32,
     ) -> Result<Done> {
         let asked = self.options.engine;
         // Nothing is done to a program that must be refused.
         self.learn(true)?;
         for engine in engine::order(asked) {
+            if (asked, engine) == (Engine::Auto, Engine::Precopy) && *outpaced > 0 {
+                *outpaced -= 1;
+                self.log.tell("the program wrote faster than could be copied the last time");
+                continue;
+            }
             // Memory is followed in one way only.
             if engine != Engine::Precopy {
                 *tracking = None;
@@ -375,6 +385,7 @@ impl<'a> Work<'a> {
                 }
                 Err(Error::Lost(why)) => {
                     self.log.tell(format!("{name} would not do: {why}"));
+                    *outpaced = PACE_KEPT;
                     continue;
                 }
                 Err(Error::Failed(why)) => return Err(impossible(name, &why)),
@@ -410,7 +421,9 @@ impl<'a> Work<'a> {
                     }
                 }
                 if self.exact && !exact {
-                    self.prepare(engine)?;
+                    if !self.prepare_again(engine)? {
+                        return Ok(None);
+                    }
                     continue;
                 }
             } else {
@@ -429,7 +442,20 @@ impl<'a> Work<'a> {
                 self.log.tell(format!("{name} does not get ahead of the program"));
                 return Ok(None);
             }
-            self.prepare(engine)?;
+            if !self.prepare_again(engine)? {
+                return Ok(None);
+            }
+        }
+    }
+
+    /// False if another engine must take over.
+    fn prepare_again(&mut self, engine: &mut dyn MemoryEngine) -> Result<bool> {
+        match self.prepare(engine) {
+            Err(Error::Lost(why)) => {
+                self.log.tell(format!("{} would not do: {why}", engine.engine().name()));
+                Ok(false)
+            }
+            prepared => prepared.map(|()| true),
         }
     }
 

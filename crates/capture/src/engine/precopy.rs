@@ -78,6 +78,9 @@ impl<'t> Precopy<'t> {
             running.log.tell(format!("copied {pages} pages while it ran{rate}"));
             // What is written during a round grows with the time it takes: when that does not shrink any more, it
             // will not.
+            if bytes > before / 4 * 3 && bytes > self.most {
+                return Err(Error::Lost("the program writes faster than can be copied".into()));
+            }
             if bytes <= LITTLE || bytes > before / 4 * 3 {
                 break;
             }
@@ -127,7 +130,11 @@ impl MemoryEngine for Precopy<'_> {
     }
 
     fn converge(&mut self, running: &mut Running<'_>) -> Result<()> {
-        self.rounds(running)
+        match self.rounds(running) {
+            // The cut will find out how much is left.
+            Err(Error::Lost(_)) => Ok(()),
+            done => done,
+        }
     }
 
     fn cut(&mut self, still: &mut Still<'_>) -> Result<Cut> {
