@@ -16,6 +16,7 @@ use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::arch::{Interrupted, Regs};
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::proc::{CurrentCall, Proc};
+use stillpoint_linux::sched;
 
 /// What a thread was waiting for before it was stopped.
 #[derive(Clone, Debug, Default)]
@@ -51,7 +52,14 @@ pub fn observe(thread: &Proc) -> Waiting {
         Ok(CurrentCall::Inside { nr, .. }) if has_restart_block(nr) => {}
         _ => return Waiting::default(),
     }
+    // Each processor has a scheduler's clock of its own, which stands still while the machine takes the processor away.
+    let ours = sched::affinity(0);
+    let cpu = thread.stat().map(|s| s.processor as usize).unwrap_or(0);
+    let mut there = vec![0u8; (cpu / 64 + 1) * 8];
+    there[cpu / 8] |= 1 << (cpu % 8);
+    let _ = sched::set_affinity(0, &there);
     let (seen_ns, scheduler_ns) = now_on_both_clocks();
+    let _ = ours.map(|mask| sched::set_affinity(0, &mask));
     let asleep_ns = exec_start_ns(thread).and_then(|t| scheduler_ns?.checked_sub(t));
     let wchan = String::from_utf8(thread.wchan().unwrap_or_default()).unwrap_or_default();
     Waiting { wchan, asleep_ns, seen_ns }
