@@ -124,29 +124,34 @@ fn seize_new(process: &Proc, known: &mut HashSet<u32>) -> Result<Vec<Seized>> {
         }
         match seize(process, tid) {
             Ok(thread) => seized.push(thread),
-            Err(stillpoint_linux::Error::Gone(_)) => {}
+            Err(Error::Kernel(stillpoint_linux::Error::Gone(_))) => {}
             Err(_) if is_ending(process, tid) && tid != pid => {}
             Err(_) if is_ending(process, tid) && is_replaced_by_exec(process) => return Err(Error::Replaced),
             Err(_) if is_ending(process, tid) => return Err(ended()),
-            Err(e) => return Err(target::tracer(process, tid).map_or(e.into(), Error::Target)),
+            Err(e) => return Err(e),
         }
     }
     Ok(seized)
 }
 
 /// Seizes a thread. Whoever traced it may have let go of it between our attempt and the look who that is.
-fn seize(process: &Proc, tid: u32) -> stillpoint_linux::Result<Seized> {
-    const TRIES: usize = 10;
-    let mut seized = Seized::seize(tid, options::SYSCALL_GOOD);
-    for _ in 0..TRIES {
-        let refused = seized.as_ref().is_err_and(|e| e.errno() == Some(libc::EPERM));
-        if !refused || is_ending(process, tid) || target::tracer(process, tid).is_some() {
-            break;
+fn seize(process: &Proc, tid: u32) -> Result<Seized> {
+    const TRIES: usize = 20;
+    let mut tries = 0;
+    loop {
+        let error = match Seized::seize(tid, options::SYSCALL_GOOD) {
+            Err(e) if e.errno() == Some(libc::EPERM) && !is_ending(process, tid) => e,
+            other => return Ok(other?),
+        };
+        if let Some(tracer) = target::tracer(process, tid) {
+            return Err(Error::Target(tracer));
+        }
+        tries += 1;
+        if tries == TRIES {
+            return Err(error.into());
         }
         std::thread::sleep(Duration::from_millis(1));
-        seized = Seized::seize(tid, options::SYSCALL_GOOD);
     }
-    seized
 }
 
 fn is_ending(process: &Proc, tid: u32) -> bool {

@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 pub mod attributes;
+mod burial;
 pub mod clock;
 pub mod error;
 pub mod files;

@@ -6,13 +6,13 @@
 use crate::attributes::{credentials, last, outside, process as of_process, thread as of_thread};
 use crate::files::{Contents, OpenFiles};
 use crate::space::{self, Backings, Filled};
-use crate::{Error, FilesPolicy, Result, Stdio, clock, files, loader};
+use crate::{Error, FilesPolicy, Result, Stdio, burial, clock, files, loader};
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 use stillpoint_image::{AddressSpace, Image, Owner, Process, Range, Terminal, Thread};
 use stillpoint_linux::arch::{self, Interrupted, Regs};
 use stillpoint_linux::memory::Memory;
-use stillpoint_linux::proc::{Proc, TaskFlags};
+use stillpoint_linux::proc::Proc;
 use stillpoint_linux::program::{Arg, Program, Run};
 use stillpoint_linux::ptrace::{Seized, Stopped, options as trace};
 use stillpoint_linux::remote::Remote;
@@ -76,7 +76,7 @@ pub fn restore(
     if !missing.is_empty() {
         return Err(Error::Refused(missing));
     }
-    wait_for_burial(process.pid);
+    burial::wait(process.threads.iter().map(|t| t.tid));
     let start = Instant::now();
     let contents = Stored { checkpoint };
     let mut open = files::open(image, &contents, options.files, options.stdio)?;
@@ -172,9 +172,6 @@ fn check_processor(image: &Image, thread: &Stopped) -> Result<()> {
     Ok(())
 }
 
-/// How long the parent of a dead process may take to notice.
-const BURIAL: Duration = Duration::from_secs(3);
-
 /// A process that is killed and reaped unless it gets to live.
 struct Newborn {
     shell: Option<Shell>,
@@ -184,9 +181,10 @@ struct Newborn {
 
 impl Newborn {
     fn make(pid: u32) -> Result<Self> {
-        match spawn::shell(Some(pid), 0) {
+        let is_taken = |e: &stillpoint_linux::Error| e.errno() == Some(libc::EEXIST);
+        match burial::until_free(pid, || spawn::shell(Some(pid), 0), is_taken) {
             Ok(shell) => Ok(Newborn { shell: Some(shell), seccomp_suspended: true }),
-            Err(e) if e.errno() == Some(libc::EEXIST) => Err(Error::PidTaken(pid)),
+            Err(e) if is_taken(&e) => Err(Error::PidTaken(pid)),
             Err(e) if e.errno() == Some(libc::EPERM) => Err(Error::NoPidPrivilege(pid)),
             Err(e) => Err(e.into()),
         }
@@ -211,17 +209,6 @@ impl Newborn {
 
     fn live(&mut self) -> Shell {
         self.shell.take().expect("it lives once")
-    }
-}
-
-/// A killed process keeps its id until its parent has noticed: that is waited for.
-fn wait_for_burial(pid: u32) {
-    let is_dead = |p: &Proc| {
-        p.stat().is_ok_and(|s| matches!(s.state, b'Z' | b'X') || s.flags.contains(TaskFlags::EXITING))
-    };
-    let start = Instant::now();
-    while start.elapsed() < BURIAL && Proc::process(pid).is_ok_and(|p| is_dead(&p)) {
-        std::thread::sleep(Duration::from_millis(5));
     }
 }
 

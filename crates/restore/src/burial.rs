@@ -1,0 +1,104 @@
+//! Ids of the dead: a process that ended keeps its id, and those of its group and session, until its parent has noticed.
+
+use std::time::{Duration, Instant};
+use stillpoint_linux::proc::{Proc, Stat, TaskFlags, processes};
+
+/// How long the parent of a dead process may take to notice.
+const PATIENCE: Duration = Duration::from_secs(5);
+const PAUSE: Duration = Duration::from_millis(2);
+
+/// Waits until none of these ids is that of a dead process or thread. What lives is not waited for.
+pub(crate) fn wait(ids: impl IntoIterator<Item = u32>) {
+    let start = Instant::now();
+    for id in ids {
+        let is_dead = || own(id).is_some_and(|s| is_dead(&s));
+        while start.elapsed() < PATIENCE && is_dead() {
+            std::thread::sleep(PAUSE);
+        }
+    }
+}
+
+/// Makes something with an id, again and again while the kernel says that the id is taken (`is_taken`) though nothing
+/// that lives has it.
+pub(crate) fn until_free<T, E>(
+    id: u32,
+    mut make: impl FnMut() -> Result<T, E>,
+    is_taken: impl Fn(&E) -> bool,
+) -> Result<T, E> {
+    let start = Instant::now();
+    loop {
+        match make() {
+            Err(e) if is_taken(&e) && start.elapsed() < PATIENCE && none_alive_has(id) => {
+                std::thread::sleep(PAUSE);
+            }
+            other => return other,
+        }
+    }
+}
+
+fn own(id: u32) -> Option<Stat> {
+    Proc::thread_by_tid(id).and_then(|p| p.stat()).ok()
+}
+
+/// A main thread may end before the others: such a process lives.
+fn is_dead(stat: &Stat) -> bool {
+    let ended = matches!(stat.state, b'Z' | b'X') || stat.flags.contains(TaskFlags::EXITING);
+    ended && stat.num_threads <= 1
+}
+
+fn none_alive_has(id: u32) -> bool {
+    if let Some(stat) = own(id) {
+        return is_dead(&stat);
+    }
+    let has = |s: &Stat| s.pgrp == id || s.session == id;
+    let stats = processes().unwrap_or_default().into_iter().filter_map(own);
+    stats.filter(has).all(|s| is_dead(&s))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::process::CommandExt;
+    use std::process::Command;
+
+    /// Makes a process group of which only a member is left that ended.
+    #[test]
+    fn a_group_of_the_dead_is_free_once_they_are_buried() {
+        let mut leader = Command::new("true").process_group(0).spawn().expect("true");
+        let group = leader.id();
+        let mut member = Command::new("true").process_group(group as i32).spawn().expect("true");
+        while own(member.id()).is_some_and(|s| !is_dead(&s)) {
+            std::thread::sleep(PAUSE);
+        }
+        leader.wait().expect("wait");
+        assert!(own(group).is_none());
+        assert!(none_alive_has(group));
+        let exists = || {
+            rustix::process::test_kill_process_group(
+                rustix::process::Pid::from_raw(group as i32).expect("pid"),
+            )
+        };
+        let mut tries = 0;
+        let made = until_free(
+            group,
+            || {
+                tries += 1;
+                if tries == 2 {
+                    member.wait().expect("wait");
+                }
+                if exists().is_ok() { Err("taken") } else { Ok(()) }
+            },
+            |_| true,
+        );
+        assert_eq!((made, tries), (Ok(()), 2));
+        assert!(member.wait().expect("wait").success());
+    }
+
+    #[test]
+    fn the_living_are_not_waited_for() {
+        let id = std::process::id();
+        assert!(!none_alive_has(id));
+        wait([id]);
+        assert_eq!(until_free(id, || Err::<(), _>(()), |()| true), Err(()));
+    }
+}
