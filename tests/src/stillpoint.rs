@@ -160,6 +160,23 @@ impl Stillpoint {
         Self::wait(self.command(arguments), &self.mark)
     }
 
+    /// Runs the command to its end as a user without rights, with a store of theirs. Needs `setpriv` and the right to
+    /// become somebody else.
+    pub fn run_as_nobody(&self, arguments: &[&str]) -> Output {
+        const NOBODY: u32 = 65534;
+        // The command may stand in a directory that nobody may not enter.
+        let home = self.mark.join("nobodys");
+        let failed = |e: std::io::Error| panic!("{}: {e}", home.display());
+        std::fs::create_dir_all(&home).unwrap_or_else(failed);
+        std::os::unix::fs::chown(&home, Some(NOBODY), Some(NOBODY)).unwrap_or_else(failed);
+        let copy = home.join("stillpoint");
+        std::fs::copy(binary(), &copy).map(drop).unwrap_or_else(failed);
+        let mut command = Command::new("setpriv");
+        command.args([&format!("--reuid={NOBODY}"), &format!("--regid={NOBODY}"), "--clear-groups"]);
+        command.arg(&copy).args(arguments).arg("--store").arg(home.join("store")).current_dir("/");
+        Self::wait(command, &self.mark)
+    }
+
     /// Runs a prepared command to its end.
     pub fn wait(mut command: Command, near: &Path) -> Output {
         static COUNT: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);

@@ -523,11 +523,7 @@ fn adoption_of_another_users_process() {
     let scratch = Scratch::new();
     let target = Target::new("files", "simple", Build::Dynamic).expect("cc");
     let running = target.start(&scratch.directory("target"), scratch.path());
-    let copy = scratch.path().join("stillpoint");
-    fs::copy(stillpoint_tests::stillpoint::binary(), &copy).expect("copy");
-    let mut command = std::process::Command::new("setpriv");
-    command.args(["--reuid=65534", "--regid=65534", "--clear-groups"]).arg(&copy);
-    command.args(["adopt", &running.pid.to_string(), "--store"]).arg(scratch.path().join("none"));
-    Stillpoint::wait(command, scratch.path()).fails(2, &["belongs to user 0"]);
+    let answer = scratch.stillpoint().run_as_nobody(&["adopt", &running.pid.to_string()]);
+    answer.fails(2, &["belongs to user 0"]);
     running.finish("not adopted");
 }

@@ -1,7 +1,6 @@
 //! What cannot be captured is refused by name, before anything is changed; bad targets get one clear sentence.
 #![allow(missing_docs)]
 
-use std::os::unix::fs::PermissionsExt;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 use stillpoint_tests::observe::Facts;
@@ -261,22 +260,11 @@ fn another_users_process() {
     let scratch = Scratch::new();
     let target = Target::new("files", "simple", Build::Dynamic).expect("cc");
     let running = target.start(&scratch.directory("roots"), scratch.path());
-    let store = scratch.directory("nobodys");
-    std::fs::set_permissions(&store, std::fs::Permissions::from_mode(0o777)).expect("chmod");
-    // The command may stand in a directory that nobody may not enter.
-    let copy = store.join("stillpoint");
-    std::fs::copy(stillpoint_tests::stillpoint::binary(), &copy).expect("copy");
-    let done = Command::new("setpriv")
-        .args(["--reuid=65534", "--regid=65534", "--clear-groups"])
-        .arg(&copy)
-        .args(["checkpoint", &running.pid.to_string(), "--name", "roots", "--store"])
-        .arg(store.join("store"))
-        .current_dir("/")
-        .output()
-        .expect("setpriv");
-    let said = String::from_utf8_lossy(&done.stderr).to_lowercase();
-    assert!(matches!(done.status.code(), Some(1 | 2)), "{said}");
-    assert!(["permi", "privilege", "user"].iter().any(|w| said.contains(w)), "{said}");
+    let arguments = ["checkpoint", &running.pid.to_string(), "--name", "roots"];
+    let answer = scratch.stillpoint().run_as_nobody(&arguments);
+    let code = answer.code();
+    assert!(matches!(code, 1 | 2), "{answer}");
+    answer.fails(code, &["permi", "privilege", "user"]);
     running.finish("after a refusal");
 }
 

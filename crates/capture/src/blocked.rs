@@ -10,13 +10,14 @@
 //!   return `EINTR` as they do after any stop: the kernel does not tell the time that is left, and the registers of
 //!   the program are not ours to change.
 
+use std::borrow::Borrow;
 use std::collections::HashMap;
 use stillpoint_image::BlockedCall;
 use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::arch::{Interrupted, Regs};
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::proc::{CurrentCall, Proc};
-use stillpoint_linux::sched;
+use stillpoint_linux::sched::Pinned;
 
 /// What a thread was waiting for before it was stopped.
 #[derive(Clone, Debug, Default)]
@@ -46,20 +47,20 @@ impl Earlier {
     }
 }
 
-/// Looks at a running thread; called shortly before the freeze.
-pub fn observe(thread: &Proc) -> Waiting {
+/// Looks at running threads; called shortly before the freeze.
+pub fn observe<T: Borrow<Proc>>(threads: impl Iterator<Item = (u32, T)>) -> HashMap<u32, Waiting> {
+    threads.map(|(tid, thread)| (tid, observe_thread(thread.borrow()))).collect()
+}
+
+fn observe_thread(thread: &Proc) -> Waiting {
     match thread.syscall() {
         Ok(CurrentCall::Inside { nr, .. }) if has_restart_block(nr) => {}
         _ => return Waiting::default(),
     }
     // Each processor has a scheduler's clock of its own, which stands still while the machine takes the processor away.
-    let ours = sched::affinity(0);
-    let cpu = thread.stat().map(|s| s.processor as usize).unwrap_or(0);
-    let mut there = vec![0u8; (cpu / 64 + 1) * 8];
-    there[cpu / 8] |= 1 << (cpu % 8);
-    let _ = sched::set_affinity(0, &there);
+    let there = Pinned::to(thread.stat().map_or(0, |s| s.processor));
     let (seen_ns, scheduler_ns) = now_on_both_clocks();
-    let _ = ours.map(|mask| sched::set_affinity(0, &mask));
+    drop(there);
     let asleep_ns = exec_start_ns(thread).and_then(|t| scheduler_ns?.checked_sub(t));
     let wchan = String::from_utf8(thread.wchan().unwrap_or_default()).unwrap_or_default();
     Waiting { wchan, asleep_ns, seen_ns }

@@ -1,14 +1,13 @@
 //! Stopping a program for a moment, to do something in it, so that it does not notice.
 
 use crate::Result;
-use crate::blocked::Waiting;
 use crate::blocked::{self, Earlier};
 use crate::checkpoint::Target;
 use crate::freeze::{Frozen, Hurry};
 use std::collections::HashMap;
 use std::time::Duration;
 use stillpoint_image::BlockedCall;
-use stillpoint_linux::proc::{Proc, Status};
+use stillpoint_linux::proc::Status;
 use stillpoint_linux::ptrace::Stopped;
 
 /// Stops all threads, works, and lets them go on; tells how long that took. What the threads were waiting for is kept
@@ -18,7 +17,9 @@ pub(crate) fn stop_briefly<T>(
     earlier: &mut Earlier,
     work: impl FnOnce(&mut Frozen) -> Result<T>,
 ) -> Result<(T, Duration)> {
-    let waiting = observe(&target.process)?;
+    let threads = target.process.threads()?;
+    let folders = threads.into_iter().filter_map(|tid| Some((tid, target.process.sibling(tid).ok()?)));
+    let waiting = blocked::observe(folders);
     let _hurry = Hurry::begin();
     let mut frozen = target.freeze()?;
     let (now, stopped_ns) = (target.clocks().0, blocked::monotonic_ns());
@@ -57,15 +58,4 @@ pub(crate) fn stop_briefly<T>(
 /// Whether a signal is about to be delivered to a thread.
 pub(crate) fn deliverable(status: &Status) -> bool {
     (status.sig_pending | status.shared_pending) & !status.sig_blocked != 0
-}
-
-/// What the threads are waiting for, before they are stopped.
-fn observe(process: &Proc) -> Result<HashMap<u32, Waiting>> {
-    let mut all = HashMap::new();
-    for tid in process.threads()? {
-        if let Ok(thread) = process.sibling(tid) {
-            all.insert(tid, blocked::observe(&thread));
-        }
-    }
-    Ok(all)
 }

@@ -22,7 +22,7 @@ use stillpoint_linux::host;
 use stillpoint_linux::inject::find_gadgets;
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::pagemap::Pagemap;
-use stillpoint_linux::proc::{Proc, TaskFlags};
+use stillpoint_linux::proc::Proc;
 use stillpoint_store::{Checkpoint, Committed, Store, Writer};
 
 /// What is asked of a checkpoint.
@@ -137,7 +137,9 @@ impl Session {
         }
         result.map_err(|e| match e {
             // Whatever could not be read or done, this is why.
-            Error::Kernel(_) | Error::Failed(_) | Error::Refused(_) | Error::Replaced if is_dying(pid) => {
+            Error::Kernel(_) | Error::Failed(_) | Error::Refused(_) | Error::Replaced
+                if attributes::target::has_ended(pid) =>
+            {
                 Error::Failed(format!("process {pid} ended before its checkpoint was complete"))
             }
             e => e,
@@ -167,16 +169,6 @@ const READ_AT_THE_CUT: u64 = 4 << 20;
 /// How often a process may become another program while it is being checkpointed, before that is given up.
 const MOST_PROGRAMS: usize = 20;
 
-/// Whether a process has ended, is ending, or has been killed.
-fn is_dying(pid: u32) -> bool {
-    let Ok(process) = Proc::process(pid) else { return true };
-    let (Ok(stat), Ok(status)) = (process.stat(), process.status()) else { return true };
-    let killed = (status.sig_pending | status.shared_pending) & 1 << (libc::SIGKILL - 1) != 0;
-    // A main thread may have ended alone.
-    let ending = matches!(stat.state, b'Z' | b'X') || stat.flags.contains(TaskFlags::EXITING);
-    killed || (ending && stat.num_threads <= 1)
-}
-
 /// The target before it is stopped.
 #[derive(Debug)]
 pub(crate) struct Target {
@@ -200,7 +192,7 @@ impl Target {
         let process = attributes::target::find(pid)?;
         // A process whose main thread has ended has no memory by its own name.
         let mut builder = Builder::new();
-        attributes::target::leader_ended(&mut builder, &process)?;
+        attributes::target::leader_ended_for_good(&mut builder, &process)?;
         refuse_if_needed(&mut builder)?;
         let (memory, pagemap) = (Memory::open(pid)?, Pagemap::open(pid)?);
         let maps = process.maps()?;
@@ -294,7 +286,7 @@ fn take(
     if let Some(armed) = armed {
         armed.base = Some((options.job.clone(), done.committed.id));
     }
-    let Done { committed, pause, engine } = done;
+    let Done { committed, pause, engine, incremental } = done;
     let other_pauses = work.log.pauses;
     let story = work.log.story;
     *space = Some(target.pagemap);
@@ -308,7 +300,7 @@ fn take(
         other_pauses,
         wall: start.elapsed(),
         engine: engine.name(),
-        incremental: !base.is_empty() && matches!(engine, Engine::Precopy | Engine::Wp),
+        incremental,
         story,
         notes: Vec::new(),
     })
@@ -337,6 +329,7 @@ struct Done {
     committed: Committed,
     pause: Duration,
     engine: Engine,
+    incremental: bool,
 }
 
 impl<'a> Work<'a> {
@@ -534,11 +527,7 @@ impl<'a> Work<'a> {
             self.log.pauses.push(pause);
             return Err(Error::Lost("the program changed states of its mappings".into()));
         }
-        self.commit(engine, builder, pause).map(|committed| Done {
-            committed,
-            pause,
-            engine: engine.engine(),
-        })
+        self.commit(engine, builder, pause)
     }
 
     /// The program is killed once the checkpoint is safe, and does not run in between.
@@ -551,13 +540,13 @@ impl<'a> Work<'a> {
         self.running(|running| engine.finish(running))?;
         reuse_digests(&mut builder, self.last);
         files::take_digests_of(&mut builder, Usage::Write, Moment::Still(u64::MAX));
-        let committed = self.commit(engine, builder, frozen.since.elapsed())?;
+        let done = self.commit(engine, builder, frozen.since.elapsed())?;
         let pid = self.target.pid;
         pidfd_send_signal(&self.target.pidfd, Signal::KILL)
             .map_err(|e| Error::Failed(format!("kill {pid}: {e}")))?;
         let pause = frozen.thaw();
         wait_for_end(self.target);
-        Ok(Done { committed, pause, engine: engine.engine() })
+        Ok(Done { pause, ..done })
     }
 
     fn commit(
@@ -565,7 +554,7 @@ impl<'a> Work<'a> {
         engine: &mut dyn MemoryEngine,
         mut builder: Builder,
         pause: Duration,
-    ) -> Result<Committed> {
+    ) -> Result<Done> {
         reuse_digests(&mut builder, self.last);
         for usage in [Usage::Write, Usage::Read] {
             files::take_digests_of(&mut builder, usage, Moment::Running);
@@ -573,7 +562,8 @@ impl<'a> Work<'a> {
         builder.image.meta.engine = engine.engine().name().into();
         builder.image.meta.pause_ns = pause.as_nanos() as u64;
         let writer = self.writer.take().ok_or_else(|| Error::Failed("there is no writer".into()))?;
-        Ok(writer.commit(builder.image)?)
+        let committed = writer.commit(builder.image)?;
+        Ok(Done { committed, pause, engine: engine.engine(), incremental: engine.is_incremental() })
     }
 }
 

@@ -118,8 +118,7 @@ impl<'a> Known<'a> {
     pub fn observe(&mut self) {
         // Following memory may have taken long.
         self.examined.refresh(self.process);
-        let waiting = self.threads.iter().map(|(&tid, files)| (tid, blocked::observe(&files.folder)));
-        self.waiting = waiting.collect();
+        self.waiting = blocked::observe(self.threads.iter().map(|(&tid, files)| (tid, &files.folder)));
     }
 
     /// Goes through most of [`inspect`] while the program runs: what is then done in the freeze is done for the second

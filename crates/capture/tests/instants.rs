@@ -177,9 +177,11 @@ fn wp_incremental() {
     let reports = hold_instants("t", Engine::Wp, 16 << 20, true, false);
     // The first is full; what is never written is not saved again.
     assert!(reports[0].written_bytes > 32 << 20);
-    for report in &reports[1..] {
+    let is_lost = |r: &&Report| r.story.iter().any(|s| s.contains("an instant was lost"));
+    for report in reports[1..].iter().filter(|r| !is_lost(r)) {
         assert!(report.incremental && report.written_bytes < 24 << 20, "{report:?}");
     }
+    assert!(reports[1..].iter().any(|r| !is_lost(&r)));
 }
 
 #[test]

@@ -130,3 +130,23 @@ fn an_odd_program_is_refused_by_name() {
     assert!(!all.iter().any(|r| r.contains("/dev/zero") || r.contains("vvar")), "{all:#?}");
     eprintln!("{line}{all:#?}");
 }
+
+/// A main thread that ended alone is refused; one that ended with all the others is the end of the process.
+#[test]
+fn a_main_thread_that_ended() {
+    let code = "import ctypes,os,threading,time\nthreading.Thread(target=time.sleep,args=(99,)).start()\n\
+                print(os.getpid(),flush=True)\nctypes.CDLL(None).pthread_exit(None)";
+    let (mut child, pid) = python(code);
+    let process = Proc::process(pid).unwrap();
+    while process.stat().unwrap().state != b'Z' {
+        std::thread::yield_now();
+    }
+    let mut builder = Builder::new();
+    target::leader_ended_for_good(&mut builder, &process).unwrap();
+    assert!(builder.refusals[0].to_string().contains("other threads go on"), "{:?}", builder.refusals);
+    assert!(!target::has_ended(pid));
+    child.0.kill().unwrap();
+    assert!(target::has_ended(pid));
+    let ended = target::leader_ended_for_good(&mut Builder::new(), &process).unwrap_err();
+    assert!(ended.to_string().contains("ended"), "{ended}");
+}

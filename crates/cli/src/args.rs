@@ -1,10 +1,11 @@
 //! The command line: one definition feeds help, completions and the manual page.
 
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
+use stillpoint_capture::Engine;
 
 /// Checkpoint, restore, clone and roll back running Linux programs.
 #[derive(Debug, Parser)]
@@ -103,8 +104,8 @@ pub struct Checkpoint {
     #[arg(long, value_name = "NAME", value_parser = crate::names::parse_job)]
     pub name: Option<String>,
     /// How its memory is saved
-    #[arg(long, value_name = "ENGINE", default_value = "auto")]
-    pub engine: EngineName,
+    #[arg(long, value_name = "ENGINE", default_value = "auto", value_parser = engine())]
+    pub engine: Engine,
     /// Memory that may be used for pages on their way: 16MiB, 64k, 1GiB
     #[arg(long, value_name = "SIZE", default_value = DEFAULT_BUFFER, value_parser = crate::units::buffer)]
     pub buffer: u64,
@@ -128,34 +129,10 @@ pub struct Checkpoint {
 /// Memory for pages on their way, unless told otherwise.
 pub const DEFAULT_BUFFER: &str = "16MiB";
 
-/// The memory engines.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum EngineName {
-    /// Whichever fits the program and the kernel, and another if that one does not
-    #[default]
-    Auto,
-    /// Copied ahead while the program runs; what it writes meanwhile is copied again
-    Precopy,
-    /// Write-protected; the first write to a page waits until the page is copied
-    Wp,
-    /// Read from a copy-on-write twin
-    Fork,
-    /// The program stands still while its memory is written
-    Stop,
-}
-
-impl EngineName {
-    /// As it is written on the command line.
-    pub fn name(self) -> &'static str {
-        match self {
-            EngineName::Auto => "auto",
-            EngineName::Precopy => "precopy",
-            EngineName::Wp => "wp",
-            EngineName::Fork => "fork",
-            EngineName::Stop => "stop",
-        }
-    }
+/// Reads the name of a memory engine.
+fn engine() -> impl TypedValueParser<Value = Engine> {
+    let names = Engine::ALL.map(|e| PossibleValue::new(e.name()).help(e.summary()));
+    PossibleValuesParser::new(names).try_map(|name| Engine::named(&name).ok_or("there is no such engine"))
 }
 
 /// Checkpoints as time passes.
@@ -168,8 +145,8 @@ pub struct Periodic {
     #[arg(long, value_name = "N", requires = "every", value_parser = clap::value_parser!(u64).range(1..))]
     pub keep: Option<u64>,
     /// How memory is saved by these checkpoints [default: auto]
-    #[arg(long, value_name = "ENGINE", requires = "every")]
-    pub engine: Option<EngineName>,
+    #[arg(long, value_name = "ENGINE", requires = "every", value_parser = engine())]
+    pub engine: Option<Engine>,
     /// Memory that these checkpoints may use for pages on their way [default: 16MiB]
     #[arg(long, value_name = "SIZE", requires = "every", value_parser = crate::units::buffer)]
     pub buffer: Option<u64>,

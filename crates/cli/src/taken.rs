@@ -1,6 +1,5 @@
 //! A checkpoint that was taken, or was not, as the user hears of it; it may have to travel from a supervisor to them.
 
-use crate::args::EngineName;
 use crate::detach::Answer;
 use crate::failure::Failure;
 use crate::{jobs, output};
@@ -19,7 +18,7 @@ pub struct Asked {
     /// The user's words for it.
     pub label: Option<String>,
     /// How memory is saved.
-    pub engine: EngineName,
+    pub engine: Engine,
     /// Memory for pages on their way, bytes.
     pub buffer: u64,
     /// Save all pages, also those that an earlier checkpoint has.
@@ -34,13 +33,7 @@ impl Asked {
         Options {
             job: self.job.clone(),
             label: self.label.clone(),
-            engine: match self.engine {
-                EngineName::Auto => Engine::Auto,
-                EngineName::Precopy => Engine::Precopy,
-                EngineName::Wp => Engine::Wp,
-                EngineName::Fork => Engine::Fork,
-                EngineName::Stop => Engine::Stop,
-            },
+            engine: self.engine,
             buffer: self.buffer,
             full: self.full,
             kill: self.kill,

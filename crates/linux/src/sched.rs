@@ -82,6 +82,28 @@ pub fn set_affinity(tid: u32, mask: &[u8]) -> Result<()> {
     check(r, tid, "set CPU affinity").map(drop)
 }
 
+/// While it lives, the calling thread runs on one CPU, if it may run there at all.
+#[derive(Debug)]
+pub struct Pinned {
+    before: Option<Vec<u8>>,
+}
+
+impl Pinned {
+    /// To this CPU.
+    pub fn to(cpu: u32) -> Self {
+        let mut mask = vec![0u8; (cpu as usize / 64 + 1) * 8];
+        mask[cpu as usize / 8] |= 1 << (cpu % 8);
+        let before = affinity(0).ok();
+        Pinned { before: before.filter(|_| set_affinity(0, &mask).is_ok()) }
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        let _ = self.before.take().map(|before| set_affinity(0, &before));
+    }
+}
+
 /// Sets the nice value of a thread, whatever its policy (setpriority(2)).
 ///
 /// # Errors

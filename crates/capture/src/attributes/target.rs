@@ -187,6 +187,33 @@ pub fn leader_ended(builder: &mut Builder, target: &Proc) -> Result<bool> {
     Ok(ended)
 }
 
+/// As [`leader_ended`], of a process that may just be ending, or becoming another program (`execve(2)`).
+///
+/// # Errors
+/// That it ended; as [`examine`].
+pub fn leader_ended_for_good(builder: &mut Builder, target: &Proc) -> Result<()> {
+    const PATIENCE: Duration = Duration::from_millis(500);
+    let start = Instant::now();
+    while matches!(target.stat()?.state, b'Z' | b'X') && start.elapsed() < PATIENCE {
+        if has_ended(target.pid()) {
+            return Err(Error::Target(format!("process {} ended", target.pid())));
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    leader_ended(builder, target).map(drop)
+}
+
+/// Whether a process has ended, is ending, or has been killed: all of its threads are or have.
+pub fn has_ended(pid: u32) -> bool {
+    let ends = |thread: Proc| {
+        let (Ok(stat), Ok(status)) = (thread.stat(), thread.status()) else { return true };
+        let killed = (status.sig_pending | status.shared_pending) & 1 << (libc::SIGKILL - 1) != 0;
+        killed || matches!(stat.state, b'Z' | b'X') || stat.flags.contains(TaskFlags::EXITING)
+    };
+    let Ok(process) = Proc::process(pid) else { return true };
+    process.threads().unwrap_or_default().into_iter().all(|tid| process.sibling(tid).map_or(true, ends))
+}
+
 fn examine_thread(builder: &mut Builder, target: &Proc, tid: u32, examined: &mut Examined) -> Result<()> {
     let folder = target.sibling(tid)?;
     let (stat, status) = (folder.stat()?, folder.status()?);

@@ -15,6 +15,7 @@ use crate::checkpoint::{Progress, Target};
 use crate::freeze::Frozen;
 use crate::regions::zeros;
 use crate::{Builder, Error, Result};
+use serde::{Deserialize, Serialize};
 use std::time::Duration;
 use stillpoint_image::{Owner, Range};
 use stillpoint_linux::memory::Memory;
@@ -22,7 +23,8 @@ use stillpoint_linux::sched::{self, SchedAttr};
 use stillpoint_store::{PutError, Writer, Zeros};
 
 /// How memory is saved.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Engine {
     /// Whichever suits the program, changed within a checkpoint where it turns out not to.
     #[default]
@@ -38,6 +40,9 @@ pub enum Engine {
 }
 
 impl Engine {
+    /// All there are.
+    pub const ALL: [Engine; 5] = [Engine::Auto, Engine::Precopy, Engine::Wp, Engine::Fork, Engine::Stop];
+
     /// Its name.
     pub fn name(self) -> &'static str {
         match self {
@@ -46,6 +51,24 @@ impl Engine {
             Engine::Wp => "wp",
             Engine::Fork => "fork",
             Engine::Stop => "stop",
+        }
+    }
+
+    /// The one of this name.
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|e| e.name() == name)
+    }
+
+    /// What it does, in a line.
+    pub fn summary(self) -> &'static str {
+        match self {
+            Engine::Auto => "Whichever fits the program and the kernel, and another if that one does not",
+            Engine::Precopy => {
+                "Copied ahead while the program runs; what it writes meanwhile is copied again"
+            }
+            Engine::Wp => "Write-protected; the first write to a page waits until the page is copied",
+            Engine::Fork => "Read from a copy-on-write twin",
+            Engine::Stop => "The program stands still while its memory is written",
         }
     }
 }
@@ -136,6 +159,11 @@ pub(crate) trait MemoryEngine {
     /// Brings every private page of the instant to the store; the program may be running again. Afterwards the writer
     /// has all of them, and none besides ([`Writer::keep_only`]).
     fn finish(&mut self, running: &mut Running<'_>) -> Result<()>;
+
+    /// Whether only what changed since an earlier checkpoint is saved.
+    fn is_incremental(&self) -> bool {
+        false
+    }
 
     /// Whether it is worth preparing again after a cut that was too much.
     fn try_again(&self) -> bool {

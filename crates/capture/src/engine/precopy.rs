@@ -26,6 +26,7 @@ pub(crate) struct Precopy<'t> {
     tracking: &'t mut Option<Tracking>,
     /// What the base checkpoint has.
     base: Vec<Extent>,
+    incremental: bool,
     /// Written since they were copied last, and whether zeros matter there: to be copied again.
     left: Vec<(Range, bool)>,
     /// Pages that the cut copied.
@@ -51,6 +52,7 @@ impl<'t> Precopy<'t> {
         let copied = Copied::default();
         Precopy {
             tracking,
+            incremental: !base.is_empty(),
             base,
             left: Vec::new(),
             copied,
@@ -127,6 +129,10 @@ impl MemoryEngine for Precopy<'_> {
         }
         self.copied.reserve(self.most);
         self.rounds(running)
+    }
+
+    fn is_incremental(&self) -> bool {
+        self.incremental
     }
 
     fn converge(&mut self, running: &mut Running<'_>) -> Result<()> {

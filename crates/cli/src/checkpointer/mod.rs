@@ -11,7 +11,7 @@ pub mod desk;
 
 pub use beside::{Beside, Errand, inherited};
 
-use crate::args::{EngineName, Periodic};
+use crate::args::Periodic;
 use crate::control::server::Clients;
 use crate::failure::{Failure, Result};
 use crate::periodic::Beat;
@@ -95,7 +95,7 @@ impl Work {
             target: self.job.clone(),
             job: self.job.clone(),
             label: None,
-            engine: self.periodic.engine.unwrap_or(EngineName::Auto),
+            engine: self.periodic.engine.unwrap_or_default(),
             buffer: self.periodic.buffer.unwrap_or(BUFFER),
             full: false,
             kill: false,

@@ -101,6 +101,7 @@ pub(crate) struct Wp<'t> {
     lasting: bool,
     /// What the base checkpoint has.
     base: Vec<Extent>,
+    incremental: bool,
     /// Bytes that may be on their way.
     buffer: u64,
     plain: bool,
@@ -123,6 +124,7 @@ impl<'t> Wp<'t> {
             armed,
             lasting,
             base,
+            incremental: false,
             buffer,
             plain,
             copied: Copied::default(),
@@ -151,6 +153,8 @@ impl MemoryEngine for Wp<'_> {
             *self.armed = None;
         }
         let base = std::mem::take(&mut self.base);
+        // After an instant that was lost all is saved.
+        self.incremental = self.armed.is_some();
         match self.armed {
             Some(_) => base
                 .iter()
@@ -163,6 +167,10 @@ impl MemoryEngine for Wp<'_> {
         }
         self.copied.reserve(self.buffer);
         Ok(())
+    }
+
+    fn is_incremental(&self) -> bool {
+        self.incremental
     }
 
     fn converge(&mut self, running: &mut Running<'_>) -> Result<()> {
