@@ -161,6 +161,23 @@ impl Pagemap {
         self.walk(start, end, query, PROTECT_MATCHING | FOLLOWED_ONLY, runs)
     }
 
+    /// As [`Pagemap::scan`], in one mapping that is followed by a userfaultfd that notes writes; false if it is not. A
+    /// query for [`Category::WRITTEN`] alone takes a quarter of the time of others.
+    pub fn scan_followed(
+        &self,
+        start: RemoteAddr,
+        end: RemoteAddr,
+        query: Query,
+        runs: &mut Vec<Run>,
+    ) -> Result<bool> {
+        self.walk(start, end, query, FOLLOWED_ONLY, runs)
+    }
+
+    /// Whether all mappings in a range are followed by some userfaultfd that notes writes. No page is looked at.
+    pub fn is_followed(&self, start: RemoteAddr, end: RemoteAddr) -> Result<bool> {
+        self.scan_followed(start, end, Query::none_of(Category::WP_ALLOWED), &mut Vec::new())
+    }
+
     /// False if the kernel refuses because the range is not followed.
     fn walk(
         &self,

@@ -4,6 +4,7 @@
 //! The descriptor is made inside the process it follows and taken out. When its last holder closes it, or dies, the
 //! kernel takes back every registration and lets every waiting thread go on.
 
+use crate::pagemap::{Category, Pagemap, Query, Run};
 use crate::{Error, RemoteAddr, Result};
 use bitflags::bitflags;
 use linux_raw_sys::general::{
@@ -15,7 +16,8 @@ use linux_raw_sys::general::{
 use linux_raw_sys::ioctl::{
     UFFDIO_API, UFFDIO_REGISTER, UFFDIO_UNREGISTER, UFFDIO_WAKE, UFFDIO_WRITEPROTECT,
 };
-use rustix::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use rustix::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::sync::OnceLock;
 
 /// Flags with which the descriptor is made inside the program.
 pub const OPEN_FLAGS: u64 = (libc::O_CLOEXEC | libc::O_NONBLOCK) as u64;
@@ -246,8 +248,61 @@ impl Userfault {
     }
 }
 
+/// Whether the pages of a followed range that do not exist count as written for [`crate::pagemap`], even those of a whole
+/// page table: whatever is dropped then shows, without a look at every page. Found out once, on memory of our own.
+pub fn what_is_missing_counts_as_written() -> bool {
+    static FOUND: OnceLock<bool> = OnceLock::new();
+    *FOUND.get_or_init(|| missing_counts_as_written().unwrap_or(false))
+}
+
+fn missing_counts_as_written() -> Result<bool> {
+    const TABLE: usize = 2 << 20; // bytes that one page table maps
+    let call = |what: &str| Error::call(what, std::io::Error::last_os_error());
+    // SAFETY: userfaultfd(2) takes no pointers.
+    let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, OPEN_FLAGS | 1) };
+    if fd < 0 {
+        return Err(call("userfaultfd"));
+    }
+    // SAFETY: a new descriptor, ours.
+    let fd = unsafe { OwnedFd::from_raw_fd(fd as i32) };
+    let pid = std::process::id();
+    let userfault = Userfault::new(fd, pid, Mode::Noted)?;
+    // SAFETY: a new mapping, which nobody else knows of.
+    let start = unsafe {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        libc::mmap(std::ptr::null_mut(), 2 * TABLE, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0)
+    };
+    if start == libc::MAP_FAILED {
+        return Err(call("mmap"));
+    }
+    let first = (start as u64).next_multiple_of(TABLE as u64);
+    let (first, end) = (RemoteAddr(first), RemoteAddr(first + TABLE as u64));
+    let mut runs = Vec::new();
+    let query = Query { all: Category::WRITTEN, report: Category::WRITTEN, ..Query::default() };
+    let scanned = userfault
+        .register(first, end)
+        .and_then(|()| Pagemap::open(pid)?.scan_followed(first, end, query, &mut runs));
+    // SAFETY: the mapping made above.
+    unsafe { libc::munmap(start, 2 * TABLE) };
+    Ok(scanned? && matches!(runs[..], [Run { start, end: last, .. }] if start == first.0 && last == end.0))
+}
+
 impl AsFd for Userfault {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_is_found_out_what_missing_pages_count_as() {
+        match missing_counts_as_written() {
+            Ok(found) => assert_eq!(found, what_is_missing_counts_as_written()),
+            // Not every kernel or user may have one.
+            Err(e) => assert!(matches!(e.errno(), Some(libc::EPERM | libc::ENOSYS | libc::EINVAL)), "{e}"),
+        }
     }
 }

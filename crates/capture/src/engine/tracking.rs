@@ -9,20 +9,25 @@ use crate::regions::{Span, range};
 use crate::{Error, Result};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use stillpoint_image::Range;
+use stillpoint_image::{PAGE, Range};
 use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::descriptors::duplicate_from;
 use stillpoint_linux::fdinfo;
 use stillpoint_linux::pagemap::{Category, Query, Run};
-use stillpoint_linux::userfault::{self, Mode, Userfault};
+use stillpoint_linux::userfault::{self, Mode, Userfault, what_is_missing_counts_as_written};
 
 /// Memory is released in pieces of this size, bytes, so that the program's own page faults get their turn.
 const PIECE: u64 = 4 << 20;
 
 /// At least so much is looked at in one go, bytes.
 const LOOK: u64 = 256 << 20;
-/// From here on a look is worth several threads, bytes: it takes 0.6 ms for each GiB, a thread 0.05 ms to start.
-const WORTH_HELPERS: u64 = 512 << 20;
+/// From here on a look is worth several threads, bytes: it takes at least 0.2 ms for each GiB, a thread 0.05 ms to start.
+const WORTH_HELPERS: u64 = 2 << 30;
+/// Pages that are written in more places than this, or own in more runs (what is missing between them counts as
+/// written), are looked at one by one: that is faster then.
+const FEW: usize = 256;
+/// Written pages this close to each other are looked at together, bytes.
+const NEAR: u64 = 32 * PAGE;
 
 /// Follows the writes of one address space. When it is dropped, nothing of it stays behind.
 #[derive(Debug)]
@@ -33,6 +38,32 @@ pub struct Tracking {
     pub base: Option<(String, u64)>,
     /// Spans that were followed at the last look.
     followed: Vec<Range>,
+    /// What that look found, piece by piece, ascending.
+    seen: Vec<Seen>,
+}
+
+/// What a look at a piece of a span found.
+#[derive(Debug)]
+struct Seen {
+    piece: Range,
+    /// All of it is followed: what has changed since counts as written.
+    followed: bool,
+    own: Vec<Range>,
+    dirty: Vec<Range>,
+}
+
+impl Seen {
+    /// Own pages in `runs`; with `known` false, all of them are dirty.
+    fn all(piece: &Span, known: bool, runs: &[Run]) -> Self {
+        let mut seen = Seen { piece: piece.range, followed: known, own: Vec::new(), dirty: Vec::new() };
+        for run in runs {
+            push(&mut seen.own, range(run));
+            if !(known && is_clean(run.categories, piece)) {
+                push(&mut seen.dirty, range(run));
+            }
+        }
+        seen
+    }
 }
 
 /// What a look at the private memory found.
@@ -57,7 +88,7 @@ impl Tracking {
         let open = |frozen: &mut Frozen| open_inside(running.target, frozen, Mode::Noted);
         let (userfault, pause) = stop_briefly(running.target, running.earlier, open)?;
         running.log.pauses.push(pause);
-        Ok(Tracking { userfault, base: None, followed: Vec::new() })
+        Ok(Tracking { userfault, base: None, followed: Vec::new(), seen: Vec::new() })
     }
 
     /// Looks at all private memory; what was written since the last look, or has not been followed before, is dirty.
@@ -67,35 +98,32 @@ impl Tracking {
         for span in spans {
             let known = before.binary_search_by_key(&span.range.start, |r| r.start);
             if !known.is_ok_and(|i| before[i] == span.range) {
-                self.claim(span)?;
+                self.claim(target, span, &before)?;
             }
         }
         let pieces: Vec<Span> = spans.iter().flat_map(pieces).collect();
         let total: u64 = spans.iter().map(|s| s.range.len).sum();
-        let looks = if total < WORTH_HELPERS {
-            pieces.iter().map(|piece| self.scan(target, piece)).collect::<Result<Vec<_>>>()?
+        let seen = if total < WORTH_HELPERS {
+            pieces.iter().map(|piece| self.see(target, piece)).collect::<Result<Vec<_>>>()?
         } else {
-            self.scan_on_all_processors(target, &pieces)?
+            self.see_on_all_processors(target, &pieces)?
         };
         let mut found = Found::default();
-        for (span, (known, runs)) in pieces.iter().zip(looks) {
-            for run in &runs {
-                push(&mut found.own, range(run));
-                if !(known && is_clean(run.categories, span)) {
-                    found.dirty.push((range(run), span.zeros_matter));
-                }
-            }
+        for (span, seen) in pieces.iter().zip(&seen) {
+            seen.own.iter().for_each(|own| push(&mut found.own, *own));
+            found.dirty.extend(seen.dirty.iter().map(|dirty| (*dirty, span.zeros_matter)));
         }
+        self.seen = seen;
         Ok(found)
     }
 
-    /// As [`Tracking::scan`] of each piece, several at a time.
-    fn scan_on_all_processors(&self, target: &Target, pieces: &[Span]) -> Result<Vec<(bool, Vec<Run>)>> {
+    /// As [`Tracking::see`] of each piece, several at a time.
+    fn see_on_all_processors(&self, target: &Target, pieces: &[Span]) -> Result<Vec<Seen>> {
         let next = AtomicUsize::new(0);
         let work = || {
             let mut done = Vec::new();
             while let Some(piece) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
-                done.push((piece.range.start, self.scan(target, piece)?));
+                done.push(self.see(target, piece)?);
             }
             Ok::<_, Error>(done)
         };
@@ -109,20 +137,90 @@ impl Tracking {
             Ok::<_, Error>(done)
         });
         let mut done = done?;
-        done.sort_by_key(|(start, _)| *start);
-        Ok(done.into_iter().map(|(_, look)| look).collect())
+        done.sort_by_key(|seen| seen.piece.start);
+        Ok(done)
     }
 
-    /// Begins to follow a span. Where somebody else follows the process, it would look as if we did, what they have seen
-    /// would count as unwritten, and what we see would be hidden from them.
-    fn claim(&self, span: &Span) -> Result<()> {
-        match self.userfault.register(RemoteAddr(span.range.start), RemoteAddr(span.range.end())) {
-            Err(e) if e.errno() == Some(libc::EBUSY) => {
-                Err(Error::Failed("somebody else follows what it writes already".into()))
-            }
-            // Whether it can be followed shows when it is looked at.
-            _ => Ok(()),
+    /// Looks at a piece, at what was written only if that tells all.
+    fn see(&self, target: &Target, piece: &Span) -> Result<Seen> {
+        let before = self.seen.binary_search_by_key(&piece.range.start, |s| s.piece.start);
+        let before = before.ok().map(|i| &self.seen[i]).filter(|s| s.piece == piece.range && s.followed);
+        let few = before.filter(|s| s.own.len() <= FEW);
+        // Behind a file what is dropped leaves the mark of what was not written.
+        let tells_all = piece.swapped_is_clean && what_is_missing_counts_as_written();
+        if let Some(before) = few.filter(|_| tells_all)
+            && let Some(seen) = self.glance(target, piece, before)?
+        {
+            return Ok(seen);
         }
+        let (known, runs) = self.scan(target, piece)?;
+        Ok(Seen::all(piece, known, &runs))
+    }
+
+    /// Looks at what was written or dropped since the look `before`; `None`, and nothing was done, if it takes more than
+    /// that.
+    fn glance(&self, target: &Target, piece: &Span, before: &Seen) -> Result<Option<Seen>> {
+        let (start, end) = (RemoteAddr(piece.range.start), RemoteAddr(piece.range.end()));
+        let query = Query { all: Category::WRITTEN, report: Category::WRITTEN, ..Query::default() };
+        let mut written = Vec::new();
+        if !target.pagemap.scan_followed(start, end, query, &mut written)? {
+            return Ok(None);
+        }
+        let written = joined(written.iter().map(range), NEAR);
+        if written.len() > FEW {
+            return Ok(None);
+        }
+        let mut seen = Seen { piece: piece.range, followed: true, own: Vec::new(), dirty: Vec::new() };
+        let mut now = Vec::new();
+        for part in &written {
+            let (known, runs) = self.scan(target, &Span { range: *part, ..*piece })?;
+            if !known {
+                // It was replaced meanwhile, and what was found before is protected already.
+                let (_, runs) = self.scan(target, piece)?;
+                return Ok(Some(Seen::all(piece, false, &runs)));
+            }
+            let part = Seen::all(piece, true, &runs);
+            now.extend(part.own);
+            seen.dirty.extend(part.dirty);
+        }
+        seen.own = replaced(&before.own, &written, now);
+        Ok(Some(seen))
+    }
+
+    /// Begins to follow a span, `before` being what was followed at the last look. Where somebody else follows the process,
+    /// it would look as if we did, what they have seen would count as unwritten, and what we see would be hidden from
+    /// them.
+    fn claim(&self, target: &Target, span: &Span, before: &[Range]) -> Result<()> {
+        let Range { start, .. } = span.range;
+        let new = match target.pagemap.is_followed(RemoteAddr(start), RemoteAddr(span.range.end()))? {
+            // A mapping that has grown is followed where it is new, too.
+            true => without(span.range, before),
+            false => vec![span.range],
+        };
+        for part in new {
+            match self.follow(target, RemoteAddr(part.start), RemoteAddr(part.end())) {
+                Err(Error::Kernel(e)) if e.errno() == Some(libc::EBUSY) => {
+                    return Err(Error::Failed("somebody else follows what it writes already".into()));
+                }
+                // Whether it can be followed shows when it is looked at.
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Follows a range; all that is there counts as written. A mapping ceases to be followed when another one is moved
+    /// next to it and the kernel makes one of the two (`mremap(2)`). Its pages keep the marks of what was not written,
+    /// and if it was followed again would be written unnoticed: those marks are taken away.
+    fn follow(&self, target: &Target, start: RemoteAddr, end: RemoteAddr) -> Result<()> {
+        self.userfault.register(start, end)?;
+        let mut marked = Vec::new();
+        let query = Query { any: Category::PRESENT | Category::SWAPPED, ..Query::none_of(Category::WRITTEN) };
+        target.pagemap.scan(start, end, query, &mut marked)?;
+        for run in marked {
+            self.userfault.release(RemoteAddr(run.start), RemoteAddr(run.end))?;
+        }
+        Ok(())
     }
 
     /// Runs of own pages of a span. With false, all of them are dirty, whatever their categories: because they have not
@@ -137,11 +235,11 @@ impl Tracking {
             return Ok((true, runs));
         }
         runs.clear();
-        match self.userfault.register(start, end) {
+        match self.follow(target, start, end) {
             Ok(()) if target.pagemap.scan_and_protect(start, end, query, &mut runs)? => {
                 return Ok((false, runs));
             }
-            Err(e) if e.errno() == Some(libc::ESRCH) => {
+            Err(Error::Kernel(e)) if e.errno() == Some(libc::ESRCH) => {
                 return Err(Error::Failed("the program has replaced itself".into()));
             }
             // It is gone, or of a kind that cannot be followed.
@@ -162,6 +260,46 @@ fn pieces(span: &Span) -> impl Iterator<Item = Span> {
         let len = most.min(span.range.end() - start);
         Span { range: Range { start, len }, ..span }
     })
+}
+
+/// The parts of a range that lie outside of `others`, which are ascending.
+fn without(range: Range, others: &[Range]) -> Vec<Range> {
+    replaced(&[range], others, Vec::new())
+}
+
+/// Ascending ranges, as one where the gap between two is less than `near` bytes.
+fn joined(ranges: impl Iterator<Item = Range>, near: u64) -> Vec<Range> {
+    let mut all: Vec<Range> = Vec::new();
+    for next in ranges {
+        match all.last_mut() {
+            Some(last) if next.start - last.end() < near => last.len = next.end() - last.start,
+            _ => all.push(next),
+        }
+    }
+    all
+}
+
+/// Ranges of which the parts inside of `windows` are replaced by `now`, which lie there. All are ascending.
+fn replaced(before: &[Range], windows: &[Range], now: Vec<Range>) -> Vec<Range> {
+    let mut all = now;
+    let mut ahead = windows.iter().peekable();
+    for own in before {
+        let mut start = own.start;
+        while ahead.next_if(|w| w.end() <= start).is_some() {}
+        let mut touching = ahead.clone();
+        while start < own.end() {
+            let window = touching.next().filter(|w| w.start < own.end());
+            let end = window.map_or(own.end(), |w| w.start);
+            if end > start {
+                all.push(Range { start, len: end - start });
+            }
+            start = window.map_or(own.end(), |w| w.end());
+        }
+    }
+    all.sort_unstable_by_key(|r| r.start);
+    let mut joined = Vec::with_capacity(all.len());
+    all.into_iter().for_each(|r| push(&mut joined, r));
+    joined
 }
 
 /// Whether pages of these categories are as they were when they were last protected.
@@ -232,4 +370,41 @@ pub(crate) fn writes_unnoticed(pid: u32) -> Result<bool> {
     // One that is closed meanwhile cannot be read: nothing goes on there.
     let direct = |fd: u32| fdinfo::read(pid, fd).is_ok_and(|i| i.flags & libc::O_DIRECT as u32 != 0);
     Ok(fdinfo::list(pid)?.into_iter().any(direct))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn ranges(pages: &[bool]) -> Vec<Range> {
+        let mut all = Vec::new();
+        let set = (0..).zip(pages).filter(|(_, set)| **set);
+        set.for_each(|(page, _)| push(&mut all, Range { start: page * PAGE, len: PAGE }));
+        all
+    }
+
+    fn holds(ranges: &[Range], page: usize) -> bool {
+        ranges.iter().any(|r| r.start <= page as u64 * PAGE && (page as u64) * PAGE < r.end())
+    }
+
+    proptest! {
+        /// Against a bit for each page.
+        #[test]
+        fn what_changed_is_replaced(
+            before in prop::collection::vec(any::<bool>(), 40),
+            written in prop::collection::vec(any::<bool>(), 40),
+            after in prop::collection::vec(any::<bool>(), 40),
+            near in 0u64..5,
+        ) {
+            let windows = joined(ranges(&written).into_iter(), near * PAGE);
+            prop_assert!((0..40).all(|p| !written[p] || holds(&windows, p)));
+            prop_assert!(windows.windows(2).all(|w| w[1].start - w[0].end() >= (near * PAGE).max(1)));
+            let now: Vec<bool> = (0..40).map(|p| after[p] && holds(&windows, p)).collect();
+            let own = replaced(&ranges(&before), &windows, ranges(&now));
+            let expected: Vec<bool> =
+                (0..40).map(|p| if holds(&windows, p) { after[p] } else { before[p] }).collect();
+            prop_assert_eq!(own, ranges(&expected));
+        }
+    }
 }
