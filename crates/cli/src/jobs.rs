@@ -94,7 +94,8 @@ pub fn is_supervised(record: &Running) -> bool {
 }
 
 fn is_process(pid: u32, start_time: u64) -> bool {
-    stat_of(pid).is_some_and(|s| s.start_time == start_time && s.state != b'Z')
+    // A main thread may end before the others; one of them may become it (`execve(2)`).
+    stat_of(pid).is_some_and(|s| s.start_time == start_time && (s.state != b'Z' || s.num_threads > 1))
 }
 
 /// The process of a job, if it runs. A damaged record is that of no process.

@@ -205,13 +205,13 @@ pub fn leader_ended_for_good(builder: &mut Builder, target: &Proc) -> Result<()>
 
 /// Whether a process has ended, is ending, or has been killed: all of its threads are or have.
 pub fn has_ended(pid: u32) -> bool {
-    let ends = |thread: Proc| {
+    let has = |thread: Proc| {
         let (Ok(stat), Ok(status)) = (thread.stat(), thread.status()) else { return true };
         let killed = (status.sig_pending | status.shared_pending) & 1 << (libc::SIGKILL - 1) != 0;
-        killed || matches!(stat.state, b'Z' | b'X') || stat.flags.contains(TaskFlags::EXITING)
+        killed || ends(&stat)
     };
     let Ok(process) = Proc::process(pid) else { return true };
-    process.threads().unwrap_or_default().into_iter().all(|tid| process.sibling(tid).map_or(true, ends))
+    process.threads().unwrap_or_default().into_iter().all(|tid| process.sibling(tid).map_or(true, has))
 }
 
 fn examine_thread(builder: &mut Builder, target: &Proc, tid: u32, examined: &mut Examined) -> Result<()> {
@@ -429,6 +429,11 @@ fn confinement(builder: &mut Builder, own: &Proc, target: &Proc) -> Result<bool>
     Ok(confines)
 }
 
+/// Whether a thread has ended, or is ending.
+fn ends(stat: &Stat) -> bool {
+    matches!(stat.state, b'Z' | b'X') || stat.flags.contains(TaskFlags::EXITING)
+}
+
 /// What a thread has apart from the others, or that has no place in a checkpoint.
 fn thread(builder: &mut Builder, target: &Proc, tid: u32, stat: &Stat, status: &Status) -> Result<()> {
     let what = || thread_name(stat, tid);
@@ -437,8 +442,8 @@ fn thread(builder: &mut Builder, target: &Proc, tid: u32, stat: &Stat, status: &
         builder.refuse(what(), "the kernel made it to work for the program", hint);
         return Ok(());
     }
-    if matches!(stat.state, b'Z' | b'X') {
-        return Ok(()); // ending: it will be gone when all threads are stopped
+    if ends(stat) {
+        return Ok(()); // it will be gone when all threads are stopped
     }
     if tid != target.pid() {
         for (object, flag, name) in [
@@ -446,7 +451,9 @@ fn thread(builder: &mut Builder, target: &Proc, tid: u32, stat: &Stat, status: &
             (Shared::FileSystem, "CLONE_FS", "current directory, root and umask"),
             (Shared::SemaphoreUndo, "CLONE_SYSVSEM", "list of semaphore operations to undo"),
         ] {
-            if !sharing::shared(target.pid(), tid, object)? {
+            // One that has begun to end meanwhile has given up what it shared.
+            let still_there = || target.sibling(tid).and_then(|t| t.stat()).is_ok_and(|s| !ends(&s));
+            if !sharing::shared(target.pid(), tid, object)? && still_there() {
                 let why = format!("it does not share its {name} with the main thread ({flag})");
                 builder.refuse(what(), why, "");
             }
@@ -492,6 +499,9 @@ fn states(builder: &mut Builder, what: &dyn Fn() -> String, stat: &Stat, status:
 /// Other processes with the same memory, descriptors or current directory: a `vfork` that has not yet executed, or
 /// plain clone(2). Processes that we may not look at are taken not to share.
 fn sharers(builder: &mut Builder, target: &Proc, others: &[u32]) {
+    // A thread of the program that has just ended still has what it shared.
+    let is_own =
+        |pid| Proc::thread_by_tid(pid).and_then(|t| t.status()).map_or(true, |s| s.tgid == target.pid());
     for &pid in others {
         if pid == target.pid() || pid == std::process::id() {
             continue;
@@ -501,7 +511,7 @@ fn sharers(builder: &mut Builder, target: &Proc, others: &[u32]) {
             (Shared::Files, "descriptors"),
             (Shared::FileSystem, "current directory"),
         ] {
-            if sharing::shared(pid, target.pid(), object).unwrap_or(false) {
+            if sharing::shared(pid, target.pid(), object).unwrap_or(false) && !is_own(pid) {
                 // The twin of another checkpoint, while it is being made.
                 let twin = Proc::process(pid).ok().and_then(|p| tracer(&p, pid)).is_some();
                 let of = if twin { ", for another checkpoint it seems" } else { "" };

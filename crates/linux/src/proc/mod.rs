@@ -265,13 +265,15 @@ impl Proc {
         nonsense(&self.path.join(name), text)
     }
 
-    /// An error on a file of the folder. A missing file and an ended process look the same at first (`ENOENT`); the
-    /// latter has lost all its files.
+    /// An error on a file of the folder. A missing file (`ENOENT`) or a link that we may not follow (`EACCES`) and an ended
+    /// process look the same at first; the latter has lost all its files.
     fn error(&self, name: &str, e: rustix::io::Errno) -> Error {
         use rustix::io::Errno;
         let gone = match e {
             Errno::SRCH => true,
-            Errno::NOENT => rustix::fs::statat(&self.folder, "stat", AtFlags::empty()).is_err(),
+            Errno::NOENT | Errno::ACCESS => {
+                rustix::fs::statat(&self.folder, "stat", AtFlags::empty()).is_err()
+            }
             _ => false,
         };
         if gone { Error::Gone(self.tid) } else { Error::file(self.path.join(name), e) }
