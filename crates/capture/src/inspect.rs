@@ -80,7 +80,7 @@ impl<'a> Known<'a> {
         outsiders.scan_memory(&[pid], &nameless);
         // One for each descriptor of the program, several for each thread.
         let (fds, tids) = (process.list("fd")?.len(), process.threads()?.len());
-        make_room(fds + 8 * tids + 64);
+        make_room(fds + 16 * tids + 64);
         let mut threads = HashMap::new();
         for tid in process.threads()? {
             // A thread that ends meanwhile, or for which we have no descriptors left, is none of those known.
@@ -89,6 +89,8 @@ impl<'a> Known<'a> {
             }
         }
         let examined = target::examine(builder, process)?;
+        // Without them it takes longer in the freeze.
+        threads.values_mut().for_each(|files| drop(examined.get_ready(files)));
         let (waiting, earlier) = (HashMap::new(), HashMap::new());
         #[rustfmt::skip]
         let mut known = Known {

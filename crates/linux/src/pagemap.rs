@@ -3,6 +3,7 @@
 use crate::{Error, RemoteAddr, Result};
 use bitflags::bitflags;
 use std::fs::File;
+use std::mem::MaybeUninit;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 
@@ -187,7 +188,8 @@ impl Pagemap {
         flags: u64,
         runs: &mut Vec<Run>,
     ) -> Result<bool> {
-        let mut regions = [Region::default(); 512];
+        // Not cleared: most looks find little, and there may be one for each of many mappings.
+        let mut regions = [const { MaybeUninit::<Region>::uninit() }; 512];
         let mut at = start.0;
         while at < end.0 {
             let mut arg = ScanArg {
@@ -213,11 +215,11 @@ impl Pagemap {
                 }
                 return Err(Error::call(format!("scan pages {at:#x}-{end} of process {}", self.pid), e));
             }
-            for r in &regions[..n as usize] {
-                push(
-                    runs,
-                    Run { start: r.start, end: r.end, categories: Category::from_bits_retain(r.categories) },
-                );
+            for region in &regions[..n as usize] {
+                // SAFETY: the kernel has written the first `n`; any bits are a valid `Region`.
+                let r = unsafe { region.assume_init() };
+                let categories = Category::from_bits_retain(r.categories);
+                push(runs, Run { start: r.start, end: r.end, categories });
             }
             if arg.walk_end <= at {
                 break;

@@ -284,6 +284,15 @@ impl Examined {
         }
     }
 
+    /// Gets a thread's files ready to be looked at.
+    ///
+    /// # Errors
+    /// As [`examine`].
+    pub fn get_ready(&self, files: &mut ThreadFiles) -> Result<()> {
+        let kinds = kinds(files, self.threads.get(&files.tid()) != Some(&false));
+        if kinds.is_empty() { Ok(()) } else { files.hold_namespaces(kinds) }
+    }
+
     /// Looks at a thread of the frozen process.
     ///
     /// # Errors
@@ -303,14 +312,8 @@ impl Examined {
     /// `free`: it may have been able to change its namespaces.
     fn see_by(&self, files: &ThreadFiles, free: bool) -> Result<Seen> {
         let (tid, look) = (files.tid(), files.look()?);
-        let is_leader = tid == files.folder.pid();
-        let free = free || may_change_namespaces(&look.status);
-        let kinds = match (is_leader, free) {
-            (true, _) => NamespaceKind::ALL.as_slice(),
-            (false, true) => &NamespaceKind::OF_THREADS,
-            (false, false) => &[],
-        };
-        let namespaces = files.folder.namespaces_of(kinds)?;
+        let kinds = kinds(files, free || may_change_namespaces(&look.status));
+        let namespaces = if kinds.is_empty() { Vec::new() } else { files.namespaces(kinds)? };
         let thread = super::thread::thread(tid, &look)?;
         Ok(Seen { tid, look, namespaces, thread })
     }
@@ -327,6 +330,15 @@ pub struct Seen {
     pub namespaces: Vec<Namespace>,
     /// The thread, as far as [`super::thread::thread`] tells.
     pub thread: Thread,
+}
+
+/// Namespaces to ask of a thread. `free`: it may have been able to change its own.
+fn kinds(files: &ThreadFiles, free: bool) -> &'static [NamespaceKind] {
+    match (files.tid() == files.folder.pid(), free) {
+        (true, _) => &NamespaceKind::ALL,
+        (false, true) => &NamespaceKind::OF_THREADS,
+        (false, false) => &[],
+    }
 }
 
 /// Whether a thread has, or may yet have had, what it takes to change its namespaces.

@@ -2,7 +2,7 @@
 
 use crate::{Builder, Result};
 use stillpoint_image::{Bytes, Credentials, Range, Sched, SeccompFilter, Thread};
-use stillpoint_linux::proc::{self, Held, Proc, Stat, Status};
+use stillpoint_linux::proc::{self, Held, HeldNamespaces, Namespace, NamespaceKind, Proc, Stat, Status};
 use stillpoint_linux::ptrace::Stopped;
 use stillpoint_linux::{layout, sched, seccomp};
 
@@ -16,6 +16,7 @@ pub struct ThreadFiles {
     name: Held,
     children: Held,
     slack: Held,
+    namespaces: Option<HeldNamespaces>,
 }
 
 /// What its files tell of a thread at one moment.
@@ -45,7 +46,28 @@ impl ThreadFiles {
             name: folder.hold("comm")?,
             children: folder.hold("children")?,
             slack: folder.hold_timer_slack()?,
+            namespaces: None,
             folder,
+        })
+    }
+
+    /// Opens also what tells its namespaces of these kinds.
+    ///
+    /// # Errors
+    /// As [`ThreadFiles::open`].
+    pub fn hold_namespaces(&mut self, kinds: &[NamespaceKind]) -> Result<()> {
+        self.namespaces = Some(self.folder.hold_namespaces(kinds)?);
+        Ok(())
+    }
+
+    /// Its namespaces of these kinds, or of those that are held.
+    ///
+    /// # Errors
+    /// As [`ThreadFiles::look`].
+    pub fn namespaces(&self, kinds: &[NamespaceKind]) -> Result<Vec<Namespace>> {
+        Ok(match &self.namespaces {
+            Some(held) => held.read()?,
+            None => self.folder.namespaces_of(kinds)?,
         })
     }
 

@@ -26,6 +26,8 @@ const WORTH_HELPERS: u64 = 2 << 30;
 /// Pages that are written in more places than this, or own in more runs (what is missing between them counts as
 /// written), are looked at one by one: that is faster then.
 const FEW: usize = 256;
+/// Of fewer own pages all are looked at in less time than two looks take, bytes.
+const MANY: u64 = 8 << 20;
 /// Written pages this close to each other are looked at together, bytes.
 const NEAR: u64 = 32 * PAGE;
 
@@ -145,7 +147,7 @@ impl Tracking {
     fn see(&self, target: &Target, piece: &Span) -> Result<Seen> {
         let before = self.seen.binary_search_by_key(&piece.range.start, |s| s.piece.start);
         let before = before.ok().map(|i| &self.seen[i]).filter(|s| s.piece == piece.range && s.followed);
-        let few = before.filter(|s| s.own.len() <= FEW);
+        let few = before.filter(|s| s.own.len() <= FEW && bytes(&s.own) >= MANY);
         // Behind a file what is dropped leaves the mark of what was not written.
         let tells_all = piece.swapped_is_clean && what_is_missing_counts_as_written();
         if let Some(before) = few.filter(|_| tells_all)
@@ -260,6 +262,10 @@ fn pieces(span: &Span) -> impl Iterator<Item = Span> {
         let len = most.min(span.range.end() - start);
         Span { range: Range { start, len }, ..span }
     })
+}
+
+fn bytes(ranges: &[Range]) -> u64 {
+    ranges.iter().map(|r| r.len).sum()
 }
 
 /// The parts of a range that lie outside of `others`, which are ascending.

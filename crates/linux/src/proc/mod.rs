@@ -21,7 +21,7 @@ pub mod timers;
 
 pub use held::Held;
 pub use maps::Vma;
-pub use namespaces::{Namespace, NamespaceKind};
+pub use namespaces::{HeldNamespaces, Namespace, NamespaceKind};
 pub use sched::SchedStat;
 pub use smaps::{Smap, VmFlags};
 pub use stat::{Stat, TaskFlags};
@@ -115,7 +115,10 @@ impl Proc {
     /// # Errors
     /// [`Error::Gone`] if the process is; [`Error::File`] if the file is missing or forbidden.
     pub fn open_file(&self, name: &str) -> Result<OwnedFd> {
-        let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+        self.open_with(name, OFlags::RDONLY | OFlags::CLOEXEC)
+    }
+
+    fn open_with(&self, name: &str, flags: OFlags) -> Result<OwnedFd> {
         rustix::fs::openat(&self.folder, name, flags, Mode::empty()).map_err(|e| self.error(name, e))
     }
 
@@ -124,8 +127,7 @@ impl Proc {
     /// # Errors
     /// As [`Proc::open_file`].
     pub fn open_handle(&self, name: &str) -> Result<OwnedFd> {
-        let flags = OFlags::PATH | OFlags::CLOEXEC;
-        rustix::fs::openat(&self.folder, name, flags, Mode::empty()).map_err(|e| self.error(name, e))
+        self.open_with(name, OFlags::PATH | OFlags::CLOEXEC)
     }
 
     /// Reads a whole file of the folder.

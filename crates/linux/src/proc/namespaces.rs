@@ -2,6 +2,9 @@
 
 use super::{Proc, nonsense, text};
 use crate::{Error, Result};
+use rustix::fs::OFlags;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
 
 /// A kind of namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -71,7 +74,49 @@ pub struct Namespace {
     pub id: u64,
 }
 
+/// The links of some namespaces of a process or thread, held open: their paths take longer than they do.
+#[derive(Debug)]
+pub struct HeldNamespaces {
+    tid: u32,
+    links: Vec<(NamespaceKind, OwnedFd)>,
+}
+
+impl HeldNamespaces {
+    /// The namespaces as they are now.
+    ///
+    /// # Errors
+    /// [`Error::Gone`], or that the kernel does not tell.
+    pub fn read(&self) -> Result<Vec<Namespace>> {
+        let read = |(kind, link): &(NamespaceKind, OwnedFd)| {
+            // A namespace is always there until its thread is not.
+            let text = rustix::fs::readlinkat(link, "", Vec::with_capacity(64))
+                .map_err(|_| Error::Gone(self.tid))?;
+            let path = || PathBuf::from(format!("/proc/{}/ns/{}", self.tid, kind.name()));
+            let id = parse(text.as_bytes()).ok_or_else(|| nonsense(&path(), text.as_bytes()))?;
+            Ok(Namespace { kind: *kind, id })
+        };
+        self.links.iter().map(read).collect()
+    }
+}
+
 impl Proc {
+    /// Opens the links of some namespaces, to be read later; kinds that the kernel does not have are left out.
+    ///
+    /// # Errors
+    /// As [`Proc::namespaces`].
+    pub fn hold_namespaces(&self, kinds: &[NamespaceKind]) -> Result<HeldNamespaces> {
+        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let mut links = Vec::with_capacity(kinds.len());
+        for &kind in kinds {
+            match self.open_with(&format!("ns/{}", kind.name()), flags) {
+                Ok(link) => links.push((kind, link)),
+                Err(Error::File { source, .. }) if source.raw_os_error() == Some(libc::ENOENT) => {}
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(HeldNamespaces { tid: self.tid(), links })
+    }
+
     /// Namespaces it is in; kinds that the kernel does not have are left out.
     ///
     /// # Errors

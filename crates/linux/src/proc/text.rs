@@ -2,7 +2,14 @@
 
 /// Lines without their newline; no empty one after the last newline.
 pub(super) fn lines(text: &[u8]) -> impl Iterator<Item = &[u8]> {
-    text.strip_suffix(b"\n").unwrap_or(text).split(|&b| b == b'\n').filter(|l| !l.is_empty())
+    let mut rest = text;
+    std::iter::from_fn(move || {
+        let end = memchr::memchr(b'\n', rest).unwrap_or(rest.len());
+        let (line, after) = rest.split_at(end);
+        rest = after.get(1..).unwrap_or_default();
+        (!(line.is_empty() && rest.is_empty())).then_some(line)
+    })
+    .filter(|l| !l.is_empty())
 }
 
 /// Words between spaces and tabs.
@@ -35,12 +42,20 @@ pub(super) fn hex(text: &[u8]) -> Option<u64> {
     if text.is_empty() || text.len() > 16 {
         return None;
     }
-    text.iter().try_fold(0u64, |n, &b| Some(n << 4 | u64::from((b as char).to_digit(16)?)))
+    text.iter().try_fold(0u64, |n, &b| {
+        let digit = match b {
+            b'0'..=b'9' => b - b'0',
+            b'a'..=b'f' => b - b'a' + 10,
+            b'A'..=b'F' => b - b'A' + 10,
+            _ => return None,
+        };
+        Some(n << 4 | u64::from(digit))
+    })
 }
 
 /// Splits at the first `at`, which belongs to neither part.
 pub(super) fn cut(text: &[u8], at: u8) -> Option<(&[u8], &[u8])> {
-    let i = text.iter().position(|&b| b == at)?;
+    let i = memchr::memchr(at, text)?;
     Some((&text[..i], &text[i + 1..]))
 }
 
