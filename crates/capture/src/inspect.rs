@@ -12,8 +12,7 @@ use crate::visits::Visits;
 use crate::{Builder, Error, Result};
 use std::collections::HashMap;
 use std::os::fd::BorrowedFd;
-use std::time::Instant;
-use stillpoint_image::{BlockedCall, Thread, Usage};
+use stillpoint_image::{BlockedCall, Bytes, Rseq, Thread, Usage};
 use stillpoint_linux::arch::{self, Gadgets, Regs};
 use stillpoint_linux::descriptors::make_room;
 use stillpoint_linux::inject::outside_critical_section;
@@ -38,8 +37,6 @@ pub struct Known<'a> {
     examined: Examined,
     /// The files of its threads in `/proc`.
     threads: HashMap<u32, ThreadFiles>,
-    /// How many threads of ours help to look at its threads.
-    helpers: usize,
     /// Its mappings; `None` if they must be read in the freeze.
     mappings: Option<Mappings>,
     /// Who else holds descriptors of what.
@@ -95,12 +92,10 @@ impl<'a> Known<'a> {
         #[rustfmt::skip]
         let mut known = Known {
             process, pidfd, memory, pagemap, inherited, examined, threads, outsiders, gadgets, waiting, earlier,
-            rehearsed: Builder::new(), mappings: None, stopped_ns: 0, helpers: 0,
+            rehearsed: Builder::new(), mappings: None, stopped_ns: 0,
         };
         if builder.refusals.is_empty() {
             let mappings = Mappings::read(process, pagemap)?;
-            let files: Vec<&ThreadFiles> = known.threads.values().collect();
-            known.helpers = helpers_for(&files, &known.examined);
             known.rehearsed = known.rehearse(&mappings);
             known.mappings = (!exact && !mappings.are_cheap()).then_some(mappings);
             // The rehearsal may have taken a while.
@@ -185,15 +180,15 @@ pub fn inspect(builder: &mut Builder, frozen: &mut Frozen, known: &Known<'_>) ->
     let new = open_new(frozen, known)?;
     let files = frozen.threads.iter().map(|t| known.threads.get(&t.tid()).or_else(|| new.get(&t.tid())));
     let files: Vec<&ThreadFiles> = files.flatten().collect();
-    let mut threads = see_all(&files, &known.examined, known.helpers)?;
+    let (traced, mut threads) = look(frozen, &files, &known.examined)?;
     target::examine_again(builder, known.process, &known.examined, &threads)?;
     let main = threads[0].look.clone();
     let mut process = attributes::process::process(known.process, &main.stat, &main.status)?;
     let mut space = attributes::process::space(known.process, &main.stat)?;
     process.stopped = frozen.stopped_by();
-    for (stopped, seen) in frozen.threads.iter().zip(&mut threads) {
+    for ((stopped, seen), traced) in frozen.threads.iter().zip(&mut threads).zip(traced) {
         let from_outside = std::mem::take(&mut seen.thread);
-        process.threads.push(thread(builder, known, stopped, &seen.look, from_outside)?);
+        process.threads.push(thread(builder, known, stopped, traced, &seen.look, from_outside)?);
     }
     process.pending = pending(&frozen.threads[0], true)?;
     attributes::thread::complete_pending(main.status.shared_pending, &mut process.pending);
@@ -217,41 +212,37 @@ pub fn inspect(builder: &mut Builder, frozen: &mut Frozen, known: &Known<'_>) ->
     Ok(Assumed(assumed.then_some(mappings)))
 }
 
-/// From this many threads on, other threads of ours may help to look at them.
-const MANY: usize = 16;
-/// Most helpers.
-const HELPERS: usize = 7;
-
-/// How many helpers it is worth to have: all or none, whichever is faster at this moment. (Where all processors are
-/// busy, one waits for its helpers.)
-fn helpers_for(files: &[&ThreadFiles], examined: &Examined) -> usize {
-    let time = |helpers| {
-        let start = Instant::now();
-        let _ = see_all(files, examined, helpers);
-        start.elapsed()
-    };
-    let all = std::thread::available_parallelism().map_or(0, |n| n.get() - 1).min(HELPERS);
-    let alone = time(0);
-    if files.len() >= MANY && all > 0 && time(all) < alone { all } else { 0 }
+/// Looks at all threads, in their order. (Several of ours at a time would be slower: the kernel lets only one at a time ask
+/// about threads of the same process.)
+fn look(frozen: &Frozen, files: &[&ThreadFiles], examined: &Examined) -> Result<(Vec<Traced>, Vec<Seen>)> {
+    let traced = frozen.threads.iter().map(Traced::ask).collect::<Result<Vec<_>>>()?;
+    let seen = files.iter().map(|f| examined.see(f)).collect::<Result<Vec<_>>>()?;
+    Ok((traced, seen))
 }
 
-/// Looks at all threads, in their order.
-fn see_all(files: &[&ThreadFiles], examined: &Examined, helpers: usize) -> Result<Vec<Seen>> {
-    let see = |part: &[&ThreadFiles]| part.iter().map(|f| examined.see(f)).collect::<Result<Vec<Seen>>>();
-    if helpers == 0 {
-        return see(files);
+/// What ptrace tells of a thread, as the kernel has it.
+struct Traced {
+    regs: Regs,
+    xstate: Vec<u8>,
+    sigmask: u64,
+    pending: Vec<Bytes>,
+    rseq: Option<Rseq>,
+}
+
+impl Traced {
+    fn ask(stopped: &Stopped) -> Result<Self> {
+        let rseq = stopped.rseq().ok().and_then(|c| {
+            let address = c.registered()?.0;
+            Some(Rseq { address, size: c.size, signature: c.signature, flags: c.flags })
+        });
+        Ok(Traced {
+            regs: stopped.regs()?,
+            xstate: stopped.xstate()?,
+            sigmask: stopped.sigmask()?,
+            pending: pending(stopped, false)?,
+            rseq,
+        })
     }
-    let mut parts = files.chunks(files.len().div_ceil(helpers + 1));
-    std::thread::scope(|scope| {
-        let own = parts.next().unwrap_or_default();
-        let helpers: Vec<_> = parts.map(|part| scope.spawn(move || see(part))).collect();
-        let mut all = see(own)?;
-        for helper in helpers {
-            let failed = |_| Err(Error::Failed("looking at threads failed inside stillpoint".into()));
-            all.extend(helper.join().unwrap_or_else(failed)?);
-        }
-        Ok(all)
-    })
 }
 
 /// The files of threads that began after the others were looked at.
@@ -275,16 +266,17 @@ fn link(builder: &mut Builder, process: &Proc, name: &str, usage: Usage) -> Resu
     Ok(files::path_file(builder, &path, file, usage, what)?.unwrap_or(0))
 }
 
-/// Adds what ptrace tells of one thread.
+/// A thread, of what ptrace and `/proc` tell of it.
 fn thread(
     builder: &mut Builder,
     known: &Known<'_>,
     stopped: &Stopped,
+    traced: Traced,
     look: &Look,
     mut thread: Thread,
 ) -> Result<Thread> {
+    let Traced { regs, xstate, sigmask, pending, rseq } = traced;
     attributes::thread::stopped(builder, stopped, look.status.seccomp, &mut thread)?;
-    let regs = stopped.regs()?;
     if !regs.is_64_bit() {
         return Err(Error::Target(format!(
             "thread {} runs 32-bit code, which is not supported",
@@ -296,14 +288,11 @@ fn thread(
     thread.blocked = blocked::interrupted_call(known.memory, &regs, &waiting, earlier, known.stopped_ns);
     let status = &look.status;
     thread.regs = correct(known, status, stopped, regs)?.to_bytes().into();
-    thread.xstate = stopped.xstate()?.into();
-    thread.sigmask = stopped.sigmask()?;
-    thread.pending = pending(stopped, false)?;
+    thread.xstate = xstate.into();
+    thread.sigmask = sigmask;
+    thread.pending = pending;
     attributes::thread::complete_pending(status.sig_pending, &mut thread.pending);
-    thread.rseq = stopped.rseq().ok().and_then(|c| {
-        let address = c.registered()?.0;
-        Some(stillpoint_image::Rseq { address, size: c.size, signature: c.signature, flags: c.flags })
-    });
+    thread.rseq = rseq;
     Ok(thread)
 }
 
@@ -314,6 +303,6 @@ fn correct(known: &Known<'_>, status: &Status, stopped: &Stopped, regs: Regs) ->
     Ok(blocked::unbroken(&regs, deliverable(status)))
 }
 
-fn pending(stopped: &Stopped, of_process: bool) -> Result<Vec<stillpoint_image::Bytes>> {
+fn pending(stopped: &Stopped, of_process: bool) -> Result<Vec<Bytes>> {
     Ok(stopped.pending(of_process)?.into_iter().map(|info| info.to_vec().into()).collect())
 }

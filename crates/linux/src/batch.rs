@@ -126,7 +126,7 @@ impl<'a> Site<'a> {
         if room_for(program) > room {
             return Err(Error::Other(format!("a program of {} calls does not fit", program.len())));
         }
-        let frame = arch::home_frame(
+        let mut frame = arch::home_frame(
             base,
             &origin.regs.reissue(),
             origin.xstate,
@@ -134,8 +134,13 @@ impl<'a> Site<'a> {
             self.gadgets().sigreturn,
         );
         let words = placed(program, signal, table);
+        if table == base + frame_len {
+            frame.resize(frame_len as usize, 0);
+            frame.extend_from_slice(&words);
+        } else {
+            self.memory().write(RemoteAddr(table), &words)?;
+        }
         self.memory().write(RemoteAddr(base), &frame)?;
-        self.memory().write(RemoteAddr(table), &words)?;
         let end = table + ((program.calls.len() + 1) * ENTRY) as u64;
         thread.set_regs(&arch::batch_regs(origin.regs, planted.batch_loop(), table, end, base))?;
         thread.set_sigmask(!(1 << (signal.number - 1)))?;

@@ -202,10 +202,13 @@ impl Stopped {
 
     /// Extended state in the standard XSAVE format.
     pub fn xstate(&self) -> Result<Vec<u8>> {
-        let mut state = [0u8; 16 << 10];
-        let mut iov = libc::iovec { iov_base: state.as_mut_ptr().cast(), iov_len: state.len() };
+        let mut state: Vec<u8> = Vec::with_capacity(16 << 10);
+        let mut iov = libc::iovec { iov_base: state.as_mut_ptr().cast(), iov_len: state.capacity() };
         self.regset(libc::PTRACE_GETREGSET, NT_X86_XSTATE, &mut iov)?;
-        Ok(state[..iov.iov_len].to_vec())
+        // SAFETY: the kernel has written `iov_len` bytes, which it only ever makes less.
+        unsafe { state.set_len(iov.iov_len) };
+        state.shrink_to_fit();
+        Ok(state)
     }
 
     /// Sets the extended state.

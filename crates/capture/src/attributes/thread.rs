@@ -88,9 +88,9 @@ impl ThreadFiles {
             Err(e) => return Err(e.into()),
         };
         Ok(Look {
-            stat: proc::stat::parse(&self.stat.read()?, self.stat.path())?,
-            status: proc::status::parse(&self.status.read()?, self.status.path())?,
-            name: proc::without_newline(self.name.read()?),
+            stat: self.stat.with(|text| proc::stat::parse(text, self.stat.path()))?,
+            status: self.status.with(|text| proc::status::parse(text, self.status.path()))?,
+            name: self.name.with(|text| Ok(proc::without_newline(text.to_vec())))?,
             children: self.children.parse(proc::pids)?,
             slack_ns,
         })

@@ -3,6 +3,7 @@
 use super::{Proc, nonsense};
 use crate::{Error, Result};
 use rustix::io::Errno;
+use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
@@ -39,18 +40,36 @@ impl Held {
         &self.path
     }
 
-    /// The whole text as it is now.
+    /// Hands the whole text, as it is now, to `work`.
     ///
     /// # Errors
-    /// [`Error::Gone`] if the process or thread is, or [`Error::File`].
-    pub fn read(&self) -> Result<Vec<u8>> {
-        let mut text: Vec<u8> = Vec::with_capacity(4096);
+    /// [`Error::Gone`] if the process or thread is, or [`Error::File`]; those of `work`.
+    pub fn with<T>(&self, work: impl FnOnce(&[u8]) -> Result<T>) -> Result<T> {
+        let mut room = [const { MaybeUninit::<u8>::uninit() }; 4096];
+        let len = self.fill(&mut room, 0)?;
+        // SAFETY: so many bytes have just been written there.
+        let text = unsafe { std::slice::from_raw_parts(room.as_ptr().cast::<u8>(), len) };
+        if len < room.len() {
+            return work(text);
+        }
+        let mut text = text.to_vec();
         loop {
+            // The kernel hands out a record as a whole if there is room for it.
+            text.reserve(32 << 10);
             let at = text.len() as u64;
-            match rustix::io::pread(&self.file, rustix::buffer::spare_capacity(&mut text), at) {
-                // The kernel hands out a record as a whole if there is room for it.
-                Ok(_) if text.len() < text.capacity() => return Ok(text),
-                Ok(_) => text.reserve(32 << 10),
+            let len = self.fill(text.spare_capacity_mut(), at)?;
+            // SAFETY: so many bytes have just been written there.
+            unsafe { text.set_len(text.len() + len) };
+            if text.len() < text.capacity() {
+                return work(&text);
+            }
+        }
+    }
+
+    fn fill(&self, room: &mut [MaybeUninit<u8>], at: u64) -> Result<usize> {
+        loop {
+            match rustix::io::pread(&self.file, &mut *room, at) {
+                Ok((text, _)) => return Ok(text.len()),
                 Err(Errno::INTR) => {}
                 Err(Errno::SRCH | Errno::NOENT) => return Err(Error::Gone(self.tid)),
                 Err(e) => return Err(Error::file(&self.path, e)),
@@ -61,9 +80,8 @@ impl Held {
     /// Reads and parses it.
     ///
     /// # Errors
-    /// As [`Held::read`], or [`Error::Parse`].
+    /// As [`Held::with`], or [`Error::Parse`].
     pub fn parse<T>(&self, parse: impl FnOnce(&[u8]) -> Option<T>) -> Result<T> {
-        let text = self.read()?;
-        parse(&text).ok_or_else(|| nonsense(&self.path, &text))
+        self.with(|text| parse(text).ok_or_else(|| nonsense(&self.path, text)))
     }
 }

@@ -89,10 +89,11 @@ impl HeldNamespaces {
     pub fn read(&self) -> Result<Vec<Namespace>> {
         let read = |(kind, link): &(NamespaceKind, OwnedFd)| {
             // A namespace is always there until its thread is not.
-            let text = rustix::fs::readlinkat(link, "", Vec::with_capacity(64))
-                .map_err(|_| Error::Gone(self.tid))?;
+            let mut room = [0; 64];
+            let len =
+                rustix::fs::readlinkat_raw(link, "", &mut room[..]).map_err(|_| Error::Gone(self.tid))?;
             let path = || PathBuf::from(format!("/proc/{}/ns/{}", self.tid, kind.name()));
-            let id = parse(text.as_bytes()).ok_or_else(|| nonsense(&path(), text.as_bytes()))?;
+            let id = parse(&room[..len]).ok_or_else(|| nonsense(&path(), &room[..len]))?;
             Ok(Namespace { kind: *kind, id })
         };
         self.links.iter().map(read).collect()

@@ -116,9 +116,12 @@ fn parse_line(text: &[u8]) -> Option<Stat> {
     let open = text.iter().position(|&b| b == b'(')?;
     let close = text.iter().rposition(|&b| b == b')')?;
     let comm = text.get(open + 1..close)?.to_vec();
-    let rest: Vec<&[u8]> = text::words(text[close + 1..].trim_ascii()).collect();
     // `field(3)` is the state: numbers are those of proc_pid_stat(5).
-    let field = |n: usize| rest.get(n - 3).copied();
+    let mut fields = [None; 52];
+    for (field, word) in fields[3..].iter_mut().zip(text::words(text[close + 1..].trim_ascii())) {
+        *field = Some(word);
+    }
+    let field = |n: usize| fields[n];
     let unsigned = |n| text::dec(field(n)?);
     let small = |n| u32::try_from(text::dec(field(n)?)?).ok();
     let signed = |n| i32::try_from(text::signed(field(n)?)?).ok();

@@ -108,7 +108,7 @@ pub fn parse(text: &[u8], path: &Path) -> Result<Status> {
     for line in text::lines(text) {
         // Newlines in the name are escaped here, so no name can forge a line.
         let Some((key, value)) = text::cut(line, b':') else { return Err(nonsense(path, line)) };
-        field(&mut status, key, value.trim_ascii()).ok_or_else(|| nonsense(path, line))?;
+        field(&mut status, number(key), value.trim_ascii()).ok_or_else(|| nonsense(path, line))?;
     }
     if status.state == 0 || status.pid == 0 || status.tgid == 0 {
         return Err(nonsense(path, text));
@@ -116,54 +116,111 @@ pub fn parse(text: &[u8], path: &Path) -> Result<Status> {
     Ok(status)
 }
 
-fn field(s: &mut Status, key: &[u8], value: &[u8]) -> Option<()> {
+/// Names of lines as numbers: there are many lines, and many names to compare each with.
+mod key {
+    macro_rules! keys {
+        ($($name:ident = $text:literal)*) => { $(pub(super) const $name: u64 = super::number($text);)* };
+    }
+    keys! {
+        STATE = b"State"
+        UMASK = b"Umask"
+        TGID = b"Tgid"
+        PID = b"Pid"
+        PPID = b"PPid"
+        TRACER_PID = b"TracerPid"
+        UID = b"Uid"
+        GID = b"Gid"
+        GROUPS = b"Groups"
+        NSTGID = b"NStgid"
+        NSPID = b"NSpid"
+        NSPGID = b"NSpgid"
+        NSSID = b"NSsid"
+        KTHREAD = b"Kthread"
+        THREADS = b"Threads"
+        VM_RSS = b"VmRSS"
+        VM_LCK = b"VmLck"
+        VM_SWAP = b"VmSwap"
+        CORE_DUMPING = b"CoreDumping"
+        THP_ENABLED = b"THP_enabled"
+        UNTAG_MASK = b"untag_mask"
+        SIG_PND = b"SigPnd"
+        SHD_PND = b"ShdPnd"
+        SIG_BLK = b"SigBlk"
+        SIG_IGN = b"SigIgn"
+        SIG_CGT = b"SigCgt"
+        CAP_INH = b"CapInh"
+        CAP_PRM = b"CapPrm"
+        CAP_EFF = b"CapEff"
+        CAP_BND = b"CapBnd"
+        CAP_AMB = b"CapAmb"
+        NO_NEW_PRIVS = b"NoNewPrivs"
+        SECCOMP = b"Seccomp"
+        SECCOMP_FILTERS = b"Seccomp_filters"
+        SPECULATION_STORE_BYPASS = b"Speculation_Store_Bypass"
+        SPECULATION_INDIRECT_BRANCH = b"SpeculationIndirectBranch"
+        X86_THREAD_FEATURES = b"x86_Thread_features"
+        CPUS_ALLOWED = b"Cpus_allowed"
+    }
+}
+
+/// Length and first seven letters, by which all names that are of interest differ from all there are.
+const fn number(name: &[u8]) -> u64 {
+    let (mut number, mut i) = (name.len() as u64, 0);
+    while i < 7 {
+        number = number << 8 | if i < name.len() { name[i] as u64 } else { 0 };
+        i += 1;
+    }
+    number
+}
+
+fn field(s: &mut Status, key: u64, value: &[u8]) -> Option<()> {
     match key {
-        b"State" => s.state = *value.first()?,
-        b"Umask" => s.umask = Some(octal(value)?),
-        b"Tgid" => s.tgid = small(value)?,
-        b"Pid" => s.pid = small(value)?,
-        b"PPid" => s.ppid = small(value)?,
-        b"TracerPid" => s.tracer = small(value)?,
-        b"Uid" => s.uid = list(value)?.try_into().ok()?,
-        b"Gid" => s.gid = list(value)?.try_into().ok()?,
-        b"Groups" => s.groups = list(value)?,
-        b"NStgid" => s.ns_tgid = list(value)?,
-        b"NSpid" => s.ns_pid = list(value)?,
-        b"NSpgid" => s.ns_pgid = list(value)?,
-        b"NSsid" => s.ns_sid = list(value)?,
-        b"Kthread" => s.kthread = small(value)? != 0,
-        b"Threads" => s.threads = small(value)?,
-        b"VmRSS" => s.rss = kilobytes(value)?,
-        b"VmLck" => s.locked = kilobytes(value)?,
-        b"VmSwap" => s.swap = kilobytes(value)?,
-        b"CoreDumping" => s.core_dumping = small(value)? != 0,
-        b"THP_enabled" => s.thp_enabled = Some(small(value)? != 0),
-        b"untag_mask" => s.untag_mask = Some(text::hex(value)?),
+        key::STATE => s.state = *value.first()?,
+        key::UMASK => s.umask = Some(octal(value)?),
+        key::TGID => s.tgid = small(value)?,
+        key::PID => s.pid = small(value)?,
+        key::PPID => s.ppid = small(value)?,
+        key::TRACER_PID => s.tracer = small(value)?,
+        key::UID => s.uid = list(value)?.try_into().ok()?,
+        key::GID => s.gid = list(value)?.try_into().ok()?,
+        key::GROUPS => s.groups = list(value)?,
+        key::NSTGID => s.ns_tgid = list(value)?,
+        key::NSPID => s.ns_pid = list(value)?,
+        key::NSPGID => s.ns_pgid = list(value)?,
+        key::NSSID => s.ns_sid = list(value)?,
+        key::KTHREAD => s.kthread = small(value)? != 0,
+        key::THREADS => s.threads = small(value)?,
+        key::VM_RSS => s.rss = kilobytes(value)?,
+        key::VM_LCK => s.locked = kilobytes(value)?,
+        key::VM_SWAP => s.swap = kilobytes(value)?,
+        key::CORE_DUMPING => s.core_dumping = small(value)? != 0,
+        key::THP_ENABLED => s.thp_enabled = Some(small(value)? != 0),
+        key::UNTAG_MASK => s.untag_mask = Some(text::hex(value)?),
         _ => return rights(s, key, value),
     }
     Some(())
 }
 
 /// Signals, capabilities, mitigations.
-fn rights(s: &mut Status, key: &[u8], value: &[u8]) -> Option<()> {
+fn rights(s: &mut Status, key: u64, value: &[u8]) -> Option<()> {
     match key {
-        b"SigPnd" => s.sig_pending = text::hex(value)?,
-        b"ShdPnd" => s.shared_pending = text::hex(value)?,
-        b"SigBlk" => s.sig_blocked = text::hex(value)?,
-        b"SigIgn" => s.sig_ignored = text::hex(value)?,
-        b"SigCgt" => s.sig_caught = text::hex(value)?,
-        b"CapInh" => s.caps[0] = text::hex(value)?,
-        b"CapPrm" => s.caps[1] = text::hex(value)?,
-        b"CapEff" => s.caps[2] = text::hex(value)?,
-        b"CapBnd" => s.caps[3] = text::hex(value)?,
-        b"CapAmb" => s.caps[4] = text::hex(value)?,
-        b"NoNewPrivs" => s.no_new_privs = small(value)? != 0,
-        b"Seccomp" => s.seccomp = small(value)?,
-        b"Seccomp_filters" => s.seccomp_filters = Some(small(value)?),
-        b"Speculation_Store_Bypass" => s.store_bypass = value.to_vec(),
-        b"SpeculationIndirectBranch" => s.indirect_branch = value.to_vec(),
-        b"x86_Thread_features" => s.x86_features = value.to_vec(),
-        b"Cpus_allowed" => s.cpus_allowed = mask(value)?,
+        key::SIG_PND => s.sig_pending = text::hex(value)?,
+        key::SHD_PND => s.shared_pending = text::hex(value)?,
+        key::SIG_BLK => s.sig_blocked = text::hex(value)?,
+        key::SIG_IGN => s.sig_ignored = text::hex(value)?,
+        key::SIG_CGT => s.sig_caught = text::hex(value)?,
+        key::CAP_INH => s.caps[0] = text::hex(value)?,
+        key::CAP_PRM => s.caps[1] = text::hex(value)?,
+        key::CAP_EFF => s.caps[2] = text::hex(value)?,
+        key::CAP_BND => s.caps[3] = text::hex(value)?,
+        key::CAP_AMB => s.caps[4] = text::hex(value)?,
+        key::NO_NEW_PRIVS => s.no_new_privs = small(value)? != 0,
+        key::SECCOMP => s.seccomp = small(value)?,
+        key::SECCOMP_FILTERS => s.seccomp_filters = Some(small(value)?),
+        key::SPECULATION_STORE_BYPASS => s.store_bypass = value.to_vec(),
+        key::SPECULATION_INDIRECT_BRANCH => s.indirect_branch = value.to_vec(),
+        key::X86_THREAD_FEATURES => s.x86_features = value.to_vec(),
+        key::CPUS_ALLOWED => s.cpus_allowed = mask(value)?,
         _ => {}
     }
     Some(())
