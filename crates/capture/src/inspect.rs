@@ -225,7 +225,6 @@ struct Traced {
     regs: Regs,
     xstate: Vec<u8>,
     sigmask: u64,
-    pending: Vec<Bytes>,
     rseq: Option<Rseq>,
 }
 
@@ -235,13 +234,7 @@ impl Traced {
             let address = c.registered()?.0;
             Some(Rseq { address, size: c.size, signature: c.signature, flags: c.flags })
         });
-        Ok(Traced {
-            regs: stopped.regs()?,
-            xstate: stopped.xstate()?,
-            sigmask: stopped.sigmask()?,
-            pending: pending(stopped, false)?,
-            rseq,
-        })
+        Ok(Traced { regs: stopped.regs()?, xstate: stopped.xstate()?, sigmask: stopped.sigmask()?, rseq })
     }
 }
 
@@ -275,7 +268,7 @@ fn thread(
     look: &Look,
     mut thread: Thread,
 ) -> Result<Thread> {
-    let Traced { regs, xstate, sigmask, pending, rseq } = traced;
+    let Traced { regs, xstate, sigmask, rseq } = traced;
     attributes::thread::stopped(builder, stopped, look.status.seccomp, &mut thread)?;
     if !regs.is_64_bit() {
         return Err(Error::Target(format!(
@@ -290,7 +283,9 @@ fn thread(
     thread.regs = correct(known, status, stopped, regs)?.to_bytes().into();
     thread.xstate = xstate.into();
     thread.sigmask = sigmask;
-    thread.pending = pending;
+    if status.sig_pending != 0 {
+        thread.pending = pending(stopped, false)?;
+    }
     attributes::thread::complete_pending(status.sig_pending, &mut thread.pending);
     thread.rseq = rseq;
     Ok(thread)

@@ -103,12 +103,13 @@ impl Tracking {
                 self.claim(target, span, &before)?;
             }
         }
-        let pieces: Vec<Span> = spans.iter().flat_map(pieces).collect();
+        let groups = groups(spans);
+        let pieces: Vec<Span> = groups.iter().flat_map(pieces).collect();
         let total: u64 = spans.iter().map(|s| s.range.len).sum();
         let seen = if total < WORTH_HELPERS {
-            pieces.iter().map(|piece| self.see(target, piece)).collect::<Result<Vec<_>>>()?
+            pieces.iter().map(|piece| self.see(target, piece, spans)).collect::<Result<Vec<_>>>()?
         } else {
-            self.see_on_all_processors(target, &pieces)?
+            self.see_on_all_processors(target, &pieces, spans)?
         };
         let mut found = Found::default();
         for (span, seen) in pieces.iter().zip(&seen) {
@@ -120,12 +121,12 @@ impl Tracking {
     }
 
     /// As [`Tracking::see`] of each piece, several at a time.
-    fn see_on_all_processors(&self, target: &Target, pieces: &[Span]) -> Result<Vec<Seen>> {
+    fn see_on_all_processors(&self, target: &Target, pieces: &[Span], spans: &[Span]) -> Result<Vec<Seen>> {
         let next = AtomicUsize::new(0);
         let work = || {
             let mut done = Vec::new();
             while let Some(piece) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
-                done.push(self.see(target, piece)?);
+                done.push(self.see(target, piece, spans)?);
             }
             Ok::<_, Error>(done)
         };
@@ -143,8 +144,8 @@ impl Tracking {
         Ok(done)
     }
 
-    /// Looks at a piece, at what was written only if that tells all.
-    fn see(&self, target: &Target, piece: &Span) -> Result<Seen> {
+    /// Looks at a piece of one or several spans, at what was written only if that tells all.
+    fn see(&self, target: &Target, piece: &Span, spans: &[Span]) -> Result<Seen> {
         let before = self.seen.binary_search_by_key(&piece.range.start, |s| s.piece.start);
         let before = before.ok().map(|i| &self.seen[i]).filter(|s| s.piece == piece.range && s.followed);
         let few = before.filter(|s| s.own.len() <= FEW && bytes(&s.own) >= MANY);
@@ -153,6 +154,22 @@ impl Tracking {
         if let Some(before) = few.filter(|_| tells_all)
             && let Some(seen) = self.glance(target, piece, before)?
         {
+            return Ok(seen);
+        }
+        let first = spans.partition_point(|s| s.range.end() <= piece.range.start);
+        let inside = &spans[first..spans.partition_point(|s| s.range.start < piece.range.end())];
+        let (start, end) = (RemoteAddr(piece.range.start), RemoteAddr(piece.range.end()));
+        if inside.len() > 1 && !target.pagemap.is_followed(start, end)? {
+            // One that cannot be followed is no reason to save the others.
+            let mut seen = Seen { piece: piece.range, followed: false, own: Vec::new(), dirty: Vec::new() };
+            for span in inside {
+                let start = span.range.start.max(piece.range.start);
+                let range = Range { start, len: span.range.end().min(piece.range.end()) - start };
+                let (known, runs) = self.scan(target, &Span { range, ..*span })?;
+                let part = Seen::all(span, known, &runs);
+                seen.own.extend(part.own);
+                seen.dirty.extend(part.dirty);
+            }
             return Ok(seen);
         }
         let (known, runs) = self.scan(target, piece)?;
@@ -251,6 +268,22 @@ impl Tracking {
         target.pagemap.scan(start, end, query, &mut runs)?;
         Ok((false, runs))
     }
+}
+
+/// Spans of the same kind that touch, as one: a look takes as long as many pages, and the stacks of threads lie side by
+/// side, each with its guard.
+fn groups(spans: &[Span]) -> Vec<Span> {
+    let mut groups: Vec<Span> = Vec::new();
+    for span in spans {
+        let kind = |s: &Span| (s.zeros_matter, s.swapped_is_clean);
+        match groups.last_mut() {
+            Some(last) if last.range.end() == span.range.start && kind(last) == kind(span) => {
+                last.range.len += span.range.len;
+            }
+            _ => groups.push(*span),
+        }
+    }
+    groups
 }
 
 /// A span in pieces that one thread looks at, so that one large mapping is work for several. (A reservation of
