@@ -164,6 +164,8 @@ impl Session {
 
 /// For so many checkpoints it is taken that a program that wrote faster than could be copied still does.
 const PACE_KEPT: u32 = 8;
+/// For so long, what was learned of a program serves for its freeze.
+const FRESH: Duration = Duration::from_millis(30);
 /// Files that the program keeps writing are read at the cut, up to this size, bytes.
 const READ_AT_THE_CUT: u64 = 4 << 20;
 /// How often a process may become another program while it is being checkpointed, before that is given up.
@@ -271,6 +273,7 @@ fn take(
         exact: options.kill,
         writer: Some(writer),
         stored: Vec::new(),
+        learned: None,
         log: Log::default(),
     };
     let done = work.with_some_engine(tracking, armed, base, lasting, outpaced).map_err(|e| match e {
@@ -317,6 +320,8 @@ struct Work<'a> {
     progress: &'a (dyn Progress + Sync),
     /// Nothing may be assumed in the freeze that has to be confirmed after it.
     exact: bool,
+    /// What was learned of the program while it ran, and when.
+    learned: Option<(Instant, (Builder, Known<'a>))>,
     /// Until the commit.
     writer: Option<Writer>,
     /// Whose contents the writer has, besides memory's: objects and files by their numbers at one instant.
@@ -345,7 +350,7 @@ impl<'a> Work<'a> {
     ) -> Result<Done> {
         let asked = self.options.engine;
         // Nothing is done to a program that must be refused.
-        self.learn(true)?;
+        self.learned = Some((Instant::now(), self.learn(self.exact)?));
         for engine in engine::order(asked) {
             if (asked, engine) == (Engine::Auto, Engine::Precopy) && *outpaced > 0 {
                 *outpaced -= 1;
@@ -484,7 +489,12 @@ impl<'a> Work<'a> {
 
     /// Brings the program to rest and describes it.
     fn freeze(&mut self, engine: &mut dyn MemoryEngine) -> Result<Held<'a>> {
-        let (mut builder, mut known) = self.learn(self.exact)?;
+        let learned =
+            self.learned.take().filter(|(since, (_, known))| since.elapsed() < FRESH && known.holds());
+        let (mut builder, mut known) = match learned {
+            Some((_, learned)) => learned,
+            None => self.learn(self.exact)?,
+        };
         // Files that do not change until the cut need not be read in it.
         reuse_digests(&mut known.rehearsed, self.last);
         files::take_digests_of(&mut known.rehearsed, Usage::Write, Moment::Running);
@@ -519,10 +529,15 @@ impl<'a> Work<'a> {
         }
         let pause = frozen.thaw();
         drop(hurry);
-        let holds = assumed.holds(&known)?;
         self.earlier = earlier_calls(&builder.image, self.target);
-        self.running(|running| engine.finish(running)).inspect_err(|_| self.log.pauses.push(pause))?;
-        if !holds {
+        let (finished, holds) = std::thread::scope(|scope| {
+            let holds = scope.spawn(|| assumed.holds(&known));
+            let finished = self.running(|running| engine.finish(running));
+            let failed = |_| Err(Error::Failed("looking at mappings failed inside stillpoint".into()));
+            (finished, holds.join().unwrap_or_else(failed))
+        });
+        finished.inspect_err(|_| self.log.pauses.push(pause))?;
+        if !holds? {
             self.exact = true;
             self.log.pauses.push(pause);
             return Err(Error::Lost("the program changed states of its mappings".into()));

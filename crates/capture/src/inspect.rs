@@ -104,6 +104,12 @@ impl<'a> Known<'a> {
         Ok(known)
     }
 
+    /// Whether the mappings still are such that their states need not be read in the freeze, if they were.
+    pub fn holds(&self) -> bool {
+        let Some(mappings) = &self.mappings else { return true };
+        self.process.maps().is_ok_and(|now| mappings.carried_over(&now).is_some())
+    }
+
     /// The program has just been stopped. `earlier` is what was found at an earlier stop; `now_ns` the time on the
     /// program's own monotonic clock.
     pub fn stopped(&mut self, earlier: &Earlier, now_ns: i64) {

@@ -75,33 +75,68 @@ impl Layers {
         map
     }
 
-    fn flatten_all(mut self) -> PageMap {
-        if !self.log.is_sorted_by_key(|layer| (layer.extent.owner, layer.extent.address)) {
-            if self.overlap_when_sorted() {
-                return self.overlay();
+    /// The log is a few ascending runs, one for each time that memory was gone through: of two neighbours, the later one
+    /// is laid over the earlier one until one is left.
+    fn flatten_all(self) -> PageMap {
+        let mut runs = runs(self.log);
+        while runs.len() > 1 {
+            let mut halved = Vec::with_capacity(runs.len().div_ceil(2));
+            let mut rest = runs.into_iter();
+            while let Some(below) = rest.next() {
+                halved.push(match rest.next() {
+                    Some(above) => lay_over(below, above),
+                    None => below,
+                });
             }
-            self.log.sort_by_key(|layer| (layer.extent.owner, layer.extent.address));
+            runs = halved;
         }
-        if overlap(self.log.iter().map(|layer| &layer.extent)) {
-            return self.overlay();
-        }
-        PageMap { extents: self.log.into_iter().filter(|l| !l.hole).map(|l| l.extent).collect() }
+        PageMap { extents: runs.into_iter().flatten().filter(|l| !l.hole).map(|l| l.extent).collect() }
     }
+}
 
-    fn overlap_when_sorted(&self) -> bool {
-        let mut sorted: Vec<&Extent> = self.log.iter().map(|layer| &layer.extent).collect();
-        sorted.sort_by_key(|extent| (extent.owner, extent.address));
-        overlap(sorted.into_iter())
-    }
+/// Ascending layers that do not overlap.
+type Run = Vec<Layer>;
 
-    fn overlay(self) -> PageMap {
-        let mut map: BTreeMap<(Owner, u64), Layer> = BTreeMap::new();
-        for layer in self.log {
-            cut(&mut map, &layer.extent);
-            map.insert((layer.extent.owner, layer.extent.address), layer);
+fn runs(log: Vec<Layer>) -> Vec<Run> {
+    let mut runs: Vec<Run> = Vec::new();
+    for layer in log {
+        match runs.last_mut() {
+            Some(run) if run.last().is_some_and(|l| ends_before(&l.extent, &layer.extent)) => run.push(layer),
+            _ => runs.push(vec![layer]),
         }
-        PageMap { extents: map.into_values().filter(|l| !l.hole).map(|l| l.extent).collect() }
     }
+    runs
+}
+
+fn ends_before(a: &Extent, b: &Extent) -> bool {
+    a.owner < b.owner || (a.owner == b.owner && a.end() <= b.address)
+}
+
+/// Both runs as one: where they overlap, what is above counts.
+fn lay_over(below: Run, above: Run) -> Run {
+    let mut all = Vec::with_capacity(below.len() + above.len());
+    let mut below = below.into_iter();
+    let mut current = below.next();
+    for top in above {
+        let over = top.extent;
+        while let Some(layer) = current.filter(|layer| !ends_before(&over, &layer.extent)) {
+            let extent = layer.extent;
+            if ends_before(&extent, &over) {
+                all.push(layer);
+            } else if extent.address < over.address {
+                all.push(Layer { extent: extent.part(extent.address, over.address), ..layer });
+            }
+            if !ends_before(&extent, &over) && extent.end() > over.end() {
+                current = Some(Layer { extent: extent.part(over.end(), extent.end()), ..layer });
+                break;
+            }
+            current = below.next();
+        }
+        all.push(top);
+    }
+    all.extend(current);
+    all.extend(below);
+    all
 }
 
 /// The parts of extents (ascending) that lie in the ranges kept of their owner.
@@ -118,36 +153,4 @@ fn kept_parts(extents: &[Extent], kept: &BTreeMap<Owner, Vec<Range>>) -> Vec<Ext
         }
     }
     parts
-}
-
-fn overlap<'e>(extents: impl Iterator<Item = &'e Extent>) -> bool {
-    let mut last: Option<&Extent> = None;
-    for extent in extents {
-        if last.is_some_and(|l| l.owner == extent.owner && l.end() > extent.address) {
-            return true;
-        }
-        last = Some(extent);
-    }
-    false
-}
-
-/// Takes the pages of `over` out of the map.
-fn cut(map: &mut BTreeMap<(Owner, u64), Layer>, over: &Extent) {
-    let (owner, from, to) = (over.owner, over.address, over.end());
-    let before = map.range(..(owner, from)).next_back().map(|(key, layer)| (*key, *layer));
-    let inside = map.range((owner, from)..(owner, to)).map(|(key, layer)| (*key, *layer));
-    let touched: Vec<_> = before.into_iter().chain(inside).collect();
-    for (key, layer) in touched {
-        let extent = layer.extent;
-        if extent.owner != owner || extent.end() <= from {
-            continue;
-        }
-        map.remove(&key);
-        if extent.address < from {
-            map.insert(key, Layer { extent: extent.part(extent.address, from), ..layer });
-        }
-        if extent.end() > to {
-            map.insert((owner, to), Layer { extent: extent.part(to, extent.end()), ..layer });
-        }
-    }
 }
