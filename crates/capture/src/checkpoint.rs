@@ -321,7 +321,7 @@ struct Work<'a> {
     /// Nothing may be assumed in the freeze that has to be confirmed after it.
     exact: bool,
     /// What was learned of the program while it ran, and when.
-    learned: Option<(Instant, (Builder, Known<'a>))>,
+    learned: Option<(Instant, Learned<'a>)>,
     /// Until the commit.
     writer: Option<Writer>,
     /// Whose contents the writer has, besides memory's: objects and files by their numbers at one instant.
@@ -349,8 +349,10 @@ impl<'a> Work<'a> {
         outpaced: &mut u32,
     ) -> Result<Done> {
         let asked = self.options.engine;
-        // Nothing is done to a program that must be refused.
-        self.learned = Some((Instant::now(), self.learn(self.exact)?));
+        // Nothing is done to a program that must be refused. Where it is followed already, there is nothing new to do.
+        if tracking.is_none() && armed.is_none() {
+            self.learned = Some((Instant::now(), self.learn()?));
+        }
         for engine in engine::order(asked) {
             if (asked, engine) == (Engine::Auto, Engine::Precopy) && *outpaced > 0 {
                 *outpaced -= 1;
@@ -375,7 +377,7 @@ impl<'a> Work<'a> {
             if asked == Engine::Auto {
                 self.log.tell(format!("auto takes {name}: {}", engine::reason(engine.engine())));
             }
-            match self.prepare(&mut *engine) {
+            match self.learn_and_prepare(&mut *engine)? {
                 Ok(()) => {}
                 Err(e @ (Error::Kernel(_) | Error::Failed(_))) if !first => {
                     self.log.tell(format!("{name} is not possible: {e}"));
@@ -468,23 +470,24 @@ impl<'a> Work<'a> {
         work(&mut Running { target, earlier: &mut self.earlier, writer, progress, log })
     }
 
-    /// What can be known of the program while it runs; refuses what cannot be captured.
-    fn learn(&self, exact: bool) -> Result<(Builder, Known<'a>)> {
-        let target = self.target;
-        let mut builder = Builder::new();
-        describe(&mut builder.image, self.options, target)?;
-        let known = Known::learn(
-            &mut builder,
-            &target.process,
-            target.pidfd.as_fd(),
-            &target.memory,
-            &target.pagemap,
-            &self.options.inherited,
-            target.gadgets,
-            exact,
-        )?;
-        refuse_if_needed(&mut builder)?;
-        Ok((builder, known))
+    fn learn(&self) -> Result<Learned<'a>> {
+        learn(self.target, self.options, self.exact)
+    }
+
+    /// [`Work::prepare`], and meanwhile [`Work::learn`] if that has not been done yet: its errors come first.
+    fn learn_and_prepare(&mut self, engine: &mut dyn MemoryEngine) -> Result<Result<()>> {
+        if self.learned.is_some() {
+            return Ok(self.prepare(engine));
+        }
+        let (target, options, exact) = (self.target, self.options, self.exact);
+        let (learned, prepared) = std::thread::scope(|scope| {
+            let learned = scope.spawn(move || learn(target, options, exact));
+            let prepared = self.prepare(engine);
+            let failed = |_| Err(Error::Failed("looking at the program failed inside stillpoint".into()));
+            (learned.join().unwrap_or_else(failed), prepared)
+        });
+        self.learned = Some((Instant::now(), learned?));
+        Ok(prepared)
     }
 
     /// Brings the program to rest and describes it.
@@ -493,7 +496,7 @@ impl<'a> Work<'a> {
             self.learned.take().filter(|(since, (_, known))| since.elapsed() < FRESH && known.holds());
         let (mut builder, mut known) = match learned {
             Some((_, learned)) => learned,
-            None => self.learn(self.exact)?,
+            None => self.learn()?,
         };
         // Files that do not change until the cut need not be read in it.
         reuse_digests(&mut known.rehearsed, self.last);
@@ -590,6 +593,27 @@ struct Held<'a> {
     known: Known<'a>,
     assumed: Assumed,
     hurry: Hurry,
+}
+
+/// What is known of a running program, and where it is to be described.
+type Learned<'a> = (Builder, Known<'a>);
+
+/// What can be known of a program while it runs; refuses what cannot be captured.
+fn learn<'a>(target: &'a Target, options: &'a Options, exact: bool) -> Result<Learned<'a>> {
+    let mut builder = Builder::new();
+    describe(&mut builder.image, options, target)?;
+    let known = Known::learn(
+        &mut builder,
+        &target.process,
+        target.pidfd.as_fd(),
+        &target.memory,
+        &target.pagemap,
+        &options.inherited,
+        target.gadgets,
+        exact,
+    )?;
+    refuse_if_needed(&mut builder)?;
+    Ok((builder, known))
 }
 
 fn impossible(engine: &str, why: &str) -> Error {
