@@ -21,7 +21,7 @@ pub struct Cuts {
     engine: &'static str,
     retried: &'static [&'static str],
     exact: bool,
-    unfit: Option<&'static str>,
+    unfit: &'static [&'static str],
     needs: fn() -> Option<Arc<Held>>,
 }
 
@@ -34,7 +34,7 @@ type History = Vec<Checkpoint>;
 impl Cuts {
     /// A scenario of `targets/PROGRAM.c`.
     pub fn new(program: &'static str, scenario: &'static str, engine: &'static str) -> Self {
-        Cuts { program, scenario, engine, retried: &[], exact: false, unfit: None, needs: || None }
+        Cuts { program, scenario, engine, retried: &[], exact: false, unfit: &[], needs: || None }
     }
 
     /// It is refused with one of these words now and then; then another attempt is made.
@@ -49,9 +49,9 @@ impl Cuts {
         self
     }
 
-    /// The engine is known not to be for such programs.
-    pub fn unfit_for(mut self, engine: &'static str) -> Self {
-        self.unfit = Some(engine);
+    /// These engines are known not to be for such programs.
+    pub fn unfit_for(mut self, engines: &'static [&'static str]) -> Self {
+        self.unfit = engines;
         self
     }
 
@@ -69,7 +69,7 @@ impl Cuts {
         if !undisturbed_only() && !engine::offered(self.engine) {
             return skipped(&format!("the command has no engine {}", self.engine));
         }
-        if self.unfit == Some(self.engine) {
+        if self.unfit.contains(&self.engine) {
             return skipped(&format!("the engine {} is not for it", self.engine));
         }
         let scratch = Scratch::new();

@@ -157,7 +157,12 @@ static void by_memory_file(long me, char *source, char *target, size_t bytes) {
 
 static void own_memory(void) {
   memory = -1;
-  transfer *const list[] = {by_vm_write, by_vm_read, by_memory_file};
+  transfer *const list[] = {by_vm_read, by_memory_file};
+  run_with(list, COUNT(list), private_pages);
+}
+
+static void vm_writes(void) {
+  transfer *const list[] = {by_vm_write};
   run_with(list, COUNT(list), private_pages);
 }
 
@@ -346,5 +351,5 @@ static void futexes(void) {
   EQUAL(adopted, orphaned);
 }
 
-SCENARIOS({"system_calls", system_calls}, {"own_memory", own_memory}, {"read_only", read_only},
+SCENARIOS({"system_calls", system_calls}, {"own_memory", own_memory}, {"vm_writes", vm_writes}, {"read_only", read_only},
           {"direct_reads", direct_reads}, {"memory_file", memory_file}, {"futexes", futexes})

@@ -47,8 +47,10 @@ under! { stop precopy wp fork auto: {
     kernel_writes:
         system_calls,
         // Writing through /proc/self/mem fails while writers wait.
-        own_memory.unfit_for("wp"),
-        read_only.unfit_for("wp"),
+        own_memory.unfit_for(&["wp"]),
+        read_only.unfit_for(&["wp"]),
+        // What process_vm_writev(2) writes into pages that it looked up before they were protected is not noted.
+        vm_writes.unfit_for(&["precopy", "auto"]),
         direct_reads,
         memory_file,
         futexes,

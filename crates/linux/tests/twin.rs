@@ -320,11 +320,14 @@ fn a_program_that_job_control_stopped_stays_stopped() {
     let pid = rustix::process::Pid::from_raw(program.pid() as i32).unwrap();
     for _ in 0..10 {
         rustix::process::kill_process(pid, rustix::process::Signal::STOP).unwrap();
-        while program.proc().stat().unwrap().state != b'T' {}
+        let rest = || while program.proc().stat().unwrap().state != b'T' {};
+        rest();
         let stopped = program.facts();
         let mut twin = fork(program.pid(), |_, _| {}).unwrap();
         twin.settle().unwrap();
         twin.end().unwrap();
+        // It goes back to being stopped by itself.
+        rest();
         assert_eq!(program.facts(), stopped);
         rustix::process::kill_process(pid, rustix::process::Signal::CONT).unwrap();
         program.unharmed(&before, "after a stop");

@@ -36,6 +36,8 @@ pub(crate) struct Precopy<'t> {
     /// Most bytes that the cut may copy.
     most: u64,
     tries: usize,
+    /// Why another engine must take over, if that turned out late.
+    unfit: Option<String>,
     /// Something has been copied.
     started: bool,
     /// When the program's memory was looked at last, in this checkpoint if there has been a round.
@@ -59,6 +61,7 @@ impl<'t> Precopy<'t> {
             own: Vec::new(),
             most,
             tries: 0,
+            unfit: None,
             started: false,
             looked: Instant::now(),
             rounds_before: false,
@@ -98,7 +101,8 @@ impl<'t> Precopy<'t> {
         let Found { dirty, .. } = tracking.look(running.target, &spans)?;
         // Looked at after pages were protected and before they are copied: see there.
         if writes_unnoticed(running.target.pid)? {
-            return Err(Error::Failed("it reads files past the page cache (O_DIRECT)".into()));
+            let why = "it reads files past the page cache (O_DIRECT), or has its own memory open as a file";
+            return Err(Error::Failed(why.into()));
         }
         self.left.extend(dirty);
         let bytes = self.left.iter().map(|(r, _)| r.len).sum();
@@ -139,11 +143,18 @@ impl MemoryEngine for Precopy<'_> {
         match self.rounds(running) {
             // The cut will find out how much is left.
             Err(Error::Lost(_)) => Ok(()),
+            Err(Error::Failed(why)) => {
+                self.unfit = Some(why);
+                Ok(())
+            }
             done => done,
         }
     }
 
     fn cut(&mut self, still: &mut Still<'_>) -> Result<Cut> {
+        if let Some(why) = self.unfit.take() {
+            return Ok(Cut::Impossible(why));
+        }
         let spans = spans(&still.builder.image.spaces[0]);
         let Some(tracking) = self.tracking else { return Err(Error::Failed("it is not followed".into())) };
         let began = Instant::now();

@@ -405,10 +405,23 @@ fn lowest_free(used: &[u32]) -> u64 {
 /// Whether a process holds a descriptor by which devices write into its memory without a page fault (`O_DIRECT`). What
 /// such a transfer writes after its page was protected is not noted; it does not outlast a freeze, which waits for
 /// threads in such calls.
+///
+/// The same goes for memory files of `/proc`: a write there looks a page up, and copies into it when it may be protected
+/// again. (So does `process_vm_writev(2)` into the program's own memory, but of that there is nothing to see.)
 pub(crate) fn writes_unnoticed(pid: u32) -> Result<bool> {
     // One that is closed meanwhile cannot be read: nothing goes on there.
     let direct = |fd: u32| fdinfo::read(pid, fd).is_ok_and(|i| i.flags & libc::O_DIRECT as u32 != 0);
-    Ok(fdinfo::list(pid)?.into_iter().any(direct))
+    Ok(fdinfo::list(pid)?.into_iter().any(|fd| direct(fd) || is_memory(pid, fd)))
+}
+
+/// Whether a process holds a descriptor of some process's memory.
+pub(crate) fn writes_through_proc(pid: u32) -> Result<bool> {
+    Ok(fdinfo::list(pid)?.into_iter().any(|fd| is_memory(pid, fd)))
+}
+
+fn is_memory(pid: u32, fd: u32) -> bool {
+    let link = fdinfo::link(pid, fd).unwrap_or_default();
+    link.starts_with(b"/proc/") && link.ends_with(b"/mem")
 }
 
 #[cfg(test)]

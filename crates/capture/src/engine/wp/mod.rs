@@ -19,7 +19,7 @@ mod copies;
 mod pages;
 mod server;
 
-use super::tracking::open_inside;
+use super::tracking::{open_inside, writes_through_proc};
 use super::{Copied, Cut, Engine, MemoryEngine, Running, Still, politely};
 use crate::brief::stop_briefly;
 use crate::checkpoint::{Progress, Target};
@@ -35,7 +35,6 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 use stillpoint_image::{Extent, Owner, PAGE, Range, Thread};
 use stillpoint_linux::RemoteAddr;
-use stillpoint_linux::fdinfo;
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::pagemap::{Category, Pagemap, Query, Run};
 use stillpoint_linux::userfault::Mode;
@@ -145,6 +144,7 @@ impl MemoryEngine for Wp<'_> {
     }
 
     fn prepare(&mut self, running: &mut Running<'_>) -> Result<()> {
+        // There what it writes does not wait: it fails.
         if writes_through_proc(running.target.pid)? {
             let why = "it may write its own memory through /proc, which fails while its writers wait";
             return Err(Error::Lost(why.into()));
@@ -637,15 +637,6 @@ fn pages_of(addresses: impl Iterator<Item = u64>) -> Vec<u64> {
 /// Whether writers can be made to wait there.
 fn can_wait(span: &Span) -> bool {
     !span.zeros_matter && span.swapped_is_clean
-}
-
-/// Whether a process holds a descriptor of some process's memory. What is written there does not wait: it fails.
-fn writes_through_proc(pid: u32) -> Result<bool> {
-    let memory = |fd: u32| {
-        let link = fdinfo::link(pid, fd).unwrap_or_default();
-        link.starts_with(b"/proc/") && link.ends_with(b"/mem")
-    };
-    Ok(fdinfo::list(pid)?.into_iter().any(memory))
 }
 
 /// Whether pages can be swapped out at all.
