@@ -53,7 +53,8 @@ under! { stop precopy wp fork auto: {
         vm_writes.unfit_for(&["precopy", "auto"]),
         direct_reads,
         memory_file,
-        futexes,
+        // Its threads die holding robust mutexes; those who wait for them may never hear of it.
+        futexes.unfit_for(&["wp"]),
     ;
     mappings:
         moves,
