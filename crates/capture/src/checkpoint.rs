@@ -481,12 +481,12 @@ impl<'a> Work<'a> {
         }
         let (target, options, exact) = (self.target, self.options, self.exact);
         let (learned, prepared) = std::thread::scope(|scope| {
-            let learned = scope.spawn(move || learn(target, options, exact));
+            let learned = scope.spawn(move || Ok((Instant::now(), learn(target, options, exact)?)));
             let prepared = self.prepare(engine);
             let failed = |_| Err(Error::Failed("looking at the program failed inside stillpoint".into()));
             (learned.join().unwrap_or_else(failed), prepared)
         });
-        self.learned = Some((Instant::now(), learned?));
+        self.learned = Some(learned?);
         Ok(prepared)
     }
 

@@ -1,7 +1,7 @@
 //! Everything about a frozen process except the contents of its memory.
 
 use crate::attributes;
-use crate::attributes::target::{self, Examined, Seen};
+use crate::attributes::target::{self, Examined};
 use crate::attributes::thread::{Look, ThreadFiles};
 use crate::blocked::{self, Earlier, Waiting};
 use crate::brief::deliverable;
@@ -186,15 +186,16 @@ pub fn inspect(builder: &mut Builder, frozen: &mut Frozen, known: &Known<'_>) ->
     let new = open_new(frozen, known)?;
     let files = frozen.threads.iter().map(|t| known.threads.get(&t.tid()).or_else(|| new.get(&t.tid())));
     let files: Vec<&ThreadFiles> = files.flatten().collect();
-    let (traced, mut threads) = look(frozen, &files, &known.examined)?;
+    // By one of us alone: the kernel lets only one at a time ask about threads of the same process.
+    let mut threads = files.iter().map(|f| known.examined.see(f)).collect::<Result<Vec<_>>>()?;
     target::examine_again(builder, known.process, &known.examined, &threads)?;
     let main = threads[0].look.clone();
     let mut process = attributes::process::process(known.process, &main.stat, &main.status)?;
     let mut space = attributes::process::space(known.process, &main.stat)?;
     process.stopped = frozen.stopped_by();
-    for ((stopped, seen), traced) in frozen.threads.iter().zip(&mut threads).zip(traced) {
+    for (stopped, seen) in frozen.threads.iter().zip(&mut threads) {
         let from_outside = std::mem::take(&mut seen.thread);
-        process.threads.push(thread(builder, known, stopped, traced, &seen.look, from_outside)?);
+        process.threads.push(thread(builder, known, stopped, &seen.look, from_outside)?);
     }
     process.pending = pending(&frozen.threads[0], true)?;
     attributes::thread::complete_pending(main.status.shared_pending, &mut process.pending);
@@ -216,32 +217,6 @@ pub fn inspect(builder: &mut Builder, frozen: &mut Frozen, known: &Known<'_>) ->
     builder.image.spaces.push(space);
     builder.image.processes.push(process);
     Ok(Assumed(assumed.then_some(mappings)))
-}
-
-/// Looks at all threads, in their order. (Several of ours at a time would be slower: the kernel lets only one at a time ask
-/// about threads of the same process.)
-fn look(frozen: &Frozen, files: &[&ThreadFiles], examined: &Examined) -> Result<(Vec<Traced>, Vec<Seen>)> {
-    let traced = frozen.threads.iter().map(Traced::ask).collect::<Result<Vec<_>>>()?;
-    let seen = files.iter().map(|f| examined.see(f)).collect::<Result<Vec<_>>>()?;
-    Ok((traced, seen))
-}
-
-/// What ptrace tells of a thread, as the kernel has it.
-struct Traced {
-    regs: Regs,
-    xstate: Vec<u8>,
-    sigmask: u64,
-    rseq: Option<Rseq>,
-}
-
-impl Traced {
-    fn ask(stopped: &Stopped) -> Result<Self> {
-        let rseq = stopped.rseq().ok().and_then(|c| {
-            let address = c.registered()?.0;
-            Some(Rseq { address, size: c.size, signature: c.signature, flags: c.flags })
-        });
-        Ok(Traced { regs: stopped.regs()?, xstate: stopped.xstate()?, sigmask: stopped.sigmask()?, rseq })
-    }
 }
 
 /// The files of threads that began after the others were looked at.
@@ -270,11 +245,10 @@ fn thread(
     builder: &mut Builder,
     known: &Known<'_>,
     stopped: &Stopped,
-    traced: Traced,
     look: &Look,
     mut thread: Thread,
 ) -> Result<Thread> {
-    let Traced { regs, xstate, sigmask, rseq } = traced;
+    let regs = stopped.regs()?;
     attributes::thread::stopped(builder, stopped, look.status.seccomp, &mut thread)?;
     if !regs.is_64_bit() {
         return Err(Error::Target(format!(
@@ -287,13 +261,16 @@ fn thread(
     thread.blocked = blocked::interrupted_call(known.memory, &regs, &waiting, earlier, known.stopped_ns);
     let status = &look.status;
     thread.regs = correct(known, status, stopped, regs)?.to_bytes().into();
-    thread.xstate = xstate.into();
-    thread.sigmask = sigmask;
+    thread.xstate = stopped.xstate()?.into();
+    thread.sigmask = stopped.sigmask()?;
     if status.sig_pending != 0 {
         thread.pending = pending(stopped, false)?;
     }
     attributes::thread::complete_pending(status.sig_pending, &mut thread.pending);
-    thread.rseq = rseq;
+    thread.rseq = stopped.rseq().ok().and_then(|c| {
+        let address = c.registered()?.0;
+        Some(Rseq { address, size: c.size, signature: c.signature, flags: c.flags })
+    });
     Ok(thread)
 }
 

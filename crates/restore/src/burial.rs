@@ -1,7 +1,7 @@
 //! Ids of the dead: a process that ended keeps its id, and those of its group and session, until its parent has noticed.
 
 use std::time::{Duration, Instant};
-use stillpoint_linux::proc::{Proc, Stat, TaskFlags, processes};
+use stillpoint_linux::proc::{Proc, Stat, processes};
 
 /// How long the parent of a dead process may take to notice.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -42,8 +42,7 @@ fn own(id: u32) -> Option<Stat> {
 
 /// A main thread may end before the others: such a process lives.
 fn is_dead(stat: &Stat) -> bool {
-    let ended = matches!(stat.state, b'Z' | b'X') || stat.flags.contains(TaskFlags::EXITING);
-    ended && stat.num_threads <= 1
+    stat.ends() && stat.num_threads <= 1
 }
 
 fn none_alive_has(id: u32) -> bool {

@@ -208,7 +208,7 @@ pub fn has_ended(pid: u32) -> bool {
     let has = |thread: Proc| {
         let (Ok(stat), Ok(status)) = (thread.stat(), thread.status()) else { return true };
         let killed = (status.sig_pending | status.shared_pending) & 1 << (libc::SIGKILL - 1) != 0;
-        killed || ends(&stat)
+        killed || stat.ends()
     };
     let Ok(process) = Proc::process(pid) else { return true };
     process.threads().unwrap_or_default().into_iter().all(|tid| process.sibling(tid).map_or(true, has))
@@ -441,11 +441,6 @@ fn confinement(builder: &mut Builder, own: &Proc, target: &Proc) -> Result<bool>
     Ok(confines)
 }
 
-/// Whether a thread has ended, or is ending.
-fn ends(stat: &Stat) -> bool {
-    matches!(stat.state, b'Z' | b'X') || stat.flags.contains(TaskFlags::EXITING)
-}
-
 /// What a thread has apart from the others, or that has no place in a checkpoint.
 fn thread(builder: &mut Builder, target: &Proc, tid: u32, stat: &Stat, status: &Status) -> Result<()> {
     let what = || thread_name(stat, tid);
@@ -454,7 +449,7 @@ fn thread(builder: &mut Builder, target: &Proc, tid: u32, stat: &Stat, status: &
         builder.refuse(what(), "the kernel made it to work for the program", hint);
         return Ok(());
     }
-    if ends(stat) {
+    if stat.ends() {
         return Ok(()); // it will be gone when all threads are stopped
     }
     if tid != target.pid() {
@@ -464,7 +459,7 @@ fn thread(builder: &mut Builder, target: &Proc, tid: u32, stat: &Stat, status: &
             (Shared::SemaphoreUndo, "CLONE_SYSVSEM", "list of semaphore operations to undo"),
         ] {
             // One that has begun to end meanwhile has given up what it shared.
-            let still_there = || target.sibling(tid).and_then(|t| t.stat()).is_ok_and(|s| !ends(&s));
+            let still_there = || target.sibling(tid).and_then(|t| t.stat()).is_ok_and(|s| !s.ends());
             if !sharing::shared(target.pid(), tid, object)? && still_there() {
                 let why = format!("it does not share its {name} with the main thread ({flag})");
                 builder.refuse(what(), why, "");

@@ -93,6 +93,13 @@ pub struct Stat {
     pub env_end: u64,
 }
 
+impl Stat {
+    /// Whether the thread has ended, or is ending.
+    pub fn ends(&self) -> bool {
+        matches!(self.state, b'Z' | b'X') || self.flags.contains(TaskFlags::EXITING)
+    }
+}
+
 impl Proc {
     /// Reads `stat`.
     ///
