@@ -15,6 +15,7 @@ use std::collections::HashMap;
 use stillpoint_image::BlockedCall;
 use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::arch::{Interrupted, Regs};
+use stillpoint_linux::layout;
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::proc::{CurrentCall, Proc};
 use stillpoint_linux::sched::Pinned;
@@ -178,9 +179,9 @@ fn requested(memory: &Memory, nr: u64, args: [u64; 6]) -> Option<u64> {
 }
 
 fn timespec(memory: &Memory, at: u64) -> Option<u64> {
-    let seconds = memory.read_u64(RemoteAddr(at)).ok()?;
-    let nanoseconds = memory.read_u64(RemoteAddr(at + 8)).ok()?;
-    seconds.checked_mul(1_000_000_000)?.checked_add(nanoseconds)
+    let mut bytes = [0; layout::TIMESPEC];
+    memory.read(RemoteAddr(at), &mut bytes).ok()?;
+    layout::word(&bytes, 0).checked_mul(1_000_000_000)?.checked_add(layout::word(&bytes, 1))
 }
 
 fn waited(waiting: &Waiting, stopped_ns: u64) -> Option<u64> {

@@ -502,7 +502,7 @@ impl<'a> Work<'a> {
         reuse_digests(&mut known.rehearsed, self.last);
         files::take_digests_of(&mut known.rehearsed, Usage::Write, Moment::Running);
         self.running(|running| engine.converge(running))?;
-        known.observe();
+        let _ready = known.observe();
         let hurry = Hurry::begin();
         let mut frozen = self.target.freeze()?;
         known.stopped(&self.earlier, self.target.clocks().0);

@@ -11,15 +11,17 @@ use crate::mappings::{Mappings, capture_mappings};
 use crate::visits::Visits;
 use crate::{Builder, Error, Result};
 use std::collections::HashMap;
+use std::hint::black_box;
 use std::os::fd::BorrowedFd;
 use stillpoint_image::{BlockedCall, Bytes, Rseq, Thread, Usage};
 use stillpoint_linux::arch::{self, Gadgets, Regs};
 use stillpoint_linux::descriptors::make_room;
-use stillpoint_linux::inject::outside_critical_section;
+use stillpoint_linux::inject::outside;
+use stillpoint_linux::layout;
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::pagemap::Pagemap;
-use stillpoint_linux::proc::{Proc, Status, Vma};
-use stillpoint_linux::ptrace::Stopped;
+use stillpoint_linux::proc::{Proc, Vma};
+use stillpoint_linux::ptrace::{RseqConfiguration, Stopped};
 
 /// What is known of the target before it is stopped.
 pub struct Known<'a> {
@@ -117,11 +119,18 @@ impl<'a> Known<'a> {
         self.earlier = earlier.calls_at(now_ns);
     }
 
-    /// Looks what the threads are waiting for. Last of all, so that it is the same sleep that the freeze interrupts.
-    pub fn observe(&mut self) {
+    /// Looks what the threads are waiting for. Last of all, so that it is the same sleep that the freeze interrupts. Then
+    /// goes over all threads as the freeze will, right before it does so again, with caches warm and memory at hand, which
+    /// lasts as long as what it returns.
+    pub fn observe(&mut self) -> Ready {
         // Following memory may have taken long.
         self.examined.refresh(self.process);
         self.waiting = blocked::observe(self.threads.iter().map(|(&tid, files)| (tid, &files.folder)));
+        let ready = Ready::new(self.threads.len());
+        for files in self.threads.values() {
+            let _ = self.examined.see(files);
+        }
+        ready
     }
 
     /// Goes through most of [`inspect`] while the program runs: what is then done in the freeze is done for the second
@@ -152,6 +161,27 @@ impl<'a> Known<'a> {
     fn target(&self, frozen: bool) -> files::Target<'_> {
         let (pidfd, inherited, outsiders) = (self.pidfd, self.inherited, &self.outsiders);
         files::Target { pid: self.process.pid(), pidfd, frozen, inherited, outsiders }
+    }
+}
+
+/// Memory of ours that is there already: an allocator that grows has to ask the kernel for every few pages, and then each
+/// of them for its first write.
+#[derive(Debug)]
+pub struct Ready {
+    /// Lies behind what was given back to the allocator, which therefore keeps it.
+    _end: Vec<u8>,
+}
+
+impl Ready {
+    /// Enough for what is noted of so many threads.
+    fn new(threads: usize) -> Self {
+        const BLOCK: usize = 64 << 10;
+        const EACH: usize = 16 << 10;
+        let blocks = 4 + (threads * EACH).div_ceil(BLOCK).min(1024);
+        let room: Vec<Vec<u8>> = (0..blocks).map(|_| black_box(vec![1; BLOCK])).collect();
+        let end = black_box(vec![1; 4096]);
+        drop(room);
+        Ready { _end: end }
     }
 }
 
@@ -193,9 +223,10 @@ pub fn inspect(builder: &mut Builder, frozen: &mut Frozen, known: &Known<'_>) ->
     let mut process = attributes::process::process(known.process, &main.stat, &main.status)?;
     let mut space = attributes::process::space(known.process, &main.stat)?;
     process.stopped = frozen.stopped_by();
-    for (stopped, seen) in frozen.threads.iter().zip(&mut threads) {
+    let asked = ask(frozen, known.memory)?;
+    for ((stopped, asked), seen) in frozen.threads.iter().zip(asked).zip(&mut threads) {
         let from_outside = std::mem::take(&mut seen.thread);
-        process.threads.push(thread(builder, known, stopped, &seen.look, from_outside)?);
+        process.threads.push(thread(builder, known, stopped, asked, &seen.look, from_outside)?);
     }
     process.pending = pending(&frozen.threads[0], true)?;
     attributes::thread::complete_pending(main.status.shared_pending, &mut process.pending);
@@ -240,15 +271,44 @@ fn link(builder: &mut Builder, process: &Proc, name: &str, usage: Usage) -> Resu
     Ok(files::path_file(builder, &path, file, usage, what)?.unwrap_or(0))
 }
 
+/// Registers of a thread as they were found, and its restartable sequences.
+struct Asked {
+    regs: Regs,
+    rseq: Option<RseqConfiguration>,
+    /// Where the sequence is described that it may be in; 0: nowhere.
+    section: u64,
+}
+
+/// Asks all threads, and their memory with one call.
+fn ask(frozen: &Frozen, memory: &Memory) -> Result<Vec<Asked>> {
+    let mut all = Vec::with_capacity(frozen.threads.len());
+    for stopped in &frozen.threads {
+        all.push(Asked { regs: stopped.regs()?, rseq: stopped.rseq().ok(), section: 0 });
+    }
+    let mut registered: Vec<&mut Asked> = all.iter_mut().filter(|a| section(a).is_some()).collect();
+    let words: Vec<(u64, u64)> = registered.iter().filter_map(|a| Some((section(a)?, 8))).collect();
+    let mut bytes = vec![0; 8 * words.len()];
+    memory.read_many(&words, &mut bytes)?;
+    for (i, asked) in registered.iter_mut().enumerate() {
+        asked.section = layout::word(&bytes, i);
+    }
+    Ok(all)
+}
+
+fn section(asked: &Asked) -> Option<u64> {
+    asked.rseq.as_ref()?.section()
+}
+
 /// A thread, of what ptrace and `/proc` tell of it.
 fn thread(
     builder: &mut Builder,
     known: &Known<'_>,
     stopped: &Stopped,
+    asked: Asked,
     look: &Look,
     mut thread: Thread,
 ) -> Result<Thread> {
-    let regs = stopped.regs()?;
+    let Asked { regs, rseq, section } = asked;
     attributes::thread::stopped(builder, stopped, look.status.seccomp, &mut thread)?;
     if !regs.is_64_bit() {
         return Err(Error::Target(format!(
@@ -260,25 +320,20 @@ fn thread(
     let earlier = known.earlier.get(&thread.tid).copied();
     thread.blocked = blocked::interrupted_call(known.memory, &regs, &waiting, earlier, known.stopped_ns);
     let status = &look.status;
-    thread.regs = correct(known, status, stopped, regs)?.to_bytes().into();
+    // Outside of restartable sequences, and without an `EINTR` that only our stop caused.
+    let regs = blocked::unbroken(&outside(known.memory, section, regs)?, deliverable(status));
+    thread.regs = regs.to_bytes().into();
     thread.xstate = stopped.xstate()?.into();
     thread.sigmask = stopped.sigmask()?;
     if status.sig_pending != 0 {
         thread.pending = pending(stopped, false)?;
     }
     attributes::thread::complete_pending(status.sig_pending, &mut thread.pending);
-    thread.rseq = stopped.rseq().ok().and_then(|c| {
+    thread.rseq = rseq.and_then(|c| {
         let address = c.registered()?.0;
         Some(Rseq { address, size: c.size, signature: c.signature, flags: c.flags })
     });
     Ok(thread)
-}
-
-/// The registers with which a thread goes on, here and in the image: outside of restartable sequences, and without
-/// an `EINTR` that only our stop caused.
-fn correct(known: &Known<'_>, status: &Status, stopped: &Stopped, regs: Regs) -> Result<Regs> {
-    let regs = outside_critical_section(known.memory, stopped, regs)?;
-    Ok(blocked::unbroken(&regs, deliverable(status)))
 }
 
 fn pending(stopped: &Stopped, of_process: bool) -> Result<Vec<Bytes>> {

@@ -13,7 +13,7 @@ use std::collections::VecDeque;
 use stillpoint_image::{AddressSpace, PAGE, Process, Thread};
 use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::arch::{self, Gadgets, Regs};
-use stillpoint_linux::batch::{self, Away, Origin, Place, Signal};
+use stillpoint_linux::batch::{self, Away, Departure, Origin, Place, Signal};
 use stillpoint_linux::bpf::{self, FilteredCall};
 use stillpoint_linux::inject::{Planted, Site, Stack, Visit};
 use stillpoint_linux::pagemap::{Category, Query};
@@ -49,6 +49,9 @@ enum Question {
     Process,
     Thread,
 }
+
+/// Threads on their way, and what for.
+type Group<'a> = Vec<((usize, Question), Away<'a>)>;
 
 /// The questions, and where the answers belong.
 struct Round<'a> {
@@ -165,47 +168,80 @@ impl Visits<'_> {
     }
 }
 
-impl Round<'_> {
-    /// Asks those that can be asked together, the main thread first: its answers take longest.
+impl<'a> Round<'a> {
+    /// Asks those that can be asked together, the main thread first: its answers take longest. While some are on their
+    /// way, as many others are set off.
     fn together(&mut self, site: &Site<'_>, planted: &Planted<'_>) -> Result<()> {
-        let mut away: VecDeque<(usize, Question, Away<'_>)> = VecDeque::new();
-        let questions = (0..self.ways.len()).map(|i| (i, Question::Thread));
-        // The main thread has two, which it is asked in turn.
-        let questions =
-            [(0, Question::Process)].into_iter().chain(questions.clone().skip(1)).chain(questions.take(1));
-        let (of_process, of_thread) = (self.of_process.program(), self.of_thread.program());
-        let mut sent = 0;
-        for (i, question) in questions {
-            let Way::Batch(signal) = self.ways[i] else { continue };
-            while away.len() == site.slots() || (self.threads[i].is_none() && !away.is_empty()) {
-                self.back(away.pop_front())?;
+        // Of the main thread there are two questions, which it is asked in turn.
+        let others = (1..self.ways.len()).map(|i| (i, Question::Thread));
+        let mut all: Vec<(usize, Question)> = [(0, Question::Process)].into_iter().chain(others).collect();
+        all.retain(|&(i, _)| matches!(self.ways[i], Way::Batch(_)));
+        let at_a_time = (site.slots() / 2).max(1);
+        let mut groups: Vec<Vec<(usize, Question)>> = all.chunks(at_a_time).map(<[_]>::to_vec).collect();
+        if matches!(self.ways[0], Way::Batch(_)) {
+            match groups.last_mut() {
+                Some(last) if last.len() < at_a_time && last[0].0 != 0 => last.push((0, Question::Thread)),
+                _ => groups.push(vec![(0, Question::Thread)]),
             }
-            let Some(stopped) = self.threads[i].take() else { continue };
-            let thread = &self.process.threads[i];
-            let regs = registers(thread)?;
-            let origin = Origin { regs: &regs, xstate: &thread.xstate.0, mask: thread.sigmask };
-            let of_all = question == Question::Process;
-            let program = if of_all { of_process } else { of_thread };
-            // They come back in the order in which they went, so this slot is free.
-            let slot = sent % site.slots();
-            sent += 1;
-            let place = if of_all { Place::SlotAndData(slot) } else { Place::Slot(slot) };
-            let gone = site.send(place, planted, stopped, origin, signal, program)?;
-            away.push_back((i, question, gone));
+        }
+        let mut away = VecDeque::new();
+        for (n, group) in groups.into_iter().enumerate() {
+            // Two groups at a time, each in its half of the slots; but nobody can be away twice.
+            let most =
+                if site.slots() > 1 && group.iter().all(|&(i, _)| self.threads[i].is_some()) { 1 } else { 0 };
+            while away.len() > most {
+                self.back(site, away.pop_front())?;
+            }
+            let first = if site.slots() > 1 { n % 2 * at_a_time } else { 0 };
+            away.push_back(self.set_off(site, planted, &group, first)?);
         }
         while !away.is_empty() {
-            self.back(away.pop_front())?;
+            self.back(site, away.pop_front())?;
         }
         Ok(())
     }
 
-    /// Waits for a thread and notes its answers.
-    fn back(&mut self, away: Option<(usize, Question, Away<'_>)>) -> Result<()> {
-        let Some((i, question, away)) = away else { return Ok(()) };
-        let regs = registers(&self.process.threads[i])?;
-        let (stopped, outcome) = away.wait(&regs)?;
-        self.threads[i] = Some(stopped);
-        self.note(i, question, &outcome);
+    /// Sets threads off, with the slots from `first` on.
+    fn set_off(
+        &mut self,
+        site: &Site<'_>,
+        planted: &Planted<'_>,
+        group: &[(usize, Question)],
+        first: usize,
+    ) -> Result<Group<'a>> {
+        let mut regs = Vec::with_capacity(group.len());
+        for &(i, _) in group {
+            regs.push(registers(&self.process.threads[i])?);
+        }
+        let mut departures = Vec::with_capacity(group.len());
+        for (slot, (&(i, question), regs)) in group.iter().zip(&regs).enumerate() {
+            let (Way::Batch(signal), Some(stopped)) = (self.ways[i], self.threads[i].take()) else {
+                continue;
+            };
+            let thread = &self.process.threads[i];
+            let origin = Origin { regs, xstate: &thread.xstate.0, mask: thread.sigmask };
+            let (program, place) = match question {
+                Question::Process => (self.of_process.program(), Place::SlotAndData(first + slot)),
+                Question::Thread => (self.of_thread.program(), Place::Slot(first + slot)),
+            };
+            departures.push(Departure { thread: stopped, origin, place, signal, program });
+        }
+        let away = site.send(planted, departures)?;
+        Ok(group.iter().copied().zip(away).collect())
+    }
+
+    /// Waits for threads and notes their answers.
+    fn back(&mut self, site: &Site<'_>, group: Option<Group<'a>>) -> Result<()> {
+        let (mut questions, mut answers) = (Vec::new(), Vec::new());
+        for ((i, question), away) in group.into_iter().flatten() {
+            let (stopped, answer) = away.wait(&registers(&self.process.threads[i])?)?;
+            self.threads[i] = Some(stopped);
+            questions.push((i, question));
+            answers.push(answer);
+        }
+        for ((i, question), outcome) in questions.into_iter().zip(site.outcomes(&answers)?) {
+            self.note(i, question, &outcome);
+        }
         Ok(())
     }
 

@@ -1,5 +1,7 @@
 //! Many system calls inside a stopped thread with a single stop, in many threads at once.
 //!
+//! Tables of several threads are written with one call, and read with one ([`Site::send`], [`Site::outcomes`]).
+//!
 //! As in [`crate::inject`] the thread must find home by itself if we die. It runs a small loop over a table of calls
 //! ([`arch::batch_loop`]), which lies in the unused end of the vdso while the program stands still
 //! ([`crate::inject::Planted`]); table and frame home lie far below everything that the main thread's stack holds. The
@@ -17,7 +19,7 @@ use crate::arch::{self, BATCH_WORDS, Regs};
 use crate::inject::{Planted, Site, failed, remote_error};
 use crate::program::{Arg, Call, OnError, Outcome, Program};
 use crate::ptrace::{Seized, Stop, Stopped};
-use crate::{Error, RemoteAddr, Result};
+use crate::{Error, Result};
 
 /// Bytes of an entry of the table.
 const ENTRY: usize = BATCH_WORDS * 8;
@@ -90,10 +92,32 @@ pub fn room_for(program: &Program) -> usize {
     (program.calls.len() + 1) * ENTRY + program.data.len().next_multiple_of(16)
 }
 
+/// A thread that is to be sent through a table.
+#[derive(Debug)]
+pub struct Departure<'a, 'p> {
+    /// The thread.
+    pub thread: Stopped,
+    /// Where it comes from.
+    pub origin: Origin<'a>,
+    /// Where its frame and table go. The slot must not be in use by another thread.
+    pub place: Place,
+    /// How it tells its return.
+    pub signal: Signal,
+    /// What it is to do.
+    pub program: &'p Program,
+}
+
+/// Where a thread that has come home left its answers, until its place is used again.
+#[derive(Clone, Copy, Debug)]
+pub struct Answers<'a> {
+    program: &'a Program,
+    table: u64,
+}
+
 /// A thread on its way through a table. Dropping it waits for its return and lets it go; [`Away::wait`] gives it back.
 #[derive(Debug)]
 pub struct Away<'a> {
-    site: &'a Site<'a>,
+    pid: u32,
     program: &'a Program,
     running: Option<Seized>,
     origin: (Regs, u64),
@@ -103,49 +127,74 @@ pub struct Away<'a> {
     held: i32,
 }
 
-impl<'a> Site<'a> {
-    /// Sets a stopped thread off through a program. The slot must not be in use by another thread.
-    pub fn send(
-        &'a self,
-        place: Place,
-        planted: &Planted<'_>,
-        thread: Stopped,
-        origin: Origin<'_>,
-        signal: Signal,
-        program: &'a Program,
-    ) -> Result<Away<'a>> {
-        debug_assert!(can_run(program));
-        let slot = match place {
-            Place::Slot(slot) | Place::SlotAndData(slot) => slot,
-        };
-        let (base, frame_len) = self.slot(slot);
-        let (table, room) = match place {
-            Place::Slot(_) => (base + frame_len, frame_len as usize),
-            Place::SlotAndData(_) => (self.data().0, self.data_len()),
-        };
-        if room_for(program) > room {
-            return Err(Error::Other(format!("a program of {} calls does not fit", program.len())));
+impl Site<'_> {
+    /// Sets stopped threads off through their programs. With an error, those that were to be sent are let go.
+    pub fn send<'p>(&self, planted: &Planted<'_>, all: Vec<Departure<'_, 'p>>) -> Result<Vec<Away<'p>>> {
+        let (mut places, mut bytes) = (Vec::with_capacity(2 * all.len()), Vec::new());
+        for one in &all {
+            debug_assert!(can_run(one.program));
+            let (base, frame_len, table) = self.place(one.place);
+            let room = if table == self.data().0 { self.data_len() } else { frame_len as usize };
+            if room_for(one.program) > room {
+                return Err(Error::Other(format!("a program of {} calls does not fit", one.program.len())));
+            }
+            let Origin { regs, xstate, mask } = one.origin;
+            let frame = arch::home_frame(base, &regs.reissue(), xstate, mask, self.gadgets().sigreturn);
+            let table_bytes = placed(one.program, one.signal, table);
+            places.extend([(base, frame.len() as u64), (table, table_bytes.len() as u64)]);
+            bytes.extend([frame, table_bytes].concat());
         }
-        let mut frame = arch::home_frame(
-            base,
-            &origin.regs.reissue(),
-            origin.xstate,
-            origin.mask,
-            self.gadgets().sigreturn,
-        );
-        let words = placed(program, signal, table);
-        if table == base + frame_len {
-            frame.resize(frame_len as usize, 0);
-            frame.extend_from_slice(&words);
-        } else {
-            self.memory().write(RemoteAddr(table), &words)?;
+        self.memory().write_many(&places, &bytes)?;
+        let mut away = Vec::with_capacity(all.len());
+        for Departure { thread, origin, place, signal, program } in all {
+            let (base, _, table) = self.place(place);
+            let end = table + ((program.calls.len() + 1) * ENTRY) as u64;
+            thread.set_regs(&arch::batch_regs(origin.regs, planted.batch_loop(), table, end, base))?;
+            thread.set_sigmask(!(1 << (signal.number - 1)))?;
+            let running = Some(thread.resume(0)?);
+            let origin = (*origin.regs, origin.mask);
+            away.push(Away { pid: self.memory().pid(), program, running, origin, signal, table, held: 0 });
         }
-        self.memory().write(RemoteAddr(base), &frame)?;
-        let end = table + ((program.calls.len() + 1) * ENTRY) as u64;
-        thread.set_regs(&arch::batch_regs(origin.regs, planted.batch_loop(), table, end, base))?;
-        thread.set_sigmask(!(1 << (signal.number - 1)))?;
-        let running = Some(thread.resume(0)?);
-        Ok(Away { site: self, program, running, origin: (*origin.regs, origin.mask), signal, table, held: 0 })
+        Ok(away)
+    }
+
+    /// Address and room of the frame, and address of the table.
+    fn place(&self, place: Place) -> (u64, u64, u64) {
+        match place {
+            Place::Slot(slot) => {
+                let (base, frame_len) = self.slot(slot);
+                (base, frame_len, base + frame_len)
+            }
+            Place::SlotAndData(slot) => {
+                let (base, frame_len) = self.slot(slot);
+                (base, frame_len, self.data().0)
+            }
+        }
+    }
+
+    /// What the calls of threads that have come home returned.
+    pub fn outcomes(&self, answers: &[Answers<'_>]) -> Result<Vec<Outcome>> {
+        let len = |a: &Answers<'_>| (a.program.calls.len() + 1) * ENTRY + a.program.data.len();
+        let places: Vec<(u64, u64)> = answers.iter().map(|a| (a.table, len(a) as u64)).collect();
+        let mut bytes = vec![0; answers.iter().map(len).sum()];
+        self.memory().read_many(&places, &mut bytes)?;
+        let mut rest = bytes.as_slice();
+        let mut outcomes = Vec::with_capacity(answers.len());
+        for answer in answers {
+            let calls = &answer.program.calls;
+            let (now, later) = rest.split_at(len(answer));
+            rest = later;
+            let (table, data) = now.split_at((calls.len() + 1) * ENTRY);
+            let result = |entry: &[u8]| i64::from_le_bytes(entry[..8].try_into().unwrap_or_default());
+            let results: Vec<i64> = table.chunks_exact(ENTRY).take(calls.len()).map(result).collect();
+            for (call, &result) in calls.iter().zip(&results) {
+                if failed(result) && call.on_error == OnError::Stop {
+                    return Err(remote_error(&call.what, self.memory().pid(), result));
+                }
+            }
+            outcomes.push(Outcome { results, data: data.to_vec() });
+        }
+        Ok(outcomes)
     }
 }
 
@@ -175,25 +224,11 @@ fn placed(program: &Program, signal: Signal, table: u64) -> Vec<u8> {
     bytes
 }
 
-impl Away<'_> {
+impl<'a> Away<'a> {
     /// Waits until the thread has made its calls, and brings it home: it stands as it came, with the registers `regs`.
-    pub fn wait(mut self, regs: &Regs) -> Result<(Stopped, Outcome)> {
+    pub fn wait(mut self, regs: &Regs) -> Result<(Stopped, Answers<'a>)> {
         let thread = self.home(regs)?;
-        let calls = self.program.calls.len();
-        let mut bytes = vec![0; (calls + 1) * ENTRY + self.program.data.len()];
-        self.site.memory().read(RemoteAddr(self.table), &mut bytes)?;
-        let data = bytes.split_off((calls + 1) * ENTRY);
-        let mut results = Vec::with_capacity(calls);
-        for (call, entry) in self.program.calls.iter().zip(bytes.chunks_exact(ENTRY)) {
-            let result = i64::from_le_bytes(entry[..8].try_into().unwrap_or_default());
-            if failed(result) && call.on_error == OnError::Stop {
-                let error = remote_error(&call.what, self.site.memory().pid(), result);
-                let _ = thread.detach();
-                return Err(error);
-            }
-            results.push(result);
-        }
-        Ok((thread, Outcome { results, data }))
+        Ok((thread, Answers { program: self.program, table: self.table }))
     }
 
     fn home(&mut self, regs: &Regs) -> Result<Stopped> {
@@ -228,7 +263,7 @@ impl Away<'_> {
         thread.set_sigmask(self.origin.1)?;
         thread.set_regs(regs)?;
         if self.held != 0 {
-            crate::spawn::tgkill(self.site.memory().pid(), thread.tid(), self.held)?;
+            crate::spawn::tgkill(self.pid, thread.tid(), self.held)?;
             self.held = 0;
         }
         Ok(thread)

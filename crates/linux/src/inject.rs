@@ -382,8 +382,15 @@ impl Drop for Visit<'_> {
 /// sequence it goes to the abort handler. The kernel looks at the instruction pointer for that, so whoever moves it
 /// elsewhere must do the correction first. `rseq(2)`.
 pub fn outside_critical_section(memory: &Memory, thread: &Stopped, regs: Regs) -> Result<Regs> {
-    let Some(area) = thread.rseq().ok().and_then(|c| c.registered()) else { return Ok(regs) };
-    let descriptor = memory.read_u64(RemoteAddr(area.0 + 8))?;
+    match thread.rseq().ok().and_then(|c| c.section()) {
+        Some(at) => outside(memory, memory.read_u64(RemoteAddr(at))?, regs),
+        None => Ok(regs),
+    }
+}
+
+/// As [`outside_critical_section`], for a thread of which the word at [`crate::ptrace::RseqConfiguration::section`] is
+/// known.
+pub fn outside(memory: &Memory, descriptor: u64, regs: Regs) -> Result<Regs> {
     if descriptor == 0 {
         return Ok(regs);
     }

@@ -14,6 +14,8 @@ pub const STACK: usize = 24;
 pub const ITIMERVAL: usize = 32;
 /// `struct itimerspec`: interval and value, each seconds and nanoseconds.
 pub const ITIMERSPEC: usize = 32;
+/// `struct timespec`: seconds, nanoseconds.
+pub const TIMESPEC: usize = 16;
 /// `struct sigevent`: value, signal (4), notify (4), thread id (4), unused.
 pub const SIGEVENT: usize = 64;
 /// `struct prctl_mm_map`: eleven addresses, pointer to the auxiliary vector, its size in bytes (4), descriptor of the

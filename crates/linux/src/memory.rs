@@ -5,6 +5,14 @@ use std::fs::File;
 use std::io::IoSlice;
 use std::os::unix::fs::FileExt;
 
+/// Most ranges of one call (`UIO_MAXIOV`).
+const MOST: usize = 1024;
+
+/// A range (address, length) in another process.
+fn remote(&(start, len): &(u64, u64)) -> libc::iovec {
+    libc::iovec { iov_base: start as *mut _, iov_len: len as usize }
+}
+
 /// Another process's memory.
 #[derive(Debug)]
 pub struct Memory {
@@ -43,7 +51,6 @@ impl Memory {
 
     /// Reads ranges (address, length) one behind the other into `buf`, many with each call.
     pub fn read_many(&self, ranges: &[(u64, u64)], buf: &mut [u8]) -> Result<()> {
-        const MOST: usize = 1024; // UIO_MAXIOV
         let mut rest = buf;
         if !self.pinning {
             for &(start, len) in ranges {
@@ -57,9 +64,7 @@ impl Memory {
             let len: u64 = part.iter().map(|r| r.1).sum();
             let (now, later) = rest.split_at_mut(len as usize);
             rest = later;
-            let iov =
-                |&(start, len): &(u64, u64)| libc::iovec { iov_base: start as *mut _, iov_len: len as usize };
-            let remote: Vec<libc::iovec> = part.iter().map(iov).collect();
+            let remote: Vec<libc::iovec> = part.iter().map(remote).collect();
             let local = libc::iovec { iov_base: now.as_mut_ptr().cast(), iov_len: now.len() };
             // SAFETY: `local` describes `now`, which is ours to write; the remote addresses are only used in the target.
             let n = unsafe {
@@ -108,6 +113,31 @@ impl Memory {
             return Ok(());
         }
         self.write_forced(to, bytes)
+    }
+
+    /// Writes bytes to ranges (address, length) one behind the other, many with each call.
+    pub fn write_many(&self, ranges: &[(u64, u64)], bytes: &[u8]) -> Result<()> {
+        let mut rest = bytes;
+        for part in ranges.chunks(MOST) {
+            let (now, later) = rest.split_at(part.iter().map(|r| r.1 as usize).sum());
+            rest = later;
+            let local = IoSlice::new(now);
+            let remote: Vec<libc::iovec> = part.iter().map(remote).collect();
+            // SAFETY: as in `write`.
+            let n = unsafe {
+                let local = (&raw const local).cast();
+                libc::process_vm_writev(self.pid as i32, local, 1, remote.as_ptr(), remote.len() as u64, 0)
+            };
+            if n == now.len() as isize {
+                continue;
+            }
+            let mut at = 0;
+            for &(start, len) in part {
+                self.write_forced(RemoteAddr(start), &now[at..at + len as usize])?;
+                at += len as usize;
+            }
+        }
+        Ok(())
     }
 
     /// Writes bytes even where the program itself may not, and below a stack that grows (`FOLL_FORCE`).

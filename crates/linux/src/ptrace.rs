@@ -360,4 +360,9 @@ impl RseqConfiguration {
     pub fn registered(&self) -> Option<RemoteAddr> {
         (self.address != 0).then_some(RemoteAddr(self.address))
     }
+
+    /// Address of the word that leads to the restartable sequence the thread is in, 0 if it is in none (`rseq_cs`).
+    pub fn section(&self) -> Option<u64> {
+        self.registered().map(|area| area.0 + 8)
+    }
 }

@@ -3,7 +3,7 @@
 
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
-use stillpoint_linux::batch::{Origin, Place, Signal};
+use stillpoint_linux::batch::{Departure, Origin, Place, Signal};
 use stillpoint_linux::inject::{Planted, Site, Stack, find_gadgets};
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::proc::Proc;
@@ -82,9 +82,11 @@ fn visit(pid: u32, steps: u32) {
     let mapping = [at, 4096, 3, flags].map(Arg::Value);
     let mapping = program.call("mmap", libc::SYS_mmap, mapping);
     let unmapped = program.call("munmap", libc::SYS_munmap, [mapping.into(), 4096.into()]);
-    let away = site.send(Place::Slot(0), &planted, thread, origin, signal, &program).unwrap();
+    let departure = Departure { thread, origin, place: Place::Slot(0), signal, program: &program };
+    let away = site.send(&planted, vec![departure]).unwrap().remove(0);
     step();
-    let (thread, outcome) = away.wait(&regs).unwrap();
+    let (thread, answers) = away.wait(&regs).unwrap();
+    let outcome = site.outcomes(&[answers]).unwrap().remove(0);
     assert_ne!(outcome.bytes(old, 24), [0xff; 24]);
     assert_eq!(outcome.result(getpid), i64::from(pid));
     assert_eq!((outcome.result(mapping) as u64, outcome.result(unmapped)), (at, 0));

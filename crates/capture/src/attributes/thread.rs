@@ -13,7 +13,6 @@ pub struct ThreadFiles {
     pub folder: Proc,
     stat: Held,
     status: Held,
-    name: Held,
     children: Held,
     slack: Held,
     namespaces: Option<HeldNamespaces>,
@@ -26,8 +25,6 @@ pub struct Look {
     pub stat: Stat,
     /// `status`.
     pub status: Status,
-    /// `comm`.
-    pub name: Vec<u8>,
     /// Child processes that this thread made, or inherited from one that ended.
     pub children: Vec<u32>,
     /// Timer slack, nanoseconds; `None` where we may not know.
@@ -43,7 +40,6 @@ impl ThreadFiles {
         Ok(ThreadFiles {
             stat: folder.hold("stat")?,
             status: folder.hold("status")?,
-            name: folder.hold("comm")?,
             children: folder.hold("children")?,
             slack: folder.hold_timer_slack()?,
             namespaces: None,
@@ -90,7 +86,6 @@ impl ThreadFiles {
         Ok(Look {
             stat: self.stat.with(|text| proc::stat::parse(text, self.stat.path()))?,
             status: self.status.with(|text| proc::status::parse(text, self.status.path()))?,
-            name: self.name.with(|text| Ok(proc::without_newline(text.to_vec())))?,
             children: self.children.parse(proc::pids)?,
             slack_ns,
         })
@@ -109,7 +104,7 @@ pub fn thread(tid: u32, look: &Look) -> Result<Thread> {
     let (head, len) = sched::robust_list(tid)?;
     Ok(Thread {
         tid: look.status.own_tid(),
-        name: Bytes(look.name.clone()),
+        name: Bytes(look.stat.comm.clone()),
         robust_list: Range { start: head.0, len },
         creds: credentials(&look.status),
         sched: scheduling(tid, &look.stat)?,

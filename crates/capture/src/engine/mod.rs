@@ -197,7 +197,8 @@ pub(crate) fn put_error(e: PutError<stillpoint_linux::Error>) -> Error {
 /// Pages copied at the cut, in memory that was there before.
 #[derive(Debug, Default)]
 pub(crate) struct Copied {
-    pub bytes: Vec<u8>,
+    /// The pages one behind the other, and room that is not used.
+    bytes: Vec<u8>,
     ranges: Vec<(Range, bool)>,
 }
 
@@ -205,16 +206,21 @@ impl Copied {
     /// Gets memory ready, so that the cut need not wait for any.
     pub fn reserve(&mut self, bytes: u64) {
         self.bytes.resize(bytes as usize, 1);
-        self.bytes.clear();
+    }
+
+    /// Bytes that are copied.
+    pub fn len(&self) -> u64 {
+        self.ranges.iter().map(|(r, _)| r.len).sum()
     }
 
     pub fn copy(&mut self, memory: &Memory, ranges: &[(Range, bool)]) -> Result<()> {
-        let total: u64 = ranges.iter().map(|(r, _)| r.len).sum();
-        self.bytes.resize(total as usize, 0);
-        let from: Vec<(u64, u64)> = ranges.iter().map(|(r, _)| (r.start, r.len)).collect();
-        memory.read_many(&from, &mut self.bytes)?;
         self.ranges = ranges.to_vec();
-        Ok(())
+        let total = self.len() as usize;
+        if self.bytes.len() < total {
+            self.bytes.resize(total, 0);
+        }
+        let from: Vec<(u64, u64)> = ranges.iter().map(|(r, _)| (r.start, r.len)).collect();
+        Ok(memory.read_many(&from, &mut self.bytes[..total])?)
     }
 
     pub fn put(&self, writer: &mut Writer) -> Result<()> {

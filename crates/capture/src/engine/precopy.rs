@@ -4,7 +4,7 @@
 //! A page is written to the store straight from the program; of several copies the last one counts. A page that the
 //! program dropped or unmapped since it was copied is found missing at the cut, and forgotten.
 
-use super::tracking::{Found, Tracking, writes_unnoticed};
+use super::tracking::{Found, Look, Tracking, writes_unnoticed};
 use super::{Copied, Cut, Engine, MemoryEngine, Running, Still, politely, put_error};
 use crate::regions::{spans, spans_of_maps, zeros};
 use crate::{Error, Result};
@@ -98,7 +98,7 @@ impl<'t> Precopy<'t> {
         let spans = spans_of_maps(&running.target.process.maps()?);
         let Some(tracking) = self.tracking else { return Err(Error::Failed("it is not followed".into())) };
         self.looked = Instant::now();
-        let Found { dirty, .. } = tracking.look(running.target, &spans)?;
+        let Found { dirty, .. } = tracking.look(running.target, &spans, Look::Protect)?;
         // Looked at after pages were protected and before they are copied: see there.
         if writes_unnoticed(running.target.pid)? {
             let why = "it reads files past the page cache (O_DIRECT), or has its own memory open as a file";
@@ -157,26 +157,33 @@ impl MemoryEngine for Precopy<'_> {
         }
         let spans = spans(&still.builder.image.spaces[0]);
         let Some(tracking) = self.tracking else { return Err(Error::Failed("it is not followed".into())) };
-        let began = Instant::now();
-        let found = tracking.look(still.target, &spans)?;
-        self.took = (began.elapsed(), Duration::ZERO);
-        self.left = still_there(&self.left, &found.own);
-        self.left.extend(&found.dirty);
-        let bytes: u64 = self.left.iter().map(|(r, _)| r.len).sum();
-        if bytes > self.most {
-            self.tries += 1;
-            let pages = bytes / PAGE;
-            still.log.tell(format!("{pages} pages were left at the cut, too many to copy in it"));
-            return Ok(Cut::TooMuch);
+        for look in [Look::AtRest, Look::Protect] {
+            let began = Instant::now();
+            let found = tracking.look(still.target, &spans, look)?;
+            self.took = (began.elapsed(), Duration::ZERO);
+            self.left = still_there(&self.left, &found.own);
+            self.left.extend(&found.dirty);
+            let bytes: u64 = self.left.iter().map(|(r, _)| r.len).sum();
+            if bytes > self.most {
+                self.tries += 1;
+                let pages = bytes / PAGE;
+                still.log.tell(format!("{pages} pages were left at the cut, too many to copy in it"));
+                return Ok(Cut::TooMuch);
+            }
+            let copied = self.copied.copy(&still.target.memory, &self.left);
+            self.took.1 = began.elapsed() - self.took.0;
+            self.own = found.own;
+            match copied {
+                // One was dropped in a way that leaves nothing to read; a closer look tells.
+                Err(_) if look == Look::AtRest => {}
+                copied => return copied.map(|()| Cut::Taken),
+            }
         }
-        self.copied.copy(&still.target.memory, &self.left)?;
-        self.took.1 = began.elapsed() - self.took.0;
-        self.own = found.own;
-        Ok(Cut::Taken)
+        Err(Error::Failed("its memory cannot be read".into()))
     }
 
     fn finish(&mut self, running: &mut Running<'_>) -> Result<()> {
-        let pages = self.copied.bytes.len() as u64 / PAGE;
+        let pages = self.copied.len() / PAGE;
         let (look, copy) = self.took;
         running.log.tell(format!("the cut looked for {look:.0?} and copied {pages} pages in {copy:.0?}"));
         self.copied.put(running.writer)?;

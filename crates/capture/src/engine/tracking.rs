@@ -28,8 +28,8 @@ const WORTH_HELPERS: u64 = 2 << 30;
 const FEW: usize = 256;
 /// Of fewer own pages all are looked at in less time than two looks take, bytes.
 const MANY: u64 = 8 << 20;
-/// Written pages this close to each other are looked at together, bytes.
-const NEAR: u64 = 32 * PAGE;
+/// Written pages this close to each other are looked at together, bytes: a look at so much takes as long as one more call.
+const NEAR: u64 = 256 * PAGE;
 
 /// Follows the writes of one address space. When it is dropped, nothing of it stays behind.
 #[derive(Debug)]
@@ -42,6 +42,16 @@ pub struct Tracking {
     followed: Vec<Range>,
     /// What that look found, piece by piece, ascending.
     seen: Vec<Seen>,
+}
+
+/// What a look leaves behind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Look {
+    /// All pages protected again, so that each write is found by this look or by the next.
+    Protect,
+    /// The program stands still, and what was written may stay as it is: the next look finds it once more. Among what is
+    /// told to be own and dirty may be pages that were dropped since the last look, which read as zeros, or not at all.
+    AtRest,
 }
 
 /// What a look at a piece of a span found.
@@ -94,8 +104,7 @@ impl Tracking {
     }
 
     /// Looks at all private memory; what was written since the last look, or has not been followed before, is dirty.
-    /// It is protected again in the same step, so that each write is found by this look or by the next.
-    pub(crate) fn look(&mut self, target: &Target, spans: &[Span]) -> Result<Found> {
+    pub(crate) fn look(&mut self, target: &Target, spans: &[Span], look: Look) -> Result<Found> {
         let before = std::mem::replace(&mut self.followed, spans.iter().map(|s| s.range).collect());
         for span in spans {
             let known = before.binary_search_by_key(&span.range.start, |r| r.start);
@@ -107,9 +116,9 @@ impl Tracking {
         let pieces: Vec<Span> = groups.iter().flat_map(pieces).collect();
         let total: u64 = spans.iter().map(|s| s.range.len).sum();
         let seen = if total < WORTH_HELPERS {
-            pieces.iter().map(|piece| self.see(target, piece, spans)).collect::<Result<Vec<_>>>()?
+            pieces.iter().map(|piece| self.see(target, piece, spans, look)).collect::<Result<Vec<_>>>()?
         } else {
-            self.see_on_all_processors(target, &pieces, spans)?
+            self.see_on_all_processors(target, &pieces, spans, look)?
         };
         let mut found = Found::default();
         for (span, seen) in pieces.iter().zip(&seen) {
@@ -121,12 +130,18 @@ impl Tracking {
     }
 
     /// As [`Tracking::see`] of each piece, several at a time.
-    fn see_on_all_processors(&self, target: &Target, pieces: &[Span], spans: &[Span]) -> Result<Vec<Seen>> {
+    fn see_on_all_processors(
+        &self,
+        target: &Target,
+        pieces: &[Span],
+        spans: &[Span],
+        look: Look,
+    ) -> Result<Vec<Seen>> {
         let next = AtomicUsize::new(0);
         let work = || {
             let mut done = Vec::new();
             while let Some(piece) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
-                done.push(self.see(target, piece, spans)?);
+                done.push(self.see(target, piece, spans, look)?);
             }
             Ok::<_, Error>(done)
         };
@@ -145,14 +160,14 @@ impl Tracking {
     }
 
     /// Looks at a piece of one or several spans, at what was written only if that tells all.
-    fn see(&self, target: &Target, piece: &Span, spans: &[Span]) -> Result<Seen> {
+    fn see(&self, target: &Target, piece: &Span, spans: &[Span], look: Look) -> Result<Seen> {
         let before = self.seen.binary_search_by_key(&piece.range.start, |s| s.piece.start);
         let before = before.ok().map(|i| &self.seen[i]).filter(|s| s.piece == piece.range && s.followed);
         let few = before.filter(|s| s.own.len() <= FEW && bytes(&s.own) >= MANY);
         // Behind a file what is dropped leaves the mark of what was not written.
         let tells_all = piece.swapped_is_clean && what_is_missing_counts_as_written();
         if let Some(before) = few.filter(|_| tells_all)
-            && let Some(seen) = self.glance(target, piece, before)?
+            && let Some(seen) = self.glance(target, piece, before, look)?
         {
             return Ok(seen);
         }
@@ -178,20 +193,26 @@ impl Tracking {
 
     /// Looks at what was written or dropped since the look `before`; `None`, and nothing was done, if it takes more than
     /// that.
-    fn glance(&self, target: &Target, piece: &Span, before: &Seen) -> Result<Option<Seen>> {
+    fn glance(&self, target: &Target, piece: &Span, before: &Seen, look: Look) -> Result<Option<Seen>> {
         let (start, end) = (RemoteAddr(piece.range.start), RemoteAddr(piece.range.end()));
         let query = Query { all: Category::WRITTEN, report: Category::WRITTEN, ..Query::default() };
         let mut written = Vec::new();
         if !target.pagemap.scan_followed(start, end, query, &mut written)? {
             return Ok(None);
         }
-        let written = joined(written.iter().map(range), NEAR);
-        if written.len() > FEW {
+        let written: Vec<Range> = written.iter().map(range).collect();
+        let windows = match look {
+            Look::Protect => joined(written.iter().copied(), NEAR),
+            // Of what was the program's own before, there is nothing more to ask.
+            Look::AtRest => joined(replaced(&written, &before.own, Vec::new()).into_iter(), NEAR),
+        };
+        if windows.len() > FEW {
             return Ok(None);
         }
-        let mut seen = Seen { piece: piece.range, followed: true, own: Vec::new(), dirty: Vec::new() };
+        let rest = replaced(&written, &windows, Vec::new());
+        let mut seen = Seen { piece: piece.range, followed: true, own: Vec::new(), dirty: rest };
         let mut now = Vec::new();
-        for part in &written {
+        for part in &windows {
             let (known, runs) = self.scan(target, &Span { range: *part, ..*piece })?;
             if !known {
                 // It was replaced meanwhile, and what was found before is protected already.
@@ -202,7 +223,8 @@ impl Tracking {
             now.extend(part.own);
             seen.dirty.extend(part.dirty);
         }
-        seen.own = replaced(&before.own, &written, now);
+        seen.own = replaced(&before.own, &windows, now);
+        seen.dirty.sort_unstable_by_key(|r| r.start);
         Ok(Some(seen))
     }
 
