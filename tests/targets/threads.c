@@ -355,6 +355,84 @@ static void rseq(void) {
   EQUAL(syscall(SYS_rseq, area, 32, 1, 0x53053053), 0);
 }
 
+// --- a thread that stands in a restartable sequence begins it anew
+
+// Of each processor, on a line of its own; only sequences write there.
+static struct { _Alignas(64) volatile long value; } counters[1024];
+static volatile int enough;
+
+// Adds one to the counter of this processor, unless the kernel interrupts it. The sequence is made long, so that most stops
+// meet it.
+static int count_here(char *area) {
+#ifdef __x86_64__
+  uint32_t cpu = *(volatile uint32_t *)(area + 4);
+  volatile long *counter = &counters[cpu % 1024].value;
+  __asm__ goto(
+      ".pushsection __rseq_cs, \"aw\"\n"
+      ".balign 32\n"
+      "3: .long 0, 0\n"
+      ".quad 1f, 2f - 1f, 4f\n"
+      ".popsection\n"
+      ".pushsection __rseq_failure, \"ax\"\n"
+      ".byte 0x0f, 0xb9, 0x3d\n"
+      ".long 0x53053053\n"
+      "4: jmp %l[interrupted]\n"
+      ".popsection\n"
+      "leaq 3b(%%rip), %%rax\n"
+      "movq %%rax, 8(%[area])\n"
+      "1:\n"
+      "cmpl %[cpu], 4(%[area])\n"
+      "jnz 4b\n"
+      "movq (%[counter]), %%rax\n"
+      "movl $30000, %%ecx\n"
+      "5: decl %%ecx\n"
+      "jnz 5b\n"
+      "incq %%rax\n"
+      "movq %%rax, (%[counter])\n"
+      "2:\n"
+      :
+      : [area] "r"(area), [cpu] "r"(cpu), [counter] "r"(counter)
+      : "rax", "rcx", "memory", "cc"
+      : interrupted);
+  return 1;
+interrupted:
+#endif
+  return 0;
+}
+
+static void *counting_thread(void *unused) {
+  char *area = (char *)__builtin_thread_pointer() + __rseq_offset;
+  long counted = 0;
+  arrive();
+  while (!enough)
+    counted += count_here(area);
+  return unused ? 0 : (void *)counted;
+}
+
+static void sections(void) {
+  if (!&__rseq_offset || !__rseq_size)
+    SKIP("the C library registers no rseq");
+#ifndef __x86_64__
+  SKIP("its sequence is written for x86-64");
+#endif
+  pthread_t t[6];
+  for (int i = 0; i < 6; i++)
+    t[i] = spawn(counting_thread, 0);
+  await_arrivals(6);
+  cut();
+  usleep(20000);
+  enough = 1;
+  long counted = 0, sum = 0;
+  for (int i = 0; i < 6; i++) {
+    void *own;
+    pthread_join(t[i], &own);
+    counted += (long)own;
+  }
+  for (int i = 0; i < 1024; i++)
+    sum += counters[i].value;
+  EQUAL(sum, counted);
+}
+
 // --- the first thread has ended, the others go on
 
 static pid_t leader;
@@ -456,5 +534,5 @@ static void computing(void) {
 }
 
 SCENARIOS({"many", many}, {"scheduling", scheduling}, {"life_after", life_after}, {"cancelled", cancelled},
-          {"locks", locks}, {"robust_mutex", robust_mutex}, {"rseq", rseq}, {"leader_ended", leader_ended},
+          {"locks", locks}, {"robust_mutex", robust_mutex}, {"rseq", rseq}, {"sections", sections}, {"leader_ended", leader_ended},
           {"fork_exec", fork_exec}, {"computing", computing})

@@ -142,6 +142,7 @@ mod threads {
         locks,
         robust_mutex,
         rseq,
+        sections.ignoring(&["thread"]),
         leader_ended.or_refused("main thread"),
         fork_exec,
         computing.ignoring(&["thread", "map"]),
