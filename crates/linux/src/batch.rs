@@ -19,7 +19,7 @@ use crate::arch::{self, BATCH_WORDS, Regs};
 use crate::inject::{Planted, Site, failed, remote_error};
 use crate::program::{Arg, Call, OnError, Outcome, Program};
 use crate::ptrace::{Seized, Stop, Stopped};
-use crate::{Error, Result};
+use crate::{Error, RemoteAddr, Result};
 
 /// Bytes of an entry of the table.
 const ENTRY: usize = BATCH_WORDS * 8;
@@ -130,7 +130,7 @@ pub struct Away<'a> {
 impl Site<'_> {
     /// Sets stopped threads off through their programs. With an error, those that were to be sent are let go.
     pub fn send<'p>(&self, planted: &Planted<'_>, all: Vec<Departure<'_, 'p>>) -> Result<Vec<Away<'p>>> {
-        let (mut places, mut bytes) = (Vec::with_capacity(2 * all.len()), Vec::new());
+        let mut written = Vec::with_capacity(2 * all.len());
         for one in &all {
             debug_assert!(can_run(one.program));
             let (base, frame_len, table) = self.place(one.place);
@@ -141,10 +141,10 @@ impl Site<'_> {
             let Origin { regs, xstate, mask } = one.origin;
             let frame = arch::home_frame(base, &regs.reissue(), xstate, mask, self.gadgets().sigreturn);
             let table_bytes = placed(one.program, one.signal, table);
-            places.extend([(base, frame.len() as u64), (table, table_bytes.len() as u64)]);
-            bytes.extend([frame, table_bytes].concat());
+            written.extend([(RemoteAddr(base), frame), (RemoteAddr(table), table_bytes)]);
         }
-        self.memory().write_many(&places, &bytes)?;
+        let written: Vec<_> = written.iter().map(|(to, bytes)| (*to, bytes.as_slice())).collect();
+        self.memory().write_many(&written)?;
         let mut away = Vec::with_capacity(all.len());
         for Departure { thread, origin, place, signal, program } in all {
             let (base, _, table) = self.place(place);

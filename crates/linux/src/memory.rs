@@ -115,26 +115,22 @@ impl Memory {
         self.write_forced(to, bytes)
     }
 
-    /// Writes bytes to ranges (address, length) one behind the other, many with each call.
-    pub fn write_many(&self, ranges: &[(u64, u64)], bytes: &[u8]) -> Result<()> {
-        let mut rest = bytes;
-        for part in ranges.chunks(MOST) {
-            let (now, later) = rest.split_at(part.iter().map(|r| r.1 as usize).sum());
-            rest = later;
-            let local = IoSlice::new(now);
-            let remote: Vec<libc::iovec> = part.iter().map(remote).collect();
+    /// Writes to many addresses, many with each call.
+    pub fn write_many(&self, parts: &[(RemoteAddr, &[u8])]) -> Result<()> {
+        for parts in parts.chunks(MOST) {
+            let local: Vec<IoSlice<'_>> = parts.iter().map(|(_, bytes)| IoSlice::new(bytes)).collect();
+            let remote: Vec<libc::iovec> =
+                parts.iter().map(|(to, bytes)| remote(&(to.0, bytes.len() as u64))).collect();
             // SAFETY: as in `write`.
             let n = unsafe {
-                let local = (&raw const local).cast();
-                libc::process_vm_writev(self.pid as i32, local, 1, remote.as_ptr(), remote.len() as u64, 0)
+                let (local, count) = (local.as_ptr().cast(), parts.len() as u64);
+                libc::process_vm_writev(self.pid as i32, local, count, remote.as_ptr(), count, 0)
             };
-            if n == now.len() as isize {
+            if n == parts.iter().map(|(_, bytes)| bytes.len()).sum::<usize>() as isize {
                 continue;
             }
-            let mut at = 0;
-            for &(start, len) in part {
-                self.write_forced(RemoteAddr(start), &now[at..at + len as usize])?;
-                at += len as usize;
+            for &(to, bytes) in parts {
+                self.write(to, bytes)?;
             }
         }
         Ok(())

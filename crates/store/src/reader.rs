@@ -96,26 +96,61 @@ impl Reader {
         Ok(())
     }
 
+    /// Reads all that lies between the first and the last of these extents of one segment, and checks the blocks that they are
+    /// part of. They are in the order of their blocks, and so is what `out` becomes, from the first block's first byte on.
+    ///
+    /// # Errors
+    /// As [`Reader::read`].
+    ///
+    /// # Panics
+    /// If an extent is not stored, or is of another segment or checkpoint.
+    pub fn read_span(&self, extents: &[&Extent], out: &mut Vec<u8>) -> Result<()> {
+        let (Some(first), Some(last)) = (extents.first(), extents.last()) else { return Ok(()) };
+        let start = stored(first).1;
+        out.resize((stored(last).1 + u64::from(stored(last).2) - start) as usize, 0);
+        self.read_stored(first, start, out)?;
+        let mut checked = None;
+        for extent in extents {
+            let (segment, offset, length) = stored(extent);
+            assert_eq!(segment, stored(first).0, "extents of one segment");
+            if checked.replace(offset) != Some(offset) {
+                let from = (offset - start) as usize;
+                self.check(extent, &out[from..from + length as usize])?;
+            }
+        }
+        Ok(())
+    }
+
     /// Reads and checks the block that an extent is in.
     fn read_block(&self, extent: &Extent, out: &mut [u8]) -> Result<()> {
-        let Place::Stored { segment, offset, crc, .. } = extent.place else { return Ok(()) };
-        let Some(segment) = self.segments.get(&segment) else {
+        self.read_stored(extent, stored(extent).1, out)?;
+        self.check(extent, out)
+    }
+
+    /// Reads from the segment that an extent is in.
+    fn read_stored(&self, extent: &Extent, offset: u64, out: &mut [u8]) -> Result<()> {
+        let Some(segment) = self.segments.get(&stored(extent).0) else {
             panic!("{extent:?} is not of {}@{}", self.job, self.id);
         };
         match segment.file.read_exact_at(out, offset) {
             Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => {
                 let why = "it has been cut while it was read".to_owned();
-                return Err(Error::Segment { path: segment.path.clone(), why });
+                Err(Error::Segment { path: segment.path.clone(), why })
             }
-            other => other.map_err(Error::io("read", &segment.path))?,
+            other => other.map_err(Error::io("read", &segment.path)),
         }
-        if crc32fast::hash(out) == crc {
+    }
+
+    /// Whether these are the bytes of the block that an extent is in.
+    fn check(&self, extent: &Extent, bytes: &[u8]) -> Result<()> {
+        let Place::Stored { segment, offset, crc, .. } = extent.place else { return Ok(()) };
+        if crc32fast::hash(bytes) == crc {
             return Ok(());
         }
         Err(Error::Damaged {
             job: self.job.clone(),
             id: self.id,
-            path: segment.path.clone(),
+            path: self.segments[&segment].path.clone(),
             offset,
             owner: extent.owner,
             address: extent.address,
@@ -139,5 +174,13 @@ impl Reader {
         let block = Block { segment, offset, bytes: Arc::new(bytes) };
         *slot.lock().unwrap_or_else(PoisonError::into_inner) = Some(block.clone());
         Ok(block)
+    }
+}
+
+/// Segment, offset and length of the block that an extent is in.
+fn stored(extent: &Extent) -> (u64, u64, u32) {
+    match extent.place {
+        Place::Stored { segment, offset, length, .. } => (segment, offset, length),
+        Place::Zero => panic!("{extent:?} is not stored"),
     }
 }
