@@ -203,9 +203,11 @@ pub(crate) struct Copied {
 }
 
 impl Copied {
-    /// Gets memory ready, so that the cut need not wait for any.
+    /// Gets memory ready for so many bytes, so that the cut need not wait for any.
     pub fn reserve(&mut self, bytes: u64) {
-        self.bytes.resize(bytes as usize, 1);
+        if self.bytes.len() < bytes as usize {
+            self.bytes.resize(bytes as usize, 1);
+        }
     }
 
     /// Bytes that are copied.

@@ -17,6 +17,8 @@ use stillpoint_linux::memory::Memory;
 const ROUNDS: usize = 8;
 /// So little is left for the cut, bytes, that another round would not be worth it.
 const LITTLE: u64 = 256 << 10;
+/// Room for what the cut copies, at least; bytes.
+const ROOM: u64 = 1 << 20;
 /// Cuts that may turn out to be too much.
 const TRIES: usize = 3;
 
@@ -71,11 +73,12 @@ impl<'t> Precopy<'t> {
 
     /// Copies until little is left.
     fn rounds(&mut self, running: &mut Running<'_>) -> Result<()> {
-        let mut before = u64::MAX;
+        let (mut before, mut last) = (u64::MAX, 0);
         for _ in 0..ROUNDS {
             let since = self.looked.elapsed();
             let (bytes, first) = (self.round(running)?, !std::mem::replace(&mut self.rounds_before, true));
             let pages = bytes / PAGE;
+            last = bytes;
             let rate = match first {
                 true => String::new(),
                 false => format!(", at {:.0} written pages a second", pages as f64 / since.as_secs_f64()),
@@ -91,6 +94,8 @@ impl<'t> Precopy<'t> {
             }
             before = bytes;
         }
+        // More than the last round found will hardly be left.
+        self.copied.reserve(self.most.min(ROOM.max(2 * last)));
         Ok(())
     }
 
@@ -131,7 +136,6 @@ impl MemoryEngine for Precopy<'_> {
         for extent in self.base.drain(..).filter(|e| e.owner == Owner::Space(0)) {
             running.writer.reuse(&extent)?;
         }
-        self.copied.reserve(self.most);
         self.rounds(running)
     }
 

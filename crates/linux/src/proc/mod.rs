@@ -135,14 +135,25 @@ impl Proc {
     /// # Errors
     /// As [`Proc::open_file`].
     pub fn read(&self, name: &str) -> Result<Vec<u8>> {
+        // The kernel hands out about a page at a time, whatever the room; no need to ask for more.
+        self.read_by(name, &mut [0; 4096])
+    }
+
+    /// Reads a whole file of the folder, as much at a time as the buffer holds.
+    ///
+    /// For files of long records each of which takes the kernel time to make: of those that it makes at a time, the last one
+    /// may not fit its page, and is made again for the next read. Asked for less than a record's length, it makes one.
+    ///
+    /// # Errors
+    /// As [`Proc::open_file`].
+    pub fn read_by(&self, name: &str, buffer: &mut [u8]) -> Result<Vec<u8>> {
         let file = self.open_file(name)?;
         let mut text = Vec::with_capacity(8192);
         loop {
-            // The kernel hands out about a page at a time, whatever the room; no need to ask for more.
-            text.reserve(8192);
-            match rustix::io::read(&file, rustix::buffer::spare_capacity(&mut text)) {
+            match rustix::io::read(&file, &mut *buffer) {
                 Ok(0) => return Ok(text),
-                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Ok(n) => text.extend_from_slice(&buffer[..n]),
+                Err(rustix::io::Errno::INTR) => {}
                 Err(e) => return Err(self.error(name, e)),
             }
         }
