@@ -12,6 +12,7 @@ pub mod files;
 pub mod memory;
 pub mod pages;
 pub mod process;
+mod records;
 pub mod validate;
 pub mod wire;
 

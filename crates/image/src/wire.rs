@@ -1,22 +1,22 @@
-//! The wire format of a manifest: a header at fixed offsets, the image as CBOR, the page map as fixed-size records.
+//! The wire format of a manifest: a header at fixed offsets, the image as CBOR, the page map as [records](crate::records).
 //!
 //! Byte by byte in `docs/format.md`. Sizes and checksums are checked before anything is decoded, and what is decoded
 //! is [validated](crate::validate): a manifest from anywhere gives an error or a consistent image, never a panic, and
-//! never takes more memory than a small multiple of its own size.
+//! never takes more memory than a multiple of its own size.
 
 use crate::validate::{self, Invalid};
-use crate::{Codec, Extent, Image, Meta, Owner, PageMap, Place};
+use crate::{Codec, Extent, Image, Meta, Owner, PageMap, Place, records};
 use minicbor::Decode;
 use std::ops::Range;
 
 /// First bytes of every manifest.
 pub const MAGIC: [u8; 8] = *b"STILLPNT";
 /// Version of the format that is written, and the newest that is read.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// Length of the header of this version, bytes.
 pub const HEADER: usize = 64;
-/// Length of one record of the page map, bytes.
-pub const RECORD: usize = 48;
+/// Length of one record of the page map in version 1, bytes.
+const RECORD: usize = 48;
 /// Longest header that a later version may have, bytes.
 const MAX_HEADER: usize = 4096;
 
@@ -66,6 +66,7 @@ pub enum WireError {
 
 /// Where the parts of a manifest are, once its header has been checked.
 struct Frame {
+    version: u32,
     body: Range<usize>,
     map: Range<usize>,
     body_crc: u32,
@@ -92,21 +93,21 @@ pub fn with_pages(manifest: &[u8], pages: &PageMap) -> Result<Vec<u8>, WireError
 }
 
 fn assemble(body: &[u8], pages: &PageMap) -> Vec<u8> {
-    let map_len = pages.extents.len() * RECORD;
-    let total = HEADER + body.len() + map_len;
+    let map = records::encode(pages);
+    let total = HEADER + body.len() + map.len();
     let mut out = Vec::with_capacity(total);
     out.resize(HEADER, 0);
     out.extend_from_slice(body);
-    pages.extents.iter().for_each(|extent| out.extend_from_slice(&encode_record(extent)));
+    out.extend_from_slice(&map);
     let body_crc = crc32fast::hash(body);
-    let map_crc = crc32fast::hash(&out[HEADER + body.len()..]);
+    let map_crc = crc32fast::hash(&map);
 
     let header = &mut out[..HEADER];
     header[0..8].copy_from_slice(&MAGIC);
     header[8..12].copy_from_slice(&VERSION.to_le_bytes());
     header[12..16].copy_from_slice(&(HEADER as u32).to_le_bytes());
     header[16..24].copy_from_slice(&(body.len() as u64).to_le_bytes());
-    header[24..32].copy_from_slice(&(map_len as u64).to_le_bytes());
+    header[24..32].copy_from_slice(&(map.len() as u64).to_le_bytes());
     header[32..40].copy_from_slice(&(total as u64).to_le_bytes());
     header[40..44].copy_from_slice(&body_crc.to_le_bytes());
     header[44..48].copy_from_slice(&map_crc.to_le_bytes());
@@ -122,7 +123,7 @@ fn assemble(body: &[u8], pages: &PageMap) -> Vec<u8> {
 pub fn decode(manifest: &[u8]) -> Result<(Image, PageMap), WireError> {
     let frame = Frame::of(manifest)?;
     let body = frame.body_of(manifest)?;
-    let map = decode_map(frame.map_of(manifest)?)?;
+    let map = frame.map(manifest)?;
     let image: Image = decode_body(body)?;
     validate::image(&image)?;
     validate::owners(&image, &map)?;
@@ -150,7 +151,7 @@ pub fn decode_meta(manifest: &[u8]) -> Result<Meta, WireError> {
 /// # Errors
 /// As [`decode`], as far as header and page map are concerned.
 pub fn decode_pages(manifest: &[u8]) -> Result<PageMap, WireError> {
-    decode_map(Frame::of(manifest)?.map_of(manifest)?)
+    Frame::of(manifest)?.map(manifest)
 }
 
 impl Frame {
@@ -175,14 +176,14 @@ impl Frame {
         if version == 0 || header_len != HEADER || header[48..60] != [0; 12] {
             return Err(WireError::Header);
         }
-        Frame::lengths(header, manifest.len())
+        Frame::lengths(header, version, manifest.len())
     }
 
     /// Checks the lengths in an intact header of this version against each other and the file.
-    fn lengths(header: &[u8], found: usize) -> Result<Frame, WireError> {
+    fn lengths(header: &[u8], version: u32, found: usize) -> Result<Frame, WireError> {
         let (body, map, total) = (u64_at(header, 16), u64_at(header, 24), u64_at(header, 32));
         let sum = (HEADER as u64).checked_add(body).and_then(|n| n.checked_add(map));
-        if sum != Some(total) || map % RECORD as u64 != 0 {
+        if sum != Some(total) {
             return Err(WireError::Header);
         }
         if total != found as u64 {
@@ -190,6 +191,7 @@ impl Frame {
         }
         let body_end = HEADER + body as usize; // fits: not longer than the file that is in memory
         Ok(Frame {
+            version,
             body: HEADER..body_end,
             map: body_end..found,
             body_crc: u32_at(header, 40),
@@ -203,9 +205,14 @@ impl Frame {
         Ok(body)
     }
 
-    fn map_of<'m>(&self, manifest: &'m [u8]) -> Result<&'m [u8], WireError> {
-        let map = &manifest[self.map.clone()];
-        check("page map", self.map_crc, map)?;
+    fn map(&self, manifest: &[u8]) -> Result<PageMap, WireError> {
+        let bytes = &manifest[self.map.clone()];
+        check("page map", self.map_crc, bytes)?;
+        let map = match self.version {
+            1 => decode_version_1(bytes)?,
+            _ => records::decode(bytes).map_err(WireError::Record)?,
+        };
+        validate::page_map(&map)?;
         Ok(map)
     }
 }
@@ -224,42 +231,16 @@ fn decode_body<'b, T: Decode<'b, ()>>(body: &'b [u8]) -> Result<T, WireError> {
     Ok(value)
 }
 
-fn decode_map(records: &[u8]) -> Result<PageMap, WireError> {
+/// A page map of version 1: records of fixed size.
+fn decode_version_1(records: &[u8]) -> Result<PageMap, WireError> {
+    if !records.len().is_multiple_of(RECORD) {
+        return Err(WireError::Header);
+    }
     let mut extents = Vec::with_capacity(records.len() / RECORD);
     for (row, record) in records.chunks_exact(RECORD).enumerate() {
         extents.push(decode_record(record).ok_or(WireError::Record(row))?);
     }
-    let map = PageMap { extents };
-    validate::page_map(&map)?;
-    Ok(map)
-}
-
-fn encode_record(extent: &Extent) -> [u8; RECORD] {
-    let mut out = [0; RECORD];
-    let (kind, row) = match extent.owner {
-        Owner::Space(row) => (0, row),
-        Owner::Object(row) => (1, row),
-        Owner::File(row) => (2, row),
-    };
-    out[0] = kind;
-    out[4..8].copy_from_slice(&row.to_le_bytes());
-    out[8..16].copy_from_slice(&extent.address.to_le_bytes());
-    out[16..20].copy_from_slice(&extent.pages.to_le_bytes());
-    if let Place::Stored { segment, offset, length, block_pages, skip, codec, crc } = extent.place {
-        out[1] = 1;
-        out[2] = match codec {
-            Codec::Raw => 0,
-            Codec::Lz4 => 1,
-            Codec::Zstd => 2,
-        };
-        out[20..24].copy_from_slice(&length.to_le_bytes());
-        out[24..32].copy_from_slice(&segment.to_le_bytes());
-        out[32..40].copy_from_slice(&offset.to_le_bytes());
-        out[40..44].copy_from_slice(&crc.to_le_bytes());
-        out[44..46].copy_from_slice(&block_pages.to_le_bytes());
-        out[46..48].copy_from_slice(&skip.to_le_bytes());
-    }
-    out
+    Ok(PageMap { extents })
 }
 
 fn decode_record(record: &[u8]) -> Option<Extent> {

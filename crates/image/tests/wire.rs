@@ -1,7 +1,7 @@
 //! Manifests from anywhere: whole ones come back as they were, all others give an error.
 
 use proptest::prelude::*;
-use stillpoint_image::wire::{self, HEADER, RECORD, WireError};
+use stillpoint_image::wire::{self, HEADER, WireError};
 use stillpoint_image::*;
 
 /// What is made wrong, and how.
@@ -96,7 +96,57 @@ fn reseal(manifest: &mut [u8], body: usize) {
 }
 
 fn body_len(manifest: &[u8]) -> usize {
-    manifest.len() - HEADER - sample_map().extents.len() * RECORD
+    u64::from_le_bytes(std::array::from_fn(|i| manifest[16 + i])) as usize
+}
+
+/// A manifest of version 1, whose page map has records of 48 bytes.
+fn version_1(image: &Image, map: &PageMap) -> Vec<u8> {
+    let mut manifest = wire::encode(image, &PageMap::default());
+    let body = body_len(&manifest);
+    for extent in &map.extents {
+        let (kind, row) = match extent.owner {
+            Owner::Space(row) => (0_u32, row),
+            Owner::Object(row) => (1, row),
+            Owner::File(row) => (2, row),
+        };
+        let (is_stored, mut rest) = (matches!(extent.place, Place::Stored { .. }), vec![0; 28]);
+        if let Place::Stored { segment, offset, length, block_pages, skip, crc, .. } = extent.place {
+            rest[..4].copy_from_slice(&length.to_le_bytes());
+            rest[4..12].copy_from_slice(&segment.to_le_bytes());
+            rest[12..20].copy_from_slice(&offset.to_le_bytes());
+            rest[20..24].copy_from_slice(&crc.to_le_bytes());
+            rest[24..26].copy_from_slice(&block_pages.to_le_bytes());
+            rest[26..].copy_from_slice(&skip.to_le_bytes());
+        }
+        manifest.extend_from_slice(&(kind | u32::from(is_stored) << 8).to_le_bytes());
+        manifest.extend_from_slice(&row.to_le_bytes());
+        manifest.extend_from_slice(&extent.address.to_le_bytes());
+        manifest.extend_from_slice(&extent.pages.to_le_bytes());
+        manifest.extend_from_slice(&rest);
+    }
+    let lengths = [manifest.len() - HEADER - body, manifest.len()];
+    manifest[24..32].copy_from_slice(&(lengths[0] as u64).to_le_bytes());
+    manifest[32..40].copy_from_slice(&(lengths[1] as u64).to_le_bytes());
+    manifest[8] = 1;
+    reseal(&mut manifest, body);
+    manifest
+}
+
+#[test]
+fn version_1_is_read() {
+    let manifest = version_1(&sample(), &sample_map());
+    assert_eq!(wire::decode(&manifest), Ok((sample(), sample_map())));
+    assert_eq!(wire::decode_meta(&manifest), Ok(sample().meta));
+    let newer = wire::with_pages(&manifest, &sample_map()).expect("same description");
+    assert_eq!((newer[8], wire::decode(&newer)), (2, Ok((sample(), sample_map()))));
+    let mut cut = version_1(&sample(), &sample_map());
+    let body = body_len(&cut);
+    cut.pop();
+    let lengths = [cut.len() - HEADER - body, cut.len()];
+    cut[24..32].copy_from_slice(&(lengths[0] as u64).to_le_bytes());
+    cut[32..40].copy_from_slice(&(lengths[1] as u64).to_le_bytes());
+    reseal(&mut cut, body);
+    assert_eq!(wire::decode(&cut), Err(WireError::Header));
 }
 
 #[test]
@@ -151,8 +201,10 @@ fn says_what_is_wrong() {
     assert!(matches!(changed(16, false, &[0xff]), WireError::Checksum { part: "header", .. }));
     assert!(matches!(changed(HEADER + 9, false, &[0xff]), WireError::Checksum { part: "description", .. }));
     assert!(matches!(changed(HEADER + body, false, &[0xff]), WireError::Checksum { part: "page map", .. }));
-    assert_eq!(changed(HEADER + body, true, &[7]), WireError::Record(0));
-    assert_eq!(changed(HEADER + body + RECORD + 2, true, &[1]), WireError::Record(1));
+    // Zeros that are in a segment.
+    assert_eq!(changed(HEADER + body, true, &[0x10]), WireError::Record(0));
+    // The last one wants more than there is.
+    assert_eq!(changed(manifest.len() - 5, true, &[0xff; 5]), WireError::Record(4));
     let expected = manifest.len() as u64;
     assert_eq!(wire::decode(&manifest[..100]), Err(WireError::Length { expected, found: 100 }));
 }

@@ -64,7 +64,9 @@ fn spans<'a>(mut rest: &'a [&'a Extent]) -> Vec<&'a [&'a Extent]> {
     while let Some(first) = rest.first() {
         let mut end = block(first);
         let goes_on = |extent: &&&Extent| {
-            let (Some(first), Some(last), Some(next)) = (block(first), end, block(extent)) else { return false };
+            let (Some(first), Some(last), Some(next)) = (block(first), end, block(extent)) else {
+                return false;
+            };
             let near = last.0 == next.0 && next.1 <= last.2 + GAP;
             end = Some(next);
             last == next || (near && next.2 - first.1 <= SPAN)
