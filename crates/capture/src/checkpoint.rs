@@ -259,7 +259,7 @@ fn take(
     let waited = armed.as_mut().and_then(|a| a.base.take());
     let base = noted.or(waited).filter(|_| !options.full);
     let is_base = |l: &&Checkpoint| base == Some((l.image.meta.job.clone(), l.image.meta.id));
-    let base = last.as_ref().filter(is_base).map(|l| l.pages.extents.as_slice()).unwrap_or_default();
+    let base = last.as_ref().filter(is_base).map(|l| l.pages.of(Owner::Space(0))).unwrap_or_default();
     if base.is_empty() {
         // What counts as unwritten is what some checkpoint has; without that one, everything must be saved.
         (*tracking, *armed) = (None, None);
@@ -535,7 +535,10 @@ impl<'a> Work<'a> {
         self.earlier = earlier_calls(&builder.image, self.target);
         let (finished, holds) = std::thread::scope(|scope| {
             let holds = scope.spawn(|| assumed.holds(&known));
-            let finished = self.running(|running| engine.finish(running));
+            let finished = self.running(|running| {
+                engine.finish(running)?;
+                Ok(running.writer.settle()?)
+            });
             let failed = |_| Err(Error::Failed("looking at mappings failed inside stillpoint".into()));
             (finished, holds.join().unwrap_or_else(failed))
         });

@@ -26,6 +26,11 @@ impl Layers {
         self.log.len() - 1
     }
 
+    /// Adds extents in ascending order, over whatever was there.
+    pub fn put_all(&mut self, extents: &[Extent]) {
+        self.log.extend(extents.iter().map(|&extent| Layer { extent, hole: false }));
+    }
+
     /// Adds zero pages or a hole, joined to the row before where it continues that.
     pub fn put_empty(&mut self, owner: Owner, address: u64, pages: u32, hole: bool) {
         if let Some(Layer { extent: last, hole: before }) = self.log.last_mut() {
@@ -63,6 +68,13 @@ impl Layers {
     /// Of an owner's pages, only those in these ranges (ascending) will be in the result.
     pub fn keep_only(&mut self, owner: Owner, ranges: Vec<Range>) {
         self.kept.insert(owner, ranges);
+    }
+
+    /// Lays all over each other, of which nothing may be changed any more. More may be put over the result.
+    pub fn settle(&mut self) {
+        let log = std::mem::take(&mut self.log);
+        let map = Layers { log, kept: BTreeMap::new() }.flatten_all();
+        self.put_all(&map.extents);
     }
 
     /// The page map: of overlapping layers the last one counts.

@@ -394,13 +394,24 @@ impl Pipeline {
         self.reserves = done.is_ok();
     }
 
-    /// Writes what is left, and makes all of it durable. The segment then has just the size it needs.
-    pub fn finish(&mut self) -> Result<()> {
+    /// Writes what was put so far, and lays its layers over each other.
+    pub fn settle(&mut self) -> Result<()> {
+        self.drain()?;
+        self.layers.settle();
+        Ok(())
+    }
+
+    fn drain(&mut self) -> Result<()> {
         self.submit();
         while self.in_flight > 0 && self.failed.is_none() {
             self.wait();
         }
-        self.check()?;
+        self.check()
+    }
+
+    /// Writes what is left, and makes all of it durable. The segment then has just the size it needs.
+    pub fn finish(&mut self) -> Result<()> {
+        self.drain()?;
         self.stop();
         let Shared { medium, segment, .. } = &*self.shared;
         let durable = medium

@@ -154,23 +154,34 @@ impl Writer {
 
     /// Takes pages over from an older checkpoint of the same job, where they stay.
     ///
-    /// The extent must come from a checkpoint that was loaded, or committed, while nothing else was removed from the
+    /// The extents must come from a checkpoint that was loaded, or committed, while nothing else was removed from the
     /// job; load the newest checkpoint after [`crate::Store::begin`] to be sure.
     ///
     /// # Errors
-    /// [`Error::Stale`] if its segment is no longer there; the writer can go on.
-    pub fn reuse(&mut self, extent: &Extent) -> Result<()> {
+    /// [`Error::Stale`] if the segment of one is no longer there; then none is taken over, and the writer can go on.
+    pub fn reuse(&mut self, extents: &[Extent]) -> Result<()> {
         self.pipeline.check()?;
-        if let Place::Stored { segment, .. } = extent.place
-            && !self.reused.contains(&segment)
-        {
-            if segment == self.pipeline.segment().id || !self.folder.segment(segment).exists() {
-                return Err(Error::Stale { job: self.folder.job.clone(), segment });
+        for extent in extents {
+            if let Place::Stored { segment, .. } = extent.place
+                && !self.reused.contains(&segment)
+            {
+                if segment == self.pipeline.segment().id || !self.folder.segment(segment).exists() {
+                    return Err(Error::Stale { job: self.folder.job.clone(), segment });
+                }
+                self.reused.insert(segment);
             }
-            self.reused.insert(segment);
         }
-        self.pipeline.layers.put(*extent);
+        self.pipeline.layers.put_all(extents);
         Ok(())
+    }
+
+    /// Does ahead what a commit would otherwise do: waits for what was put to be on its way to the medium, and works out which of
+    /// it counts. More can be put, forgotten and kept afterwards.
+    ///
+    /// # Errors
+    /// What has failed before.
+    pub fn settle(&mut self) -> Result<()> {
+        self.pipeline.settle()
     }
 
     /// Forgets what was put or reused in a range: the pages read as their mapping does by itself.

@@ -33,7 +33,7 @@ fn victim() {
             && last + 1 == id
         {
             for extent in store.load("job", Some(*last)).expect("load").pages.extents {
-                writer.reuse(&extent).expect("reuse");
+                writer.reuse(&[extent]).expect("reuse");
             }
         }
         for (page, seed) in memory_of(id) {

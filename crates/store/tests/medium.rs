@@ -57,7 +57,7 @@ fn two_checkpoints(store: &Store) {
     checkpoint(store, "web", &memory(0, 200, 1)).expect("first");
     let mut writer = store.begin("web").expect("writer");
     for extent in store.load("web", None).expect("load").pages.extents {
-        writer.reuse(&extent).expect("reuse");
+        writer.reuse(&[extent]).expect("reuse");
     }
     put(&mut writer, 0, 150, 2).expect("put");
     writer.commit(image()).expect("second");

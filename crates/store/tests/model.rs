@@ -92,7 +92,7 @@ impl Model {
         if incremental && let Some((id, newest)) = self.checkpoints.last_key_value() {
             memory = newest.clone();
             for extent in store.load("job", Some(*id)).expect("load").pages.extents {
-                writer.reuse(&extent).expect("reuse");
+                writer.reuse(&[extent]).expect("reuse");
             }
         }
         for change in changes {

@@ -140,7 +140,7 @@ fn an_incremental_checkpoint_points_to_older_ones() {
     checkpoint(&store, "web", &memory(0, 300, 1)).expect("full");
     let mut writer = store.begin("web").expect("writer");
     for extent in store.load("web", None).expect("load").pages.extents {
-        writer.reuse(&extent).expect("reuse");
+        writer.reuse(&[extent]).expect("reuse");
     }
     put(&mut writer, 10, 5, 2).expect("put");
     let done = writer.commit(image()).expect("commit");
@@ -158,7 +158,7 @@ fn pages_that_are_gone_are_not_reused() {
     let old = store.load("web", None).expect("load");
     store.remove("web", 1).expect("remove");
     let mut writer = store.begin("web").expect("writer");
-    assert!(matches!(writer.reuse(&old.pages.extents[0]), Err(Error::Stale { .. })));
+    assert!(matches!(writer.reuse(&old.pages.extents[..1]), Err(Error::Stale { .. })));
     put(&mut writer, 0, 3, 2).expect("the writer can go on");
     assert_eq!(writer.commit(image()).expect("commit").id, 2, "ids are not used again");
     let mut bytes = vec![0; old.pages.extents[0].len() as usize];

@@ -133,9 +133,7 @@ impl MemoryEngine for Precopy<'_> {
         if self.tracking.is_none() {
             *self.tracking = Some(Tracking::start(running)?);
         }
-        for extent in self.base.drain(..).filter(|e| e.owner == Owner::Space(0)) {
-            running.writer.reuse(&extent)?;
-        }
+        running.writer.reuse(&std::mem::take(&mut self.base))?;
         self.rounds(running)
     }
 

@@ -156,10 +156,7 @@ impl MemoryEngine for Wp<'_> {
         // After an instant that was lost all is saved.
         self.incremental = self.armed.is_some();
         match self.armed {
-            Some(_) => base
-                .iter()
-                .filter(|e| e.owner == Owner::Space(0))
-                .try_for_each(|e| running.writer.reuse(e))?,
+            Some(_) => running.writer.reuse(&base)?,
             None => *self.armed = Some(Armed::start(running)?),
         }
         if self.plain {
