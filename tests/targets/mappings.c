@@ -8,7 +8,6 @@
 #define GUARD_INSTALL 102
 #define GUARD_REMOVE 103
 #define COLLAPSE 25
-#define ARENA 512
 #define MOST 24 // pages of one operation, mostly
 #define FILE_SEED 999
 
@@ -30,7 +29,10 @@ struct arena {
 };
 
 static struct arena arenas[2];
-static int pattern; // a file of ARENA pages
+static long arena_pages = 512;
+static long most_pages = 512; // of one operation, now and then
+static int calm;              // mostly writes, and a pause now and then
+static int pattern; // a file of arena_pages pages
 static unsigned mask;
 
 static char *address(const struct arena *a, long i) {
@@ -67,7 +69,7 @@ static void become(struct arena *a, long from, long count, enum kind kind) {
 static long alike(const struct arena *a, long from, long most) {
   const struct page *p = &a->pages[from];
   long n = 1;
-  while (n < most && from + n < ARENA && p[n].kind == p->kind && p[n].access == p->access && p[n].guard == p->guard &&
+  while (n < most && from + n < arena_pages && p[n].kind == p->kind && p[n].access == p->access && p[n].guard == p->guard &&
          p[n].locked == p->locked && (p->kind != FILE_COPY || p[n].file_page == p->file_page + n))
     n++;
   return n;
@@ -188,7 +190,7 @@ static void lock(struct arena *a, long from, long count) {
 
 // Of another place in the arena that does not touch the range; -1 if there is none at hand.
 static long elsewhere(struct arena *a, long from, long count) {
-  long to = any(&a->random, ARENA - count + 1);
+  long to = any(&a->random, arena_pages - count + 1);
   return to + count <= from || from + count <= to ? to : -1;
 }
 
@@ -250,7 +252,7 @@ static void move_and_keep(struct arena *a, long from, long count) { // the old p
 static void grow(struct arena *a, long from, long count) {
   struct page *p = &a->pages[from];
   long have = alike(a, from, count), more = 0;
-  while (have + more < count + 4 && from + have + more < ARENA && p[have + more].kind == HOLE)
+  while (have + more < count + 4 && from + have + more < arena_pages && p[have + more].kind == HOLE)
     more++;
   if (p->kind != ANON || p->guard || !more)
     return;
@@ -274,15 +276,15 @@ static void shrink(struct arena *a, long from, long count) {
 static void collapse(struct arena *a, long from, long count) {
   (void)from, (void)count;
   if (any(&a->random, 2))
-    map_new(a, 0, ARENA, ANON);
+    map_new(a, 0, arena_pages, ANON);
   else
-    for (long i = 0; i < ARENA; i += alike(a, i, ARENA))
+    for (long i = 0; i < arena_pages; i += alike(a, i, arena_pages))
       if (a->pages[i].kind == HOLE)
-        map_new(a, i, alike(a, i, ARENA), ANON);
-  madvise(a->at, ARENA * PAGE, any(&a->random, 3) ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
-  write_pages(a, any(&a->random, ARENA / 2), ARENA / 2);
-  madvise(a->at, ARENA * PAGE, COLLAPSE);
-  holds(a, 0, ARENA);
+        map_new(a, i, alike(a, i, arena_pages), ANON);
+  madvise(a->at, arena_pages * PAGE, any(&a->random, 3) ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+  write_pages(a, any(&a->random, arena_pages / 2), arena_pages / 2);
+  madvise(a->at, arena_pages * PAGE, COLLAPSE);
+  holds(a, 0, arena_pages);
 }
 
 static void (*const operations[])(struct arena *, long, long) = {
@@ -293,11 +295,11 @@ enum { WRITE, ZERO, MAP, SHARE, COPY, UNMAP, DROP, FREE, PROTECT, GUARD, ADVISE,
 static void anything(long me) {
   struct arena *a = &arenas[me];
   for (int n = 0; n < 8; n++) {
-    long count = any(&a->random, 16) ? 1 + (long)any(&a->random, MOST) : 1 + (long)any(&a->random, ARENA);
-    long from = any(&a->random, ARENA - count + 1);
+    long count = 1 + (long)any(&a->random, any(&a->random, 16) ? MOST : most_pages);
+    long from = any(&a->random, arena_pages - count + 1);
     holds(a, from, count);
     unsigned operation = any(&a->random, COUNT(operations));
-    if (any(&a->random, 3) == 0)
+    if (any(&a->random, calm ? 16 : 3) < (calm ? 15 : 1))
       operation = WRITE;
     if (!(mask >> operation & 1))
       continue;
@@ -305,31 +307,33 @@ static void anything(long me) {
     a->done[operation]++;
     holds(a, from, count);
   }
+  if (calm)
+    nap(0.002);
 }
 
 static void (*const both[])(long) = {anything, anything};
 
 static void run_arenas(void) {
   pattern = open(path_of("pattern"), O_RDWR | O_CREAT | O_TRUNC, 0600);
-  char *data = map_anon(ARENA * PAGE);
-  fill(data, ARENA * PAGE, FILE_SEED);
-  MUST(pattern >= 0 && write(pattern, data, ARENA * PAGE) == (ssize_t)(ARENA * PAGE));
-  munmap(data, ARENA * PAGE);
+  char *data = map_anon(arena_pages * PAGE);
+  fill(data, arena_pages * PAGE, FILE_SEED);
+  MUST(pattern >= 0 && write(pattern, data, arena_pages * PAGE) == (ssize_t)(arena_pages * PAGE));
+  munmap(data, arena_pages * PAGE);
   for (int i = 0; i < 2; i++) {
     struct arena *a = &arenas[i];
     // Around each arena is room that nothing else gets, and no other thread maps anything where it pleases.
-    char *room = mmap(0, 3 * ARENA * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    char *room = mmap(0, 3 * arena_pages * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     MUST(room != MAP_FAILED);
     a->at = (char *)(((uintptr_t)room + 2 * MIB - 1) & ~(2 * MIB - 1));
-    a->pages = map_anon(ARENA * sizeof *a->pages);
+    a->pages = map_anon(arena_pages * sizeof *a->pages);
     a->random = mix(i + 77) >> 8;
     a->seed = 1;
-    map_new(a, 0, ARENA, ANON);
-    write_pages(a, 0, ARENA);
+    map_new(a, 0, arena_pages, ANON);
+    write_pages(a, 0, arena_pages);
   }
   together(both, 2);
   for (int i = 0; i < 2; i++)
-    holds(&arenas[i], 0, ARENA);
+    holds(&arenas[i], 0, arena_pages);
 }
 
 #define BIT(operation) (1u << (operation))
@@ -359,10 +363,19 @@ static void collapses(void) {
   run_arenas();
 }
 
+// Much that stays as it is, so that it pays to look at what was written only.
+static void wide(void) {
+  arena_pages = 8192;
+  most_pages = MOST;
+  calm = 1;
+  mask = BIT(WRITE) | BIT(ZERO) | BIT(DROP) | BIT(FREE) | BIT(GUARD) | BIT(PROTECT) | BIT(UNMAP) | BIT(MAP);
+  run_arenas();
+}
+
 static void everything(void) {
   mask = ~0u;
   run_arenas();
 }
 
 SCENARIOS({"moves", moves}, {"drops", drops}, {"replacements", replacements}, {"protections", protections},
-          {"collapses", collapses}, {"everything", everything})
+          {"collapses", collapses}, {"wide", wide}, {"everything", everything})

@@ -62,6 +62,7 @@ under! { stop precopy wp fork auto: {
         replacements,
         protections,
         collapses,
+        wide,
         everything,
     ;
     storms:

@@ -32,9 +32,8 @@ fn victim() {
         if let Some(last) = store.checkpoints("job").expect("ids").last()
             && last + 1 == id
         {
-            for extent in store.load("job", Some(*last)).expect("load").pages.extents {
-                writer.reuse(&[extent]).expect("reuse");
-            }
+            let base = store.load("job", Some(*last)).expect("load").pages.extents;
+            writer.reuse(&base).expect("reuse");
         }
         for (page, seed) in memory_of(id) {
             put(&mut writer, page, 1, seed).expect("put");

@@ -56,9 +56,8 @@ fn at_every_operation<T>(
 fn two_checkpoints(store: &Store) {
     checkpoint(store, "web", &memory(0, 200, 1)).expect("first");
     let mut writer = store.begin("web").expect("writer");
-    for extent in store.load("web", None).expect("load").pages.extents {
-        writer.reuse(&[extent]).expect("reuse");
-    }
+    let base = store.load("web", None).expect("load").pages.extents;
+    writer.reuse(&base).expect("reuse");
     put(&mut writer, 0, 150, 2).expect("put");
     writer.commit(image()).expect("second");
 }

@@ -17,6 +17,8 @@ enum Change {
     Put { first: u64, pages: u64, seed: u64 },
     /// A run of pages is given back.
     Forget { first: u64, pages: u64 },
+    /// What was done so far is worked out ahead.
+    Settle,
 }
 
 /// Runs of pages, in ascending order and apart: first page and length.
@@ -42,6 +44,7 @@ fn change() -> impl Strategy<Value = Change> {
     prop_oneof![
         4 => (run.clone(), 0_u64..50).prop_map(|((first, pages), seed)| Change::Put { first, pages, seed }),
         1 => run.prop_map(|(first, pages)| Change::Forget { first, pages }),
+        1 => Just(Change::Settle),
     ]
 }
 
@@ -91,9 +94,8 @@ impl Model {
         let mut memory = Memory::new();
         if incremental && let Some((id, newest)) = self.checkpoints.last_key_value() {
             memory = newest.clone();
-            for extent in store.load("job", Some(*id)).expect("load").pages.extents {
-                writer.reuse(&[extent]).expect("reuse");
-            }
+            let pages = store.load("job", Some(*id)).expect("load").pages;
+            writer.reuse(&pages.extents).expect("reuse");
         }
         for change in changes {
             match *change {
@@ -101,6 +103,7 @@ impl Model {
                     put(&mut writer, first, pages, seed).expect("put");
                     memory.extend((first..first + pages).map(|page| (page, seed)));
                 }
+                Change::Settle => writer.settle().expect("settle"),
                 Change::Forget { first, pages } => {
                     writer.forget(SPACE, Range { start: first * PAGE, len: pages * PAGE });
                     memory.retain(|page, _| !(first..first + pages).contains(page));

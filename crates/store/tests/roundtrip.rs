@@ -139,9 +139,8 @@ fn an_incremental_checkpoint_points_to_older_ones() {
     let (_folder, store) = store();
     checkpoint(&store, "web", &memory(0, 300, 1)).expect("full");
     let mut writer = store.begin("web").expect("writer");
-    for extent in store.load("web", None).expect("load").pages.extents {
-        writer.reuse(&[extent]).expect("reuse");
-    }
+    let base = store.load("web", None).expect("load").pages.extents;
+    writer.reuse(&base).expect("reuse");
     put(&mut writer, 10, 5, 2).expect("put");
     let done = writer.commit(image()).expect("commit");
     assert_eq!((done.pages, done.stored_pages), (300, 5));

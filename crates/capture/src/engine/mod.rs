@@ -210,6 +210,11 @@ impl Copied {
         }
     }
 
+    /// Bytes for which memory is ready.
+    pub fn room(&self) -> u64 {
+        self.bytes.len() as u64
+    }
+
     /// Bytes that are copied.
     pub fn len(&self) -> u64 {
         self.ranges.iter().map(|(r, _)| r.len).sum()

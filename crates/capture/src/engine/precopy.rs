@@ -165,7 +165,12 @@ impl MemoryEngine for Precopy<'_> {
             self.took = (began.elapsed(), Duration::ZERO);
             self.left = still_there(&self.left, &found.own);
             self.left.extend(&found.dirty);
+            unite(&mut self.left);
             let bytes: u64 = self.left.iter().map(|(r, _)| r.len).sum();
+            // More than was to be expected: much of it may have been dropped, which a closer look tells.
+            if look == Look::AtRest && bytes > self.copied.room() {
+                continue;
+            }
             if bytes > self.most {
                 self.tries += 1;
                 let pages = bytes / PAGE;
@@ -209,6 +214,18 @@ fn still_there(ranges: &[(Range, bool)], own: &[Range]) -> Vec<(Range, bool)> {
         }
     }
     there
+}
+
+/// Makes ranges ascend and lie apart.
+fn unite(ranges: &mut Vec<(Range, bool)>) {
+    ranges.sort_unstable_by_key(|(r, _)| r.start);
+    ranges.dedup_by(|(next, next_matters), (last, matters)| {
+        let joins = next.start <= last.end() && next_matters == matters;
+        if joins {
+            last.len = last.len.max(next.end() - last.start);
+        }
+        joins
+    });
 }
 
 /// Puts the pages of ranges of a running program; returns those that could not be read: they may be on their way to
