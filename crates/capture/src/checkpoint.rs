@@ -4,7 +4,7 @@ use crate::blocked::Earlier;
 use crate::engine::fork::Fork;
 use crate::engine::precopy::Precopy;
 use crate::engine::stop::Stop;
-use crate::engine::tracking::Tracking;
+use crate::engine::tracking::{Tracking, joined_with};
 use crate::engine::wp::{Armed, Wp};
 use crate::engine::{self, Cut, Engine, Log, MemoryEngine, Running, Still};
 use crate::files::Moment;
@@ -507,7 +507,17 @@ impl<'a> Work<'a> {
         let mut frozen = self.target.freeze()?;
         known.stopped(&self.earlier, self.target.clocks().0);
         self.target.stamp(&mut builder.image.meta);
-        let assumed = inspect(&mut builder, &mut frozen, &known)?;
+        let (target, maps) = (self.target, self.target.process.maps()?);
+        let mut inspect = || inspect(&mut builder, &mut frozen, &known, &maps);
+        let assumed = match engine.rest(target, &maps)? {
+            Some(work) => std::thread::scope(|scope| {
+                let helper = scope.spawn(&work);
+                let assumed = inspect();
+                let worked = work();
+                joined_with(helper.join()).and(worked).and(assumed)
+            }),
+            None => inspect(),
+        }?;
         refuse_if_needed(&mut builder)?;
         Ok(Held { frozen, builder, known, assumed, hurry })
     }

@@ -187,7 +187,7 @@ impl Ready {
 
 /// What a checkpoint rests on that the freeze left no time to read.
 ///
-/// States of mappings (advice, locks, protection keys, guard regions) do not show in `maps`, and to read them takes 9 ms
+/// States of mappings (advice, locks, protection keys, guard regions) do not show in `maps`, and to read them takes 5 ms
 /// for each GiB. They are read before the freeze and after it; between the two, in the freeze, `maps` must tell the
 /// same mappings. Where both readings agree, the states were the same all along; a program that changed some of them
 /// and changed them back, within these few milliseconds and with the cut in between, is the one thing not seen.
@@ -211,8 +211,13 @@ impl Assumed {
     }
 }
 
-/// Describes the frozen process in the builder.
-pub fn inspect(builder: &mut Builder, frozen: &mut Frozen, known: &Known<'_>) -> Result<Assumed> {
+/// Describes the frozen process, of these mappings, in the builder.
+pub fn inspect(
+    builder: &mut Builder,
+    frozen: &mut Frozen,
+    known: &Known<'_>,
+    maps: &[Vma],
+) -> Result<Assumed> {
     let new = open_new(frozen, known)?;
     let files = frozen.threads.iter().map(|t| known.threads.get(&t.tid()).or_else(|| new.get(&t.tid())));
     let files: Vec<&ThreadFiles> = files.flatten().collect();
@@ -230,15 +235,14 @@ pub fn inspect(builder: &mut Builder, frozen: &mut Frozen, known: &Known<'_>) ->
     }
     process.pending = pending(&frozen.threads[0], true)?;
     attributes::thread::complete_pending(main.status.shared_pending, &mut process.pending);
-    let maps = known.process.maps()?;
     if builder.refusals.is_empty() {
-        Visits { known, maps: &maps, threads: &threads }.make(builder, frozen, &mut process, &mut space)?;
+        Visits { known, maps, threads: &threads }.make(builder, frozen, &mut process, &mut space)?;
     }
     if !builder.refusals.is_empty() {
         return Ok(Assumed(None));
     }
     let target = known.target(true);
-    let (mappings, assumed) = known.mappings(&maps)?;
+    let (mappings, assumed) = known.mappings(maps)?;
     space.mappings = capture_mappings(builder, &target, known.process, &mappings)?;
     process.table = files::capture_files(builder, &target)?;
     process.exe = link(builder, known.process, "exe", Usage::Read)?;

@@ -19,6 +19,7 @@ use serde::{Deserialize, Serialize};
 use std::time::Duration;
 use stillpoint_image::{Owner, Range};
 use stillpoint_linux::memory::Memory;
+use stillpoint_linux::proc::Vma;
 use stillpoint_linux::sched::{self, SchedAttr};
 use stillpoint_store::{PutError, Writer, Zeros};
 
@@ -140,6 +141,9 @@ pub(crate) enum Cut {
     Impossible(String),
 }
 
+/// Work that several threads can do at a time; it is done when it has returned in all of them.
+pub(crate) type AtRest<'s> = Box<dyn Fn() -> Result<()> + Sync + 's>;
+
 /// A memory engine, at work on one checkpoint.
 pub(crate) trait MemoryEngine {
     fn engine(&self) -> Engine;
@@ -151,6 +155,12 @@ pub(crate) trait MemoryEngine {
     /// The cut comes next: a last chance to make it short.
     fn converge(&mut self, _: &mut Running<'_>) -> Result<()> {
         Ok(())
+    }
+
+    /// The program has just come to rest, with these mappings: what can be done for the cut while all else is described, if
+    /// that is worth another thread.
+    fn rest<'s>(&'s mut self, _: &'s Target, _: &[Vma]) -> Result<Option<AtRest<'s>>> {
+        Ok(None)
     }
 
     /// Makes this instant recoverable. The program stands still: nothing is written to the medium here.

@@ -4,14 +4,16 @@
 //! A page is written to the store straight from the program; of several copies the last one counts. A page that the
 //! program dropped or unmapped since it was copied is found missing at the cut, and forgotten.
 
-use super::tracking::{Found, Look, Tracking, writes_unnoticed};
-use super::{Copied, Cut, Engine, MemoryEngine, Running, Still, politely, put_error};
+use super::tracking::{Found, Look, Looking, Tracking, WORTH_HELPERS, writes_unnoticed};
+use super::{AtRest, Copied, Cut, Engine, MemoryEngine, Running, Still, politely, put_error};
+use crate::checkpoint::Target;
 use crate::regions::{spans, spans_of_maps, zeros};
 use crate::{Error, Result};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use stillpoint_image::{Extent, Owner, PAGE, Range};
 use stillpoint_linux::memory::Memory;
+use stillpoint_linux::proc::Vma;
 
 /// Rounds of copying before a cut.
 const ROUNDS: usize = 8;
@@ -31,6 +33,8 @@ pub(crate) struct Precopy<'t> {
     incremental: bool,
     /// Written since they were copied last, and whether zeros matter there: to be copied again.
     left: Vec<(Range, bool)>,
+    /// A look since the program came to rest.
+    resting: Option<Looking>,
     /// Pages that the cut copied.
     copied: Copied,
     /// All own pages at the cut.
@@ -59,6 +63,7 @@ impl<'t> Precopy<'t> {
             incremental: !base.is_empty(),
             base,
             left: Vec::new(),
+            resting: None,
             copied,
             own: Vec::new(),
             most,
@@ -153,6 +158,16 @@ impl MemoryEngine for Precopy<'_> {
         }
     }
 
+    fn rest<'s>(&'s mut self, target: &'s Target, maps: &[Vma]) -> Result<Option<AtRest<'s>>> {
+        let spans = spans_of_maps(maps);
+        let worth_it = spans.iter().map(|s| s.range.len).sum::<u64>() >= WORTH_HELPERS;
+        let Some(tracking) = self.tracking.as_mut().filter(|_| worth_it && self.unfit.is_none()) else {
+            return Ok(None);
+        };
+        let looking = self.resting.insert(tracking.begin(target, spans, Look::AtRest)?);
+        Ok(Some(Box::new(|| tracking.work(target, looking))))
+    }
+
     fn cut(&mut self, still: &mut Still<'_>) -> Result<Cut> {
         if let Some(why) = self.unfit.take() {
             return Ok(Cut::Impossible(why));
@@ -161,7 +176,14 @@ impl MemoryEngine for Precopy<'_> {
         let Some(tracking) = self.tracking else { return Err(Error::Failed("it is not followed".into())) };
         for look in [Look::AtRest, Look::Protect] {
             let began = Instant::now();
-            let found = tracking.look(still.target, &spans, look)?;
+            let found = match self.resting.take() {
+                Some(looking) if looking.spans == spans => tracking.end(looking),
+                other => {
+                    // What was found has been told.
+                    self.left.extend(other.map(|looking| tracking.end(looking).dirty).unwrap_or_default());
+                    tracking.look(still.target, &spans, look)?
+                }
+            };
             self.took = (began.elapsed(), Duration::ZERO);
             self.left = still_there(&self.left, &found.own);
             self.left.extend(&found.dirty);

@@ -9,6 +9,7 @@ use crate::regions::{Span, range};
 use crate::{Error, Result};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 use stillpoint_image::{PAGE, Range};
 use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::descriptors::duplicate_from;
@@ -21,8 +22,9 @@ const PIECE: u64 = 4 << 20;
 
 /// At least so much is looked at in one go, bytes.
 const LOOK: u64 = 256 << 20;
-/// From here on a look is worth several threads, bytes: it takes at least 0.2 ms for each GiB, a thread 0.05 ms to start.
-const WORTH_HELPERS: u64 = 2 << 30;
+/// From here on a look is worth several threads, bytes: it takes at least 0.2 ms for each GiB, and a thread on a processor that
+/// was idle 0.1 to 0.3 ms to come to speed.
+pub(crate) const WORTH_HELPERS: u64 = 2 << 30;
 /// Pages that are written in more places than this, or own in more runs (what is missing between them counts as
 /// written), are looked at one by one: that is faster then.
 const FEW: usize = 256;
@@ -52,6 +54,25 @@ pub(crate) enum Look {
     /// The program stands still, and what was written may stay as it is: the next look finds it once more. Among what is
     /// told to be own and dirty may be pages that were dropped since the last look, which read as zeros, or not at all.
     AtRest,
+}
+
+/// A look under way.
+#[derive(Debug)]
+pub(crate) struct Looking {
+    /// What is looked at.
+    pub spans: Vec<Span>,
+    /// In pieces, the next one to be taken, and what was found so far.
+    pieces: Vec<Span>,
+    look: Look,
+    next: AtomicUsize,
+    seen: Mutex<Vec<Seen>>,
+}
+
+impl Looking {
+    /// How much is looked at.
+    pub fn bytes(&self) -> u64 {
+        self.spans.iter().map(|s| s.range.len).sum()
+    }
 }
 
 /// What a look at a piece of a span found.
@@ -105,58 +126,50 @@ impl Tracking {
 
     /// Looks at all private memory; what was written since the last look, or has not been followed before, is dirty.
     pub(crate) fn look(&mut self, target: &Target, spans: &[Span], look: Look) -> Result<Found> {
+        let looking = self.begin(target, spans.to_vec(), look)?;
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        let helpers = if looking.bytes() < WORTH_HELPERS { 0 } else { processors - 1 };
+        std::thread::scope(|scope| {
+            let helpers: Vec<_> = (0..helpers).map(|_| scope.spawn(|| self.work(target, &looking))).collect();
+            let done = self.work(target, &looking);
+            helpers.into_iter().fold(done, |done, helper| done.and(joined_with(helper.join())))
+        })?;
+        Ok(self.end(looking))
+    }
+
+    /// Begins a [`Tracking::look`], which is over when [`Tracking::work`] has returned in all threads that called it.
+    pub(crate) fn begin(&mut self, target: &Target, spans: Vec<Span>, look: Look) -> Result<Looking> {
         let before = std::mem::replace(&mut self.followed, spans.iter().map(|s| s.range).collect());
-        for span in spans {
+        for span in &spans {
             let known = before.binary_search_by_key(&span.range.start, |r| r.start);
             if !known.is_ok_and(|i| before[i] == span.range) {
                 self.claim(target, span, &before)?;
             }
         }
-        let groups = groups(spans);
-        let pieces: Vec<Span> = groups.iter().flat_map(pieces).collect();
-        let total: u64 = spans.iter().map(|s| s.range.len).sum();
-        let seen = if total < WORTH_HELPERS {
-            pieces.iter().map(|piece| self.see(target, piece, spans, look)).collect::<Result<Vec<_>>>()?
-        } else {
-            self.see_on_all_processors(target, &pieces, spans, look)?
-        };
+        let pieces = groups(&spans).iter().flat_map(pieces).collect();
+        Ok(Looking { spans, pieces, look, next: AtomicUsize::new(0), seen: Mutex::default() })
+    }
+
+    /// Looks at one piece after the other, beside whoever else does.
+    pub(crate) fn work(&self, target: &Target, looking: &Looking) -> Result<()> {
+        while let Some(piece) = looking.pieces.get(looking.next.fetch_add(1, Ordering::Relaxed)) {
+            let seen = self.see(target, piece, &looking.spans, looking.look)?;
+            looking.seen.lock().unwrap_or_else(PoisonError::into_inner).push(seen);
+        }
+        Ok(())
+    }
+
+    /// What a look found that is over.
+    pub(crate) fn end(&mut self, looking: Looking) -> Found {
+        let mut seen = looking.seen.into_inner().unwrap_or_else(PoisonError::into_inner);
+        seen.sort_by_key(|seen| seen.piece.start);
         let mut found = Found::default();
-        for (span, seen) in pieces.iter().zip(&seen) {
+        for (span, seen) in looking.pieces.iter().zip(&seen) {
             seen.own.iter().for_each(|own| push(&mut found.own, *own));
             found.dirty.extend(seen.dirty.iter().map(|dirty| (*dirty, span.zeros_matter)));
         }
         self.seen = seen;
-        Ok(found)
-    }
-
-    /// As [`Tracking::see`] of each piece, several at a time.
-    fn see_on_all_processors(
-        &self,
-        target: &Target,
-        pieces: &[Span],
-        spans: &[Span],
-        look: Look,
-    ) -> Result<Vec<Seen>> {
-        let next = AtomicUsize::new(0);
-        let work = || {
-            let mut done = Vec::new();
-            while let Some(piece) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
-                done.push(self.see(target, piece, spans, look)?);
-            }
-            Ok::<_, Error>(done)
-        };
-        let processors = std::thread::available_parallelism().map_or(1, usize::from);
-        let done = std::thread::scope(|scope| {
-            let helpers: Vec<_> = (1..processors).map(|_| scope.spawn(work)).collect();
-            let mut done = work()?;
-            for helper in helpers {
-                done.extend(helper.join().map_err(|_| Error::Failed("looking at memory failed".into()))??);
-            }
-            Ok::<_, Error>(done)
-        });
-        let mut done = done?;
-        done.sort_by_key(|seen| seen.piece.start);
-        Ok(done)
+        found
     }
 
     /// Looks at a piece of one or several spans, at what was written only if that tells all.
@@ -290,6 +303,11 @@ impl Tracking {
         target.pagemap.scan(start, end, query, &mut runs)?;
         Ok((false, runs))
     }
+}
+
+/// What a helper did, which may have been to panic.
+pub(crate) fn joined_with(helper: std::thread::Result<Result<()>>) -> Result<()> {
+    helper.unwrap_or_else(|_| Err(Error::Failed("looking at memory failed inside stillpoint".into())))
 }
 
 /// Spans of the same kind that touch, as one: a look takes as long as many pages, and the stacks of threads lie side by
