@@ -134,7 +134,8 @@ fn seize_new(process: &Proc, known: &mut HashSet<u32>) -> Result<Vec<Seized>> {
     Ok(seized)
 }
 
-/// Seizes a thread. Whoever traced it may have let go of it between our attempt and the look who that is.
+/// Seizes a thread. Whoever traced it may have let go of it between our attempt and the look who that is. That may be
+/// ourselves: one that is killed while it stands still cannot be let go of, and stays ours until it has ended.
 fn seize(process: &Proc, tid: u32) -> Result<Seized> {
     const TRIES: usize = 20;
     let mut tries = 0;
@@ -143,7 +144,7 @@ fn seize(process: &Proc, tid: u32) -> Result<Seized> {
             Err(e) if e.errno() == Some(libc::EPERM) && !is_ending(process, tid) => e,
             other => return Ok(other?),
         };
-        if let Some(tracer) = target::tracer(process, tid) {
+        if let Some(tracer) = target::tracer(process, tid).filter(|_| !is_ours(process, tid)) {
             return Err(Error::Target(tracer));
         }
         tries += 1;
@@ -154,9 +155,16 @@ fn seize(process: &Proc, tid: u32) -> Result<Seized> {
     }
 }
 
+/// Whether a thread of ours traces it.
+fn is_ours(process: &Proc, tid: u32) -> bool {
+    let tracer = process.sibling(tid).and_then(|t| t.status()).map_or(0, |s| s.tracer);
+    Proc::thread(std::process::id(), tracer).is_ok()
+}
+
+/// Whether it has ended, or is ending, or has been killed.
 fn is_ending(process: &Proc, tid: u32) -> bool {
-    let stat = process.sibling(tid).and_then(|t| t.stat());
-    stat.map_or(true, |s| matches!(s.state, b'Z' | b'X'))
+    let look = process.sibling(tid).and_then(|t| Ok((t.stat()?, t.status()?)));
+    look.map_or(true, |(stat, status)| stat.ends() || target::is_killed(&status))
 }
 
 /// Whether a main thread that had ended is alive again after a moment: another thread has become it by `execve(2)`.

@@ -99,6 +99,11 @@ fn check_tracer(target: &Proc, name: &str) -> Result<()> {
     Ok(())
 }
 
+/// Whether somebody has killed a thread or its process, of which it has not heard yet.
+pub fn is_killed(status: &Status) -> bool {
+    (status.sig_pending | status.shared_pending) & 1 << (libc::SIGKILL - 1) != 0
+}
+
 /// In a sentence, by whom a thread is traced, if it is.
 pub fn tracer(target: &Proc, tid: u32) -> Option<String> {
     let tracer = target.sibling(tid).and_then(|t| t.status()).ok()?.tracer;
@@ -207,8 +212,7 @@ pub fn leader_ended_for_good(builder: &mut Builder, target: &Proc) -> Result<()>
 pub fn has_ended(pid: u32) -> bool {
     let has = |thread: Proc| {
         let (Ok(stat), Ok(status)) = (thread.stat(), thread.status()) else { return true };
-        let killed = (status.sig_pending | status.shared_pending) & 1 << (libc::SIGKILL - 1) != 0;
-        killed || stat.ends()
+        is_killed(&status) || stat.ends()
     };
     let Ok(process) = Proc::process(pid) else { return true };
     process.threads().unwrap_or_default().into_iter().all(|tid| process.sibling(tid).map_or(true, has))
