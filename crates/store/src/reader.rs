@@ -105,15 +105,18 @@ impl Reader {
     /// # Panics
     /// If an extent is not stored, or is of another segment or checkpoint.
     pub fn read_span(&self, extents: &[&Extent], out: &mut Vec<u8>) -> Result<()> {
-        let (Some(first), Some(last)) = (extents.first(), extents.last()) else { return Ok(()) };
+        let Some(first) = extents.first() else { return Ok(()) };
         let start = stored(first).1;
-        out.resize((stored(last).1 + u64::from(stored(last).2) - start) as usize, 0);
+        let end = extents.iter().map(|e| stored(e).1 + u64::from(stored(e).2)).max().unwrap_or(start);
+        out.resize((end - start) as usize, 0);
         self.read_stored(first, start, out)?;
         let mut checked = None;
         for extent in extents {
-            let (segment, offset, length) = stored(extent);
+            let Place::Stored { segment, offset, length, crc, .. } = extent.place else {
+                panic!("{extent:?} is not stored")
+            };
             assert_eq!(segment, stored(first).0, "extents of one segment");
-            if checked.replace(offset) != Some(offset) {
+            if checked.replace((offset, length, crc)) != Some((offset, length, crc)) {
                 let from = (offset - start) as usize;
                 self.check(extent, &out[from..from + length as usize])?;
             }
