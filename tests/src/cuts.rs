@@ -22,6 +22,7 @@ pub struct Cuts {
     retried: &'static [&'static str],
     exact: bool,
     unfit: &'static [&'static str],
+    buffers: &'static [&'static str],
     needs: fn() -> Option<Arc<Held>>,
 }
 
@@ -34,7 +35,16 @@ type History = Vec<Checkpoint>;
 impl Cuts {
     /// A scenario of `targets/PROGRAM.c`.
     pub fn new(program: &'static str, scenario: &'static str, engine: &'static str) -> Self {
-        Cuts { program, scenario, engine, retried: &[], exact: false, unfit: &[], needs: || None }
+        Cuts {
+            program,
+            scenario,
+            engine,
+            retried: &[],
+            exact: false,
+            unfit: &[],
+            buffers: &[],
+            needs: || None,
+        }
     }
 
     /// It is refused with one of these words now and then; then another attempt is made.
@@ -52,6 +62,12 @@ impl Cuts {
     /// These engines are known not to be for such programs.
     pub fn unfit_for(mut self, engines: &'static [&'static str]) -> Self {
         self.unfit = engines;
+        self
+    }
+
+    /// Each checkpoint may use one of these sizes for pages on their way.
+    pub fn within(mut self, buffers: &'static [&'static str]) -> Self {
+        self.buffers = buffers;
         self
     }
 
@@ -158,6 +174,11 @@ impl Life<'_> {
         let mut arguments =
             vec!["checkpoint", target, "--name", "job", "--json", "--engine", self.cuts.engine];
         arguments.extend(kind);
+        let buffers = self.cuts.buffers;
+        if !buffers.is_empty() {
+            arguments
+                .extend(["--buffer", buffers[self.scratch.random().below(buffers.len() as u64) as usize]]);
+        }
         for attempt in 0.. {
             let output = self.stillpoint.run(&arguments);
             let impossible = output.code() == 1 && IMPOSSIBLE.iter().any(|w| output.stderr.contains(w));

@@ -62,7 +62,8 @@ under! { stop precopy wp fork auto: {
         replacements,
         protections,
         collapses,
-        wide,
+        // With little room, the cut looks closer at what it found.
+        wide.within(&["16MiB", "256KiB"]),
         everything,
     ;
     storms:

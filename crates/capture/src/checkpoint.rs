@@ -9,7 +9,7 @@ use crate::engine::wp::{Armed, Wp};
 use crate::engine::{self, Cut, Engine, Log, MemoryEngine, Running, Still};
 use crate::files::Moment;
 use crate::freeze::{Frozen, Hurry};
-use crate::inspect::{Assumed, Known, inspect};
+use crate::inspect::{Assumed, Known, Ready, inspect};
 use crate::{Builder, Error, Result, attributes, files};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
@@ -349,16 +349,22 @@ impl<'a> Work<'a> {
         outpaced: &mut u32,
     ) -> Result<Done> {
         let asked = self.options.engine;
+        let mut engines = engine::order(asked);
+        if asked == Engine::Auto && *outpaced > 0 {
+            *outpaced -= 1;
+            self.log.tell("the program wrote faster than could be copied the last time");
+            engines.retain(|&engine| engine != Engine::Precopy);
+        }
         // Nothing is done to a program that must be refused. Where it is followed already, there is nothing new to do.
-        if tracking.is_none() && armed.is_none() {
+        let is_followed = match engines.first() {
+            Some(Engine::Precopy) => tracking.is_some(),
+            Some(Engine::Wp) => armed.is_some(),
+            _ => false,
+        };
+        if !is_followed {
             self.learned = Some((Instant::now(), self.learn()?));
         }
-        for engine in engine::order(asked) {
-            if (asked, engine) == (Engine::Auto, Engine::Precopy) && *outpaced > 0 {
-                *outpaced -= 1;
-                self.log.tell("the program wrote faster than could be copied the last time");
-                continue;
-            }
+        for engine in engines {
             // Memory is followed in one way only.
             if engine != Engine::Precopy {
                 *tracking = None;
@@ -450,9 +456,14 @@ impl<'a> Work<'a> {
 
     /// False if another engine must take over.
     fn prepare_again(&mut self, engine: &mut dyn MemoryEngine) -> Result<bool> {
+        let name = engine.engine().name();
         match self.prepare(engine) {
             Err(Error::Lost(why)) => {
-                self.log.tell(format!("{} would not do: {why}", engine.engine().name()));
+                self.log.tell(format!("{name} would not do: {why}"));
+                Ok(false)
+            }
+            Err(Error::Failed(why)) if self.options.engine == Engine::Auto => {
+                self.log.tell(format!("{name} is not possible any more: {why}"));
                 Ok(false)
             }
             prepared => prepared.map(|()| true),
@@ -502,7 +513,7 @@ impl<'a> Work<'a> {
         reuse_digests(&mut known.rehearsed, self.last);
         files::take_digests_of(&mut known.rehearsed, Usage::Write, Moment::Running);
         self.running(|running| engine.converge(running))?;
-        let _ready = known.observe();
+        let ready = known.observe();
         let hurry = Hurry::begin();
         let mut frozen = self.target.freeze()?;
         known.stopped(&self.earlier, self.target.clocks().0);
@@ -519,12 +530,12 @@ impl<'a> Work<'a> {
             None => inspect(),
         }?;
         refuse_if_needed(&mut builder)?;
-        Ok(Held { frozen, builder, known, assumed, hurry })
+        Ok(Held { frozen, builder, known, assumed, hurry, ready })
     }
 
     /// All that is left to do once the instant is recoverable.
     fn complete(&mut self, engine: &mut dyn MemoryEngine, held: Held<'_>) -> Result<Done> {
-        let Held { frozen, mut builder, known, assumed, hurry } = held;
+        let Held { frozen, mut builder, known, assumed, hurry, ready } = held;
         let of_a_lost_instant = std::mem::take(&mut self.stored);
         self.stored = builder.contents.iter().map(|c| c.owner).collect();
         self.running(|running| {
@@ -541,7 +552,7 @@ impl<'a> Work<'a> {
             return self.complete_and_kill(engine, builder, frozen);
         }
         let pause = frozen.thaw();
-        drop(hurry);
+        drop((hurry, ready));
         self.earlier = earlier_calls(&builder.image, self.target);
         let (finished, holds) = std::thread::scope(|scope| {
             let holds = scope.spawn(|| assumed.holds(&known));
@@ -606,6 +617,8 @@ struct Held<'a> {
     known: Known<'a>,
     assumed: Assumed,
     hurry: Hurry,
+    /// Serves the cut too.
+    ready: Ready,
 }
 
 /// What is known of a running program, and where it is to be described.

@@ -119,17 +119,17 @@ impl<'a> Known<'a> {
         self.earlier = earlier.calls_at(now_ns);
     }
 
-    /// Looks what the threads are waiting for. Last of all, so that it is the same sleep that the freeze interrupts. Then
-    /// goes over all threads as the freeze will, right before it does so again, with caches warm and memory at hand, which
-    /// lasts as long as what it returns.
+    /// Goes over all threads as the freeze will, right before it does so again, with caches warm and memory at hand, which
+    /// lasts as long as what it returns. Looks what they are waiting for last of all, so that it is the same sleep that the
+    /// freeze interrupts.
     pub fn observe(&mut self) -> Ready {
         // Following memory may have taken long.
         self.examined.refresh(self.process);
-        self.waiting = blocked::observe(self.threads.iter().map(|(&tid, files)| (tid, &files.folder)));
         let ready = Ready::new(self.threads.len());
         for files in self.threads.values() {
             let _ = self.examined.see(files);
         }
+        self.waiting = blocked::observe(self.threads.iter().map(|(&tid, files)| (tid, &files.folder)));
         ready
     }
 

@@ -13,7 +13,7 @@ use stillpoint_linux::proc::{Proc, Smap, VmFlags, Vma};
 /// What the kernel calls shared anonymous memory.
 const SHARED_ANONYMOUS: &[u8] = b"/dev/zero";
 
-/// Above this, reading the states of all mappings is too long for the freeze: it walks all pages, 9 ms for each GiB.
+/// Above this, reading the states of all mappings is too long for the freeze: it walks all pages, 5 ms for each GiB.
 const CHEAP: Duration = Duration::from_micros(200);
 /// States that are of no interest here, or ours: tracking of writes.
 const PASSING: VmFlags =

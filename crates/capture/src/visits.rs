@@ -216,7 +216,7 @@ impl<'a> Round<'a> {
         let mut departures = Vec::with_capacity(group.len());
         for (slot, (&(i, question), regs)) in group.iter().zip(&regs).enumerate() {
             let (Way::Batch(signal), Some(stopped)) = (self.ways[i], self.threads[i].take()) else {
-                continue;
+                return Err(Error::Failed("a thread was to be asked that is not there".into()));
             };
             let thread = &self.process.threads[i];
             let origin = Origin { regs, xstate: &thread.xstate.0, mask: thread.sigmask };

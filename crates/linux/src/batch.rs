@@ -128,7 +128,8 @@ pub struct Away<'a> {
 }
 
 impl Site<'_> {
-    /// Sets stopped threads off through their programs. With an error, those that were to be sent are let go.
+    /// Sets stopped threads off through their programs. With an error, those that were to be sent stay as
+    /// they stand, and the kernel lets them go with their tracer, the calling thread.
     pub fn send<'p>(&self, planted: &Planted<'_>, all: Vec<Departure<'_, 'p>>) -> Result<Vec<Away<'p>>> {
         let mut written = Vec::with_capacity(2 * all.len());
         for one in &all {

@@ -204,7 +204,7 @@ pub(crate) fn put_error(e: PutError<stillpoint_linux::Error>) -> Error {
     }
 }
 
-/// Pages copied at the cut, in memory that was there before.
+/// Pages copied at the cut, in memory that was there before unless there are more than was to be expected.
 #[derive(Debug, Default)]
 pub(crate) struct Copied {
     /// The pages one behind the other, and room that is not used.
@@ -218,11 +218,6 @@ impl Copied {
         if self.bytes.len() < bytes as usize {
             self.bytes.resize(bytes as usize, 1);
         }
-    }
-
-    /// Bytes for which memory is ready.
-    pub fn room(&self) -> u64 {
-        self.bytes.len() as u64
     }
 
     /// Bytes that are copied.

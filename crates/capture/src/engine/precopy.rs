@@ -189,8 +189,8 @@ impl MemoryEngine for Precopy<'_> {
             self.left.extend(&found.dirty);
             unite(&mut self.left);
             let bytes: u64 = self.left.iter().map(|(r, _)| r.len).sum();
-            // More than was to be expected: much of it may have been dropped, which a closer look tells.
-            if look == Look::AtRest && bytes > self.copied.room() {
+            // Much of it may have been dropped, which a closer look tells.
+            if look == Look::AtRest && bytes > self.most {
                 continue;
             }
             if bytes > self.most {

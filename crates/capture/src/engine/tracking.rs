@@ -102,17 +102,10 @@ impl Seen {
 /// What a look at the private memory found.
 #[derive(Debug, Default)]
 pub struct Found {
-    /// Own pages, ascending, and whether zeros matter.
+    /// Own pages, ascending.
     pub own: Vec<Range>,
     /// Those of them that no checkpoint has yet, and whether zeros matter there.
     pub dirty: Vec<(Range, bool)>,
-}
-
-impl Found {
-    /// Bytes that are dirty.
-    pub fn dirty_bytes(&self) -> u64 {
-        self.dirty.iter().map(|(r, _)| r.len).sum()
-    }
 }
 
 impl Tracking {
