@@ -68,7 +68,7 @@ static void alarm_once(void) { // alarm(2) in half of which the cut comes; the t
   while (!alarms)
     nap(0.002);
   double took = now() - from - away;
-  if (took < 1.8 || took > 2.7) {
+  if (took < 1.6 || took > 2.7) { // on a busy machine, what counts as away may not have been
     say("rang after %.3f s", took);
     CHECK(!"rings in time");
   }
