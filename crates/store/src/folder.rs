@@ -39,6 +39,14 @@ impl Folder {
         self.path.join("tails")
     }
 
+    pub fn touch_sets(&self) -> PathBuf {
+        self.path.join("touch")
+    }
+
+    pub fn touch_set(&self, id: u64) -> PathBuf {
+        self.touch_sets().join(id.to_string())
+    }
+
     pub fn ledger(&self) -> PathBuf {
         self.path.join("ledger")
     }

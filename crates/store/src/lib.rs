@@ -42,6 +42,7 @@ mod segment;
 mod store;
 mod sweep;
 mod tails;
+mod touch;
 mod verify;
 mod writer;
 
@@ -56,5 +57,6 @@ pub use running::{Claim, Running, Trouble};
 pub use store::{Store, Summary};
 pub use sweep::Freed;
 pub use tails::Tail;
+pub use touch::TouchSet;
 pub use verify::Report;
 pub use writer::{Committed, Writer, Zeros};

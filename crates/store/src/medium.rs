@@ -147,6 +147,21 @@ impl Medium {
         self.sync(&file, temporary)
     }
 
+    /// As [`Medium::replace`], but a crash of the machine may leave an empty file.
+    pub fn replace_for_now(&self, path: &Path, bytes: &[u8]) -> Result<()> {
+        let temporary = temporary(path);
+        let write = || {
+            self.remove(&temporary)?; // of somebody who died before the rename
+            let file = self.create(&temporary, OFlags::empty())?;
+            self.write_at(&file, &temporary, bytes, 0)
+        };
+        let done = write().and_then(|()| self.rename(&temporary, path));
+        if done.is_err() {
+            let _ = self.remove(&temporary);
+        }
+        done
+    }
+
     /// Replaces a small file: readers see the old contents or the new, never a mixture.
     pub fn replace(&self, path: &Path, bytes: &[u8]) -> Result<()> {
         let temporary = temporary(path);

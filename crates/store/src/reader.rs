@@ -2,9 +2,11 @@
 
 use crate::folder::Folder;
 use crate::segment::Segment;
+use crate::touch::TouchSet;
 use crate::{Error, Result, codec};
 use std::collections::BTreeMap;
 use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, PoisonError};
 use stillpoint_image::{Extent, Image, PAGE, PageMap, Place};
@@ -23,6 +25,8 @@ pub struct Checkpoint {
     pub manifest_bytes: u64,
     /// Reads the contents.
     pub reader: Reader,
+    /// What was wanted first after an earlier restore, if one was recorded.
+    pub touch: Option<TouchSet>,
 }
 
 /// Reads the pages of a checkpoint, from as many threads as you like.
@@ -71,6 +75,11 @@ impl Reader {
             segments.insert(number, segment);
         }
         Ok(Reader { job, id, segments, cache: Default::default() })
+    }
+
+    /// The files that it reads from.
+    pub fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
+        self.segments.values().map(|s| s.file.as_fd()).collect()
     }
 
     /// Reads the pages of an extent into `out`, and checks them first of all: after an error, what is in `out` is

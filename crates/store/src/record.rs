@@ -76,11 +76,18 @@ impl Record {
         medium.replace(path, &self.encode())
     }
 
+    /// As [`Record::write`], for what is of no use any more once the machine has crashed: it is not made durable, and an
+    /// empty file counts as none.
+    pub fn write_for_now(&self, medium: &Medium, path: &Path) -> Result<()> {
+        medium.replace_for_now(path, &self.encode())
+    }
+
     /// Reads a record; `None` if there is no file.
     pub fn read(kind: &'static str, path: &Path) -> Result<Option<Record>> {
         match std::fs::read(path) {
             Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Ok(None),
             Err(e) => Err(Error::io("read", path)(e)),
+            Ok(bytes) if bytes.is_empty() => Ok(None),
             Ok(bytes) => match Record::decode(kind, &bytes) {
                 Some(record) => Ok(Some(record)),
                 None => Err(Error::Record { path: path.to_owned(), kind }),

@@ -133,7 +133,7 @@ impl Store {
                 record = record.number(key, value);
             }
         }
-        record.write(&self.medium, &folder.running())
+        record.write_for_now(&self.medium, &folder.running())
     }
 
     /// Who runs a job, if that is recorded.

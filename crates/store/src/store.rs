@@ -4,6 +4,7 @@ use crate::folder::{Folder, names};
 use crate::lock::Lock;
 use crate::medium::{Fault, Medium, TEMPORARY};
 use crate::reader::{Checkpoint, Reader};
+use crate::touch::TouchSet;
 use crate::writer::Writer;
 use crate::{Error, Result, check_name, sweep};
 use std::io;
@@ -103,7 +104,8 @@ impl Store {
         let (image, pages) = wire::decode(&manifest).map_err(wrong)?;
         check_place(&image.meta, job, id)?;
         let reader = Reader::open(&folder, id, &pages)?;
-        Ok(Checkpoint { image, pages, manifest_bytes: manifest.len() as u64, reader })
+        let touch = TouchSet::open(&folder, &image.meta);
+        Ok(Checkpoint { image, pages, manifest_bytes: manifest.len() as u64, reader, touch })
     }
 
     /// Reads what a checkpoint is called, without its page map and its data.

@@ -134,6 +134,7 @@ pub(crate) fn sweep(store: &Store, folder: &Folder, rewriting: Rewriting) -> Res
     for path in hidden(folder)? {
         store.medium.remove(&path)?;
     }
+    store.clean_touch_sets(folder)?;
     let mut freed = Freed::default();
     let usage = match read_usage(folder) {
         Ok(usage) => usage,
