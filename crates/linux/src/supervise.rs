@@ -384,7 +384,7 @@ fn is_stream(fd: &OwnedFd) -> bool {
 }
 
 /// A copy of this process is only complete while it has one thread.
-fn single_threaded(to_do: &str) -> Result<()> {
+pub(crate) fn single_threaded(to_do: &str) -> Result<()> {
     let tasks = std::fs::read_dir("/proc/self/task").map_err(|e| Error::file("/proc/self/task", e))?.count();
     if tasks == 1 { Ok(()) } else { Err(Error::Other(format!("cannot {to_do} once threads run"))) }
 }

@@ -1,5 +1,5 @@
-//! Following another process's writes: userfaultfd in its write-protecting modes. `userfaultfd(2)`, `ioctl_userfaultfd(2)`,
-//! Documentation/admin-guide/mm/userfaultfd.rst.
+//! Following what another process writes, and putting its pages into their places when it touches them. `userfaultfd(2)`,
+//! `ioctl_userfaultfd(2)`, Documentation/admin-guide/mm/userfaultfd.rst.
 //!
 //! The descriptor is made inside the process it follows and taken out. When its last holder closes it, or dies, the
 //! kernel takes back every registration and lets every waiting thread go on.
@@ -8,16 +8,22 @@ use crate::pagemap::{Category, Pagemap, Query, Run};
 use crate::{Error, RemoteAddr, Result};
 use bitflags::bitflags;
 use linux_raw_sys::general::{
-    _UFFDIO_WRITEPROTECT, UFFD_EVENT_PAGEFAULT, UFFD_EVENT_REMAP, UFFD_EVENT_REMOVE, UFFD_EVENT_UNMAP,
-    UFFD_FEATURE_EVENT_REMAP, UFFD_FEATURE_EVENT_REMOVE, UFFD_FEATURE_EVENT_UNMAP,
-    UFFD_FEATURE_PAGEFAULT_FLAG_WP, UFFD_FEATURE_THREAD_ID, UFFD_FEATURE_WP_ASYNC,
-    UFFD_FEATURE_WP_HUGETLBFS_SHMEM, UFFD_FEATURE_WP_UNPOPULATED, UFFDIO_REGISTER_MODE_WP,
+    _UFFDIO_COPY, _UFFDIO_WRITEPROTECT, UFFD_EVENT_FORK, UFFD_EVENT_PAGEFAULT, UFFD_EVENT_REMAP,
+    UFFD_EVENT_REMOVE, UFFD_EVENT_UNMAP, UFFD_FEATURE_EVENT_FORK, UFFD_FEATURE_EVENT_REMAP,
+    UFFD_FEATURE_EVENT_REMOVE, UFFD_FEATURE_EVENT_UNMAP, UFFD_FEATURE_PAGEFAULT_FLAG_WP,
+    UFFD_FEATURE_THREAD_ID, UFFD_FEATURE_WP_ASYNC, UFFD_FEATURE_WP_HUGETLBFS_SHMEM,
+    UFFD_FEATURE_WP_UNPOPULATED, UFFD_PAGEFAULT_FLAG_WP, UFFDIO_REGISTER_MODE_MISSING,
+    UFFDIO_REGISTER_MODE_WP,
 };
 use linux_raw_sys::ioctl::{
-    UFFDIO_API, UFFDIO_REGISTER, UFFDIO_UNREGISTER, UFFDIO_WAKE, UFFDIO_WRITEPROTECT,
+    UFFDIO_API, UFFDIO_COPY, UFFDIO_REGISTER, UFFDIO_UNREGISTER, UFFDIO_WAKE, UFFDIO_WRITEPROTECT,
+    UFFDIO_ZEROPAGE,
 };
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::mem::ManuallyDrop;
+use std::ops::Deref;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Flags with which the descriptor is made inside the program.
 pub const OPEN_FLAGS: u64 = (libc::O_CLOEXEC | libc::O_NONBLOCK) as u64;
@@ -31,6 +37,7 @@ bitflags! {
     struct Features: u64 {
         const FAULT_FLAG_WP = UFFD_FEATURE_PAGEFAULT_FLAG_WP as u64;
         const THREAD_ID = UFFD_FEATURE_THREAD_ID as u64;
+        const EVENT_FORK = UFFD_FEATURE_EVENT_FORK as u64;
         const EVENT_REMOVE = UFFD_FEATURE_EVENT_REMOVE as u64;
         const EVENT_REMAP = UFFD_FEATURE_EVENT_REMAP as u64;
         const EVENT_UNMAP = UFFD_FEATURE_EVENT_UNMAP as u64;
@@ -40,14 +47,18 @@ bitflags! {
     }
 }
 
-/// What happens at the first write to a protected page.
+/// What is waited for and what is noted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
-    /// The kernel notes it and lets the writer go on; [`crate::pagemap`] tells which pages were written.
+    /// The kernel notes the first write to a protected page and lets the writer go on; [`crate::pagemap`] tells which pages
+    /// were written.
     Noted,
-    /// The writer waits until the page is released; [`Userfault::events`] tells of it. Whoever drops or moves pages
-    /// (`madvise`, `munmap`, `mremap`) waits until that has been read too.
+    /// Whoever writes to a protected page waits until it is released; [`Userfault::events`] tells of it. Whoever drops or
+    /// moves pages (`madvise`, `munmap`, `mremap`) waits until that has been read too.
     Waits,
+    /// As `Noted`; and whoever touches a page that is not there waits until it is put in. Whoever drops or moves pages, or
+    /// makes a copy of the process, waits until that has been read.
+    Missing,
 }
 
 /// `struct uffdio_api`.
@@ -88,11 +99,36 @@ struct WriteProtect {
 }
 const _: () = assert!(size_of::<WriteProtect>() == 24);
 
+/// `struct uffdio_copy`.
+#[repr(C)]
+#[derive(Debug)]
+struct Copy {
+    dst: u64,
+    src: u64,
+    len: u64,
+    mode: u64,
+    copy: i64,
+}
+const _: () = assert!(size_of::<Copy>() == 40);
+
+/// `struct uffdio_zeropage`.
+#[repr(C)]
+#[derive(Debug)]
+struct ZeroPage {
+    range: Range,
+    mode: u64,
+    zeropage: i64,
+}
+const _: () = assert!(size_of::<ZeroPage>() == 32);
+
+/// `_IOWR(UFFDIO, 8, struct uffdio_poison)`, whose structure is that of `uffdio_zeropage` (Linux 6.6).
+const UFFDIO_POISON: u32 = 0xc020_aa08;
+const COPY_PROTECTED: u64 = 2; // UFFDIO_COPY_MODE_WP
 const PROTECT: u64 = 1; // UFFDIO_WRITEPROTECT_MODE_WP
 const DONT_WAKE: u64 = 2; // UFFDIO_WRITEPROTECT_MODE_DONTWAKE
 
 /// `struct uffd_msg`: for a page fault flags, address, thread; for dropped pages start, end; for moved ones from, to,
-/// length.
+/// length; for a copy of the process its descriptor.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 struct Message {
@@ -102,11 +138,21 @@ struct Message {
 }
 const _: () = assert!(size_of::<Message>() == 32);
 
-/// What happened in a process whose writers wait.
+/// Words that one event takes in [`Userfault::log_events`].
+pub const EVENT_WORDS: usize = size_of::<Message>() / 8;
+
+/// What happened in a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
     /// A thread waits to write to a page.
     Write {
+        /// The page.
+        page: RemoteAddr,
+        /// The thread.
+        thread: u32,
+    },
+    /// A thread waits for a page that is not there.
+    Missing {
         /// The page.
         page: RemoteAddr,
         /// The thread.
@@ -129,20 +175,43 @@ pub enum Event {
         /// Bytes.
         len: u64,
     },
+    /// The process has been copied (`fork(2)`); what is missing is missing in the copy too. This descriptor, of the
+    /// process that read the event, follows the copy.
+    Forked(i32),
 }
 
 impl Message {
     fn event(&self) -> Option<Event> {
         let [a, b, c] = self.words;
+        let (page, thread) = (RemoteAddr(b & !4095), c as u32);
         match u32::from(self.event) {
-            UFFD_EVENT_PAGEFAULT => Some(Event::Write { page: RemoteAddr(b & !4095), thread: c as u32 }),
+            UFFD_EVENT_PAGEFAULT if a & u64::from(UFFD_PAGEFAULT_FLAG_WP) == 0 => {
+                Some(Event::Missing { page, thread })
+            }
+            UFFD_EVENT_PAGEFAULT => Some(Event::Write { page, thread }),
             UFFD_EVENT_REMOVE | UFFD_EVENT_UNMAP => {
                 Some(Event::Dropped { start: RemoteAddr(a), end: RemoteAddr(b) })
             }
             UFFD_EVENT_REMAP => Some(Event::Moved { from: RemoteAddr(a), to: RemoteAddr(b), len: c }),
+            UFFD_EVENT_FORK => Some(Event::Forked(a as u32 as i32)),
             _ => None,
         }
     }
+}
+
+/// How far pages could be put in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Put {
+    /// All are there now.
+    All,
+    /// So many bytes are, and then there is a page that was there before.
+    Present(u64),
+    /// So many bytes are. Pages are just being dropped or moved, or the process copied: that has to be read first.
+    Changing(u64),
+    /// So many bytes are, and behind them is no memory that is followed.
+    Unmapped(u64),
+    /// The memory is no more: its process has ended, or become another program.
+    Ended,
 }
 
 /// What follows one address space.
@@ -165,6 +234,10 @@ impl Userfault {
                 let events = Features::EVENT_REMOVE | Features::EVENT_REMAP | Features::EVENT_UNMAP;
                 common | events | Features::FAULT_FLAG_WP | Features::THREAD_ID
             }
+            Mode::Missing => {
+                let events = Features::EVENT_REMOVE | Features::EVENT_REMAP | Features::EVENT_UNMAP;
+                common | events | Features::EVENT_FORK | Features::WP_ASYNC | Features::THREAD_ID
+            }
         };
         let userfault = Userfault { fd, pid };
         let mut api = Api { api: API, features: features.bits(), ioctls: 0 };
@@ -172,16 +245,57 @@ impl Userfault {
         Ok(userfault)
     }
 
+    /// Takes over a descriptor on which a mode has been chosen, such as one that follows a copy of a process
+    /// ([`Event::Forked`]).
+    pub fn from_shared(number: i32) -> SharedUserfault {
+        // SAFETY: it is never closed by this owner.
+        let fd = unsafe { OwnedFd::from_raw_fd(number) };
+        SharedUserfault(ManuallyDrop::new(Userfault { fd, pid: 0 }))
+    }
+
     /// Follows a mapping from now on: all of `[start, end)`, which must lie in mappings, and be private or shared memory.
     /// Its pages count as written until they are protected. Doing it twice changes nothing.
     pub fn register(&self, start: RemoteAddr, end: RemoteAddr) -> Result<()> {
+        self.register_for(start, end, UFFDIO_REGISTER_MODE_WP, _UFFDIO_WRITEPROTECT)
+    }
+
+    /// As [`Userfault::register`] with [`Mode::Missing`]: pages that are not there are waited for.
+    pub fn register_missing(&self, start: RemoteAddr, end: RemoteAddr) -> Result<()> {
+        self.register_for(start, end, UFFDIO_REGISTER_MODE_WP | UFFDIO_REGISTER_MODE_MISSING, _UFFDIO_COPY)
+    }
+
+    fn register_for(&self, start: RemoteAddr, end: RemoteAddr, mode: u32, needed: u32) -> Result<()> {
         let range = Range { start: start.0, len: end.0 - start.0 };
-        let mut register = Register { range, mode: u64::from(UFFDIO_REGISTER_MODE_WP), ioctls: 0 };
+        let mut register = Register { range, mode: u64::from(mode), ioctls: 0 };
         self.control("follow", UFFDIO_REGISTER, &mut register)?;
-        match register.ioctls & 1 << _UFFDIO_WRITEPROTECT {
-            0 => Err(Error::Other(format!("the kernel cannot protect pages at {start}"))),
+        match register.ioctls & 1 << needed {
+            0 => Err(Error::Other(format!("the kernel cannot follow memory at {start}"))),
             _ => Ok(()),
         }
+    }
+
+    /// Puts pages into their places, protected, and lets threads go on that wait for them.
+    pub fn put(&self, at: RemoteAddr, pages: &[u8]) -> Result<Put> {
+        let (src, len) = (pages.as_ptr() as u64, pages.len() as u64);
+        let mut copy = Copy { dst: at.0, src, len, mode: COPY_PROTECTED, copy: 0 };
+        let done = self.control("put pages into", UFFDIO_COPY, &mut copy);
+        put(done, copy.copy, len)
+    }
+
+    /// Lets `[start, end)` be pages whose contents are lost: who touches one gets `SIGBUS`.
+    pub fn poison(&self, start: RemoteAddr, end: RemoteAddr) -> Result<Put> {
+        let range = Range { start: start.0, len: end.0 - start.0 };
+        let mut poison = ZeroPage { range, mode: 0, zeropage: 0 };
+        let done = self.control("poison", UFFDIO_POISON, &mut poison);
+        put(done, poison.zeropage, range.len)
+    }
+
+    /// Lets `[start, end)` be zeros; they count as written.
+    pub fn put_zeros(&self, start: RemoteAddr, end: RemoteAddr) -> Result<Put> {
+        let range = Range { start: start.0, len: end.0 - start.0 };
+        let mut zero = ZeroPage { range, mode: 0, zeropage: 0 };
+        let done = self.control("put zeros into", UFFDIO_ZEROPAGE, &mut zero);
+        put(done, zero.zeropage, range.len)
     }
 
     /// Follows `[start, end)` no longer, and releases what is protected there.
@@ -220,16 +334,30 @@ impl Userfault {
         // SAFETY: the kernel writes whole `struct uffd_msg`s, no more than fit (userfaultfd(2)).
         let n =
             unsafe { libc::read(self.fd.as_raw_fd(), messages.as_mut_ptr().cast(), size_of_val(&messages)) };
-        if n < 0 {
-            let e = std::io::Error::last_os_error();
-            return match e.raw_os_error() {
-                Some(libc::EAGAIN | libc::EINTR) => Ok(()),
-                _ => Err(Error::call(format!("read faults of process {}", self.pid), e)),
-            };
-        }
-        let told = &messages[..n as usize / size_of::<Message>()];
+        let told = &messages[..self.told(n)?];
         events.extend(told.iter().filter_map(Message::event));
         Ok(())
+    }
+
+    /// As [`Userfault::events`], into shared memory that outlives this process: from the moment at which an event is told,
+    /// it is there. `log` has [`EVENT_WORDS`] words for each event, all zero; [`logged`] reads them. Returns how many.
+    pub fn log_events(&self, log: &[AtomicU64]) -> Result<usize> {
+        let room = log.len() / EVENT_WORDS * size_of::<Message>();
+        // SAFETY: the kernel writes whole `struct uffd_msg`s, no more than fit, to words that anybody may write at any time.
+        let n = unsafe { libc::read(self.fd.as_raw_fd(), log.as_ptr().cast_mut().cast(), room) };
+        self.told(n)
+    }
+
+    /// How many events a read told.
+    fn told(&self, n: isize) -> Result<usize> {
+        if n >= 0 {
+            return Ok(n as usize / size_of::<Message>());
+        }
+        let e = std::io::Error::last_os_error();
+        match e.raw_os_error() {
+            Some(libc::EAGAIN | libc::EINTR) => Ok(0),
+            _ => Err(Error::call(format!("read faults of process {}", self.pid), e)),
+        }
     }
 
     fn write_protect(&self, start: RemoteAddr, end: RemoteAddr, mode: u64) -> Result<()> {
@@ -245,6 +373,32 @@ impl Userfault {
             return Err(Error::call(format!("{what} memory of process {}", self.pid), e));
         }
         Ok(())
+    }
+}
+
+/// The event that these words of a log are; none if they are zero.
+pub fn logged(words: &[AtomicU64]) -> Option<Event> {
+    let word = |i: usize| words[i].load(Ordering::Relaxed);
+    let event = word(0).to_le_bytes()[0];
+    Message { event, reserved: [0; 7], words: [word(1), word(2), word(3)] }.event()
+}
+
+/// What `UFFDIO_COPY` and `UFFDIO_ZEROPAGE` did: they stop at the first page that they cannot put in, and tell how far they
+/// came, or what stopped them at the very first.
+fn put(result: Result<()>, told: i64, len: u64) -> Result<Put> {
+    let errno = match &result {
+        Ok(()) if told as u64 == len => return Ok(Put::All),
+        Ok(()) => libc::EAGAIN,
+        Err(e) => e.errno().unwrap_or(0),
+    };
+    let done = told.max(0) as u64;
+    match (result, errno) {
+        (_, libc::EAGAIN) => Ok(Put::Changing(done)),
+        (_, libc::EEXIST) => Ok(Put::Present(done)),
+        // EINVAL: a range that is not all of one mapping that is followed.
+        (_, libc::ENOENT | libc::EINVAL) => Ok(Put::Unmapped(done)),
+        (_, libc::ESRCH) => Ok(Put::Ended),
+        (result, _) => result.map(|()| Put::All),
     }
 }
 
@@ -285,6 +439,19 @@ fn missing_counts_as_written() -> Result<bool> {
     // SAFETY: the mapping made above.
     unsafe { libc::munmap(start, 2 * TABLE) };
     Ok(scanned? && matches!(runs[..], [Run { start, end: last, .. }] if start == first.0 && last == end.0))
+}
+
+/// What follows an address space, by a descriptor that processes of ours share ([`crate::split`]): it is not closed when
+/// this is dropped.
+#[derive(Debug)]
+pub struct SharedUserfault(ManuallyDrop<Userfault>);
+
+impl Deref for SharedUserfault {
+    type Target = Userfault;
+
+    fn deref(&self) -> &Userfault {
+        &self.0
+    }
 }
 
 impl AsFd for Userfault {

@@ -103,6 +103,11 @@ impl Regs {
         self.rsp
     }
 
+    /// Where the thread's own variables are (TLS).
+    pub fn thread_pointer(&self) -> u64 {
+        self.fs_base
+    }
+
     /// What becomes of the system call that the stop interrupted.
     pub fn interrupted(&self) -> Interrupted {
         if self.orig_rax == NO_SYSCALL {

@@ -214,6 +214,8 @@ impl Desk {
                     held.changed.push(Range { start: from.0, len });
                     held.changed.push(Range { start: to.0, len });
                 }
+                // Only where pages are waited for.
+                Event::Missing { .. } | Event::Forked(_) => {}
             }
         }
         true

@@ -1,0 +1,60 @@
+//! How processes of ours that put pages into a program are known: by their names, and by a handle to the program.
+
+use crate::fdinfo::{self, Detail};
+use crate::proc::{Proc, processes};
+
+/// What such a process does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// It puts in pages.
+    Serves,
+    /// It will when the others are dead.
+    StandsBy,
+}
+
+impl Role {
+    /// The name in `/proc/PID/comm`.
+    fn name(self) -> &'static [u8] {
+        match self {
+            Role::Serves => b"stillpoint page",
+            Role::StandsBy => b"page keeper",
+        }
+    }
+}
+
+/// Tells by the name of this process what it does.
+pub fn take_role(role: Role) {
+    let mut name = [0; 16];
+    name[..role.name().len()].copy_from_slice(role.name());
+    // SAFETY: prctl(PR_SET_NAME) reads a string that ends with a zero.
+    unsafe { libc::prctl(libc::PR_SET_NAME, name.as_ptr()) };
+}
+
+fn has_role(pid: u32) -> bool {
+    let name = Proc::process(pid).and_then(|p| p.comm()).unwrap_or_default();
+    [Role::Serves, Role::StandsBy].iter().any(|role| role.name() == name)
+}
+
+/// Whether one of them still puts pages into this process.
+pub fn serves(pid: u32) -> bool {
+    processes().unwrap_or_default().into_iter().any(|server| has_role(server) && holds(server, pid))
+}
+
+/// Whether a process has a handle to another one.
+fn holds(holder: u32, pid: u32) -> bool {
+    let is_handle = |fd: u32| {
+        let info = fdinfo::read(holder, fd);
+        info.is_ok_and(|i| matches!(i.detail, Detail::Pid { pid: of, .. } if of == i64::from(pid)))
+    };
+    fdinfo::list(holder).unwrap_or_default().into_iter().any(is_handle)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nobody_serves_us() {
+        assert!(!serves(std::process::id()));
+    }
+}
