@@ -23,6 +23,7 @@ pub struct Cuts {
     exact: bool,
     unfit: &'static [&'static str],
     buffers: &'static [&'static str],
+    eager: bool,
     needs: fn() -> Option<Arc<Held>>,
 }
 
@@ -43,6 +44,7 @@ impl Cuts {
             exact: false,
             unfit: &[],
             buffers: &[],
+            eager: false,
             needs: || None,
         }
     }
@@ -68,6 +70,12 @@ impl Cuts {
     /// Each checkpoint may use one of these sizes for pages on their way.
     pub fn within(mut self, buffers: &'static [&'static str]) -> Self {
         self.buffers = buffers;
+        self
+    }
+
+    /// It goes on only when all of its memory is there.
+    pub fn eagerly(mut self) -> Self {
+        self.eager = true;
         self
     }
 
@@ -203,11 +211,15 @@ impl Life<'_> {
     fn restore(&self, checkpoint: &Checkpoint) -> Running {
         kernel::wait_free(self.pid);
         let _ = std::fs::remove_file(self.directory.join("go"));
-        let output = self.stillpoint.run(&["restore", &checkpoint.name(), "--detach", "--json"]).ok();
-        let pid = output.json()["pid"].as_u64().unwrap_or_default() as u32;
+        let name = checkpoint.name();
+        // Whatever the program does must also be right while its memory is still to come.
+        let ways: [&[&str]; 3] =
+            [&["--eager"], &["--eager-below", "0"], &["--eager-below", "0", "--limit-bandwidth", "50MB/s"]];
+        let way = ways[if self.cuts.eager { 0 } else { self.scratch.random().below(3) as usize }];
+        let pid = self.stillpoint.restore_at_once(&name, way);
         if pid != self.pid {
             // In the meantime somebody else may have it, and is not ours to judge.
-            eprintln!("note: {}", output.stdout.trim());
+            eprintln!("note: it has another process id");
         }
         Running::restored(pid, self.directory)
     }

@@ -229,6 +229,17 @@ impl Stillpoint {
         json["pid"].as_u64().unwrap_or_else(|| panic!("no pid in {json}")) as u32
     }
 
+    /// `restore NAME --detach`, which must succeed and returns as soon as the program runs; gives the process id.
+    #[track_caller]
+    pub fn restore_at_once(&self, name: &str, extra: &[&str]) -> u32 {
+        let mut arguments = vec!["restore", name, "--detach"];
+        arguments.extend(extra);
+        let output = self.run(&arguments).ok();
+        let pid =
+            output.stdout.split("restored as pid ").nth(1).and_then(|rest| rest.split([' ', '\n']).next());
+        pid.and_then(|pid| pid.parse().ok()).unwrap_or_else(|| panic!("no process id: {output}"))
+    }
+
     /// The ids of a job's checkpoints, oldest first.
     #[track_caller]
     pub fn checkpoints(&self, job: &str) -> Vec<u64> {

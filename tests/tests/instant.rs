@@ -46,9 +46,9 @@ under! { stop precopy wp fork auto: {
     ;
     kernel_writes:
         system_calls,
-        // Writing through /proc/self/mem fails while writers wait.
-        own_memory.unfit_for(&["wp"]),
-        read_only.unfit_for(&["wp"]),
+        // Writing through /proc/self/mem fails while writers wait, and where pages are still to come.
+        own_memory.unfit_for(&["wp"]).eagerly(),
+        read_only.unfit_for(&["wp"]).eagerly(),
         // What process_vm_writev(2) writes into pages that it looked up before they were protected is not noted.
         vm_writes.unfit_for(&["precopy", "auto"]),
         direct_reads,

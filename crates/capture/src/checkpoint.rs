@@ -128,11 +128,16 @@ impl Session {
     ) -> Result<Report> {
         let pid = self.pid;
         let mut result = self.attempt(store, options, progress);
-        for _ in 0..MOST_PROGRAMS {
-            if !matches!(result, Err(Error::Replaced)) {
-                break;
+        let mut programs = 0;
+        loop {
+            match result {
+                Err(Error::Loading) => std::thread::sleep(LOADING),
+                Err(Error::Replaced) if programs < MOST_PROGRAMS => {
+                    programs += 1;
+                    self.followed = Followed::default();
+                }
+                _ => break,
             }
-            self.followed = Followed::default();
             result = self.attempt(store, options, progress);
         }
         result.map_err(|e| match e {
@@ -168,6 +173,8 @@ const PACE_KEPT: u32 = 8;
 const FRESH: Duration = Duration::from_millis(30);
 /// Files that the program keeps writing are read at the cut, up to this size, bytes.
 const READ_AT_THE_CUT: u64 = 4 << 20;
+/// Between two looks whether the memory of a program that was just restored is all there.
+const LOADING: Duration = Duration::from_millis(10);
 /// How often a process may become another program while it is being checkpointed, before that is given up.
 const MOST_PROGRAMS: usize = 20;
 

@@ -22,6 +22,9 @@ pub enum Error {
     /// may do better (exit code 1).
     #[error("the checkpoint could not be completed: {0}")]
     Lost(String),
+    /// It was restored a moment ago, and some of its memory is still being loaded (exit code 1).
+    #[error("its memory is still being loaded")]
+    Loading,
     /// It has become another program while it was looked at (`execve(2)`), again and again (exit code 1).
     #[error("it replaces itself by another program all the time")]
     Replaced,

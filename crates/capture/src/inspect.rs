@@ -20,6 +20,7 @@ use stillpoint_linux::inject::outside;
 use stillpoint_linux::layout;
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::pagemap::Pagemap;
+use stillpoint_linux::pager;
 use stillpoint_linux::proc::{Proc, Vma};
 use stillpoint_linux::ptrace::{RseqConfiguration, Stopped};
 
@@ -97,7 +98,14 @@ impl<'a> Known<'a> {
             rehearsed: Builder::new(), mappings: None, stopped_ns: 0,
         };
         if builder.refusals.is_empty() {
-            let mappings = Mappings::read(process, pagemap)?;
+            let mut mappings = Mappings::read(process, pagemap)?;
+            if mappings.wait_for_pages() {
+                if pager::serves(pid) {
+                    return Err(Error::Loading);
+                }
+                // It was about to be all there.
+                mappings = Mappings::read(process, pagemap)?;
+            }
             known.rehearsed = known.rehearse(&mappings);
             known.mappings = (!exact && !mappings.are_cheap()).then_some(mappings);
             // The rehearsal may have taken a while.

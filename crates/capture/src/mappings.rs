@@ -46,6 +46,11 @@ impl Mappings {
         self.took < CHEAP
     }
 
+    /// Whether pages are put into some of them by somebody else, who is waited for.
+    pub fn wait_for_pages(&self) -> bool {
+        self.smaps.iter().any(|s| s.flags.contains(VmFlags::UFFD_MISSING))
+    }
+
     /// The mappings `now`, with the states of these, which were read earlier. `None` if that cannot be told: a mapping
     /// is new or has become another one.
     ///

@@ -203,6 +203,15 @@ pub struct Restore {
     /// Leave the program in the background and return
     #[arg(long)]
     pub detach: bool,
+    /// Load all of its memory before it runs, instead of most of it behind the running program
+    #[arg(long)]
+    pub eager: bool,
+    /// Load all of it before the program runs if it is less than this
+    #[arg(long, value_name = "SIZE", default_value = "8MiB", value_parser = crate::units::size)]
+    pub eager_below: u64,
+    /// Read what is loaded behind the program no faster than this: 7MB/s, 100MiB/s
+    #[arg(long, value_name = "RATE", value_parser = crate::units::rate)]
+    pub limit_bandwidth: Option<u64>,
     /// What to do about files that the program writes and that changed since the checkpoint
     #[arg(long, value_name = "POLICY", default_value = "rollback")]
     pub files: Files,

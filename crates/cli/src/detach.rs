@@ -22,16 +22,31 @@ pub struct Answer {
 impl Answer {
     /// Tells it: on standard output, or on standard error where standard output belongs to the program.
     pub fn tell(&self, as_json: bool, stdout_is_taken: bool) -> Result<()> {
-        let text = if as_json { self.json.to_string() } else { self.text.clone() };
         if stdout_is_taken {
-            output::note(&text);
-        } else {
-            output::line(&text)?;
+            output::note(self.lines(as_json).trim_end());
+            return Ok(());
         }
+        output::line(&if as_json { self.json.to_string() } else { self.text.clone() })?;
         if !as_json {
             self.notes.iter().for_each(|n| output::note(&format!("  {n}")));
         }
         Ok(())
+    }
+
+    /// All of it, in lines.
+    pub fn lines(&self, as_json: bool) -> String {
+        match as_json {
+            true => format!("{}\n", self.json),
+            false => {
+                [&self.text]
+                    .into_iter()
+                    .cloned()
+                    .chain(self.notes.iter().map(|n| format!("  {n}")))
+                    .collect::<Vec<_>>()
+                    .join("\n")
+                    + "\n"
+            }
+        }
     }
 }
 

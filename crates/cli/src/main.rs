@@ -8,6 +8,7 @@ mod control;
 mod detach;
 mod failure;
 mod jobs;
+mod loading;
 mod names;
 mod output;
 mod periodic;

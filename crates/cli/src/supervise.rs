@@ -3,10 +3,12 @@
 
 use crate::checkpointer::Beside;
 use crate::failure::{Failure, Result};
-use rustix::event::{PollFd, PollFlags, poll};
+use crate::loading::Loading;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::process::Pid;
 use std::io::{PipeReader, PipeWriter, Write};
+use std::time::Duration;
 use stillpoint_linux::proc::{Proc, Stat};
 use stillpoint_linux::supervise::{
     Change, Received, Signals, die_of, drop_inherited, forward, reap_orphans, stop_like, wait,
@@ -40,6 +42,8 @@ pub struct Supervisor {
     terminal: Option<Foreground>,
     /// Takes its checkpoints.
     checkpointer: Option<Beside>,
+    /// Its memory, while that is still being loaded.
+    loading: Option<Loading>,
     stopped: bool,
     /// We are process 1 of the job's pid namespace.
     init: bool,
@@ -48,7 +52,16 @@ pub struct Supervisor {
 impl Supervisor {
     /// Supervises a child of ours.
     pub fn new(signals: Signals, pid: u32, pidfd: OwnedFd) -> Self {
-        Self { signals, pid, pidfd, terminal: None, checkpointer: None, stopped: false, init: false }
+        Self {
+            signals,
+            pid,
+            pidfd,
+            terminal: None,
+            checkpointer: None,
+            loading: None,
+            stopped: false,
+            init: false,
+        }
     }
 
     /// If the job leads a process group of its own in our session, it gets the terminal whenever that is ours to give.
@@ -68,6 +81,11 @@ impl Supervisor {
         Self { checkpointer, ..self }
     }
 
+    /// Some of its memory is still being loaded.
+    pub fn with_loading(self, loading: Option<Loading>) -> Self {
+        Self { loading, ..self }
+    }
+
     /// Whether what the terminal sends to our process group has reached the job already.
     fn in_our_group(&self) -> bool {
         relations(self.pid).zip(relations(std::process::id())).is_none_or(|(job, ours)| job.pgrp == ours.pgrp)
@@ -78,19 +96,23 @@ impl Supervisor {
         self.give_terminal();
         loop {
             if let Some(end) = self.changes()? {
+                self.loading.take().into_iter().for_each(Loading::finish);
                 if let Some(checkpointer) = self.checkpointer.take() {
                     checkpointer.finish(&self.signals);
                 }
                 return Ok(end);
             }
             self.checkpointer.iter_mut().for_each(Beside::attend);
+            self.loading.take_if(|l| !l.attend()).into_iter().for_each(Loading::finish);
             if self.init {
                 let checkpointer = self.checkpointer.as_ref().and_then(Beside::pid);
-                reap_orphans(&checkpointer.into_iter().chain([self.pid]).collect::<Vec<_>>())?;
+                let pager = self.loading.as_ref().map(Loading::pid);
+                reap_orphans(&checkpointer.into_iter().chain(pager).chain([self.pid]).collect::<Vec<_>>())?;
             }
             let mut sources = vec![self.signals.as_fd(), self.pidfd.as_fd()];
+            sources.extend(self.loading.as_ref().and_then(Loading::source));
             sources.extend(self.checkpointer.as_ref().and_then(Beside::source));
-            wait_for(&sources)?;
+            wait_for(&sources, self.loading.as_ref().and_then(Loading::period))?;
             while let Some(signal) = self.signals.next()? {
                 if self.is_for_job(&signal) {
                     forward(self.pidfd.as_fd(), &signal)?;
@@ -277,10 +299,11 @@ fn give_up(signals: &Signals, stopped: &PipeReader, relay: Option<&OwnedFd>) {
     }
 }
 
-fn wait_for(sources: &[BorrowedFd<'_>]) -> Result<()> {
+fn wait_for(sources: &[BorrowedFd<'_>], period: Option<Duration>) -> Result<()> {
     let mut polled: Vec<PollFd<'_>> =
         sources.iter().map(|&fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
-    match poll(&mut polled, None) {
+    let period = period.and_then(|p| Timespec::try_from(p).ok());
+    match poll(&mut polled, period.as_ref()) {
         Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
         Err(e) => Err(Failure::failed(format!("poll: {e}"))),
     }

@@ -134,7 +134,9 @@ pub fn failure(error: Error, target: &str) -> Failure {
         Error::Target(what) => Failure::usage(what),
         Error::Store(e) => jobs::store_failure(e).within(&format!("checkpoint {target}")),
         Error::Kernel(e) => Failure::from(e).within(&format!("checkpoint {target}")),
-        Error::Replaced => Failure::failed(error.to_string()).within(&format!("checkpoint {target}")),
+        Error::Replaced | Error::Loading => {
+            Failure::failed(error.to_string()).within(&format!("checkpoint {target}"))
+        }
         Error::Failed(what) | Error::Lost(what) => {
             Failure::failed(what).within(&format!("checkpoint {target}"))
         }

@@ -41,6 +41,15 @@ pub fn size(text: &str) -> Result<u64, String> {
     number.checked_mul(factor).ok_or_else(|| "it is more than there can be".to_string())
 }
 
+/// Reads a rate in bytes a second: `7MB/s`, `100MiB/s`.
+pub fn rate(text: &str) -> Result<u64, String> {
+    let amount = text.strip_suffix("/s").ok_or("write a size and /s, as in 7MB/s, 100MiB/s")?;
+    match size(amount)? {
+        0 => Err("it must be more than nothing".into()),
+        bytes => Ok(bytes),
+    }
+}
+
 /// Smallest buffer that lets work go on beside it.
 const SMALLEST_BUFFER: u64 = 64 << 10;
 
@@ -72,6 +81,14 @@ mod tests {
         let huge = "99999999999999999999s";
         for bad in ["", "s", "10", "0s", "-1s", "1.5s", "1y", "10S", "4000d", huge, "18446744073709551615h"] {
             assert!(duration(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn rates() {
+        assert_eq!([rate("7MB/s"), rate("1 KiB/s")], [Ok(7_000_000), Ok(1024)]);
+        for bad in ["7MB", "0/s", "/s", "fast"] {
+            assert!(rate(bad).is_err(), "{bad}");
         }
     }
 

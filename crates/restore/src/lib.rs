@@ -6,12 +6,13 @@ mod burial;
 pub mod clock;
 pub mod error;
 pub mod files;
+pub mod lazy;
 pub mod loader;
 pub mod rebuild;
 pub mod space;
 
 pub use error::{Error, Result};
-pub use rebuild::{Options, Progress, Restored, restore};
+pub use rebuild::{Heard, Options, Pager, Progress, Restored, restore};
 
 /// What to do about files that the program had open for writing and that changed since (`--files`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -51,7 +51,7 @@ pub fn load(reader: &Reader, extents: &[Extent], memory: &Memory, done: &(dyn Fn
 }
 
 /// Segment, start and end of the block of an extent, if it is stored.
-fn block(extent: &Extent) -> Option<(u64, u64, u64)> {
+pub fn block(extent: &Extent) -> Option<(u64, u64, u64)> {
     match extent.place {
         Place::Stored { segment, offset, length, .. } => Some((segment, offset, offset + u64::from(length))),
         Place::Zero => None,

@@ -5,11 +5,14 @@
 
 use crate::attributes::{credentials, last, outside, process as of_process, thread as of_thread};
 use crate::files::{Contents, OpenFiles};
+use crate::lazy::Later;
+use crate::lazy::board::{Board, Count};
 use crate::space::{self, Backings, Filled};
 use crate::{Error, FilesPolicy, Result, Stdio, burial, clock, files, loader};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
-use stillpoint_image::{AddressSpace, Image, Owner, Process, Range, Terminal, Thread};
+use stillpoint_image::{AddressSpace, Extent, Image, Owner, Process, Range, Terminal, Thread};
 use stillpoint_linux::arch::{self, Interrupted, Regs};
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::proc::Proc;
@@ -17,6 +20,7 @@ use stillpoint_linux::program::{Arg, Program, Run};
 use stillpoint_linux::ptrace::{Seized, Stopped, options as trace};
 use stillpoint_linux::remote::Remote;
 use stillpoint_linux::spawn::{self, CloneArgs, Shell};
+use stillpoint_linux::supervise::Child;
 use stillpoint_linux::{RemoteAddr, host};
 use stillpoint_store::{Checkpoint, Reader};
 
@@ -27,6 +31,10 @@ pub struct Options {
     pub files: FilesPolicy,
     /// Where standard streams from outside lead.
     pub stdio: Stdio,
+    /// If less than this would come later, bytes, all comes first.
+    pub eager_below: u64,
+    /// What comes later is read at so many bytes a second at most.
+    pub limit: Option<u64>,
 }
 
 /// A restored program, which runs.
@@ -45,11 +53,33 @@ pub struct Restored {
     /// Time until everything but its memory stood.
     pub skeleton: Duration,
     /// Time until it ran.
-    pub loaded: Duration,
+    pub running: Duration,
+    /// What loads the rest of its memory, if that was not all there by then.
+    pub pager: Option<Pager>,
     /// Pages of its memory.
     pub pages: u64,
     /// Remarks for the user.
     pub notes: Vec<String>,
+}
+
+/// What loads memory behind a program that runs already.
+#[derive(Debug)]
+pub struct Pager {
+    /// Our child, which ends when all is there.
+    pub child: Child,
+    /// How far it is.
+    pub board: Arc<Board>,
+    /// Pages that were not there when the program began.
+    pub pages: u64,
+}
+
+/// Who hears of what happens while memory comes later. They are called in another process, a copy of this one, with nothing
+/// open but standard error.
+pub struct Heard<'a> {
+    /// Why a page cannot be had, once.
+    pub failed: &'a (dyn Fn(&str) + Sync),
+    /// What the program wanted first, in order, when all is there.
+    pub wanted: &'a (dyn Fn(&[Range]) + Sync),
 }
 
 /// Hears how far a restore is.
@@ -61,10 +91,12 @@ pub trait Progress: Sync {
 }
 
 /// Rebuilds the program of a checkpoint and lets it run, as a child of this process. To be called from the main
-/// thread, which must live on until the program is waited for. `ready` hears its process id just before it runs.
+/// thread, which must live on until the program is waited for. `ready` hears its process id just before it runs. With
+/// `lazily`, most of its memory comes when it runs already.
 pub fn restore(
     checkpoint: &Checkpoint,
     options: &Options,
+    lazily: Option<Heard<'_>>,
     cut_tail: &mut files::KeepTail<'_>,
     ready: &mut dyn FnMut(u32),
     progress: &dyn Progress,
@@ -94,14 +126,30 @@ pub fn restore(
     space::map(&mut remote, space, &filled, &Sources { open: &open })?;
     space::advise_before(&mut remote, space)?;
     let skeleton = start.elapsed();
-    progress.start(checkpoint.pages.of(Owner::Space(process.space)).iter().map(|e| e.len()).sum());
-    load(checkpoint, process.space, &memory, progress)?;
+    let mut later = match lazily {
+        Some(heard) => {
+            Later::begin(checkpoint, process, space, &mut remote, newborn.pidfd()?, options, heard)?
+        }
+        None => Err(None),
+    };
+    match &mut later {
+        Ok(later) => later.load_first(&memory, progress)?,
+        Err(why) => {
+            notes.extend(why.as_ref().map(|why| format!("all of its memory was loaded first: {why}")));
+            load(&checkpoint.reader, checkpoint.pages.of(Owner::Space(process.space)), &memory, progress)?;
+        }
+    }
     space::finish(&mut remote, space, &filled)?;
     let exe = open.mapping_source(process.exe, false)?;
     remote.run(&of_process::layout(space, Some(exe as u32)))?;
     remote.run(&places(image, process))?;
     open.install(image, process.table, &mut remote)?;
     let mut threads = make_threads(&memory, remote, process)?;
+    // Its processes have ids too, which are not to be those of the program's threads.
+    let pager = match later {
+        Ok(later) => Some(later.start(&memory, process, newborn.pidfd()?, start)?),
+        Err(_) => None,
+    };
     open.finish(image, process.table, &mut threads[0])?;
     let threads = give_attributes(threads, process, space, newborn.seccomp_suspended)?;
     let threads = finish_threads(threads, process, room)?;
@@ -116,6 +164,7 @@ pub fn restore(
         spawn::tgkill(newborn.pid(), tid.unwrap_or(newborn.pid()), signal as i32)?;
     }
     let_go(threads)?;
+    pager.iter().for_each(|pager| pager.board.add(Count::Runs, 1));
     let shell = newborn.live();
     notes.extend(open.notes());
     Ok(Restored {
@@ -125,7 +174,8 @@ pub fn restore(
         stdin_pump: open.take_stdin_pump(),
         foreground_group: process.leads_group && process.foreground,
         skeleton,
-        loaded: start.elapsed(),
+        running: start.elapsed(),
+        pager,
         pages: image.meta.pages,
         notes,
     })
@@ -194,6 +244,11 @@ impl Newborn {
         self.shell.as_ref().map_or(0, |s| s.pid)
     }
 
+    fn pidfd(&self) -> Result<BorrowedFd<'_>> {
+        let shell = self.shell.as_ref().ok_or_else(|| Error::Failed("the process has been let go".into()))?;
+        Ok(shell.pidfd.as_fd())
+    }
+
     fn seize(&mut self) -> Result<Stopped> {
         let options = trace::SYSCALL_GOOD | trace::TRACE_CLONE | trace::EXIT_KILL;
         let seized = match Seized::seize(self.pid(), options | trace::SUSPEND_SECCOMP) {
@@ -259,9 +314,9 @@ impl Backings for Sources<'_> {
     }
 }
 
-fn load(checkpoint: &Checkpoint, space: u32, memory: &Memory, progress: &dyn Progress) -> Result<()> {
-    let reader: &Reader = &checkpoint.reader;
-    loader::load(reader, checkpoint.pages.of(Owner::Space(space)), memory, &|bytes| progress.advance(bytes))
+fn load(reader: &Reader, extents: &[Extent], memory: &Memory, progress: &dyn Progress) -> Result<()> {
+    progress.start(extents.iter().map(Extent::len).sum());
+    loader::load(reader, extents, memory, &|bytes| progress.advance(bytes))
 }
 
 /// Makes the other threads; each starts stopped, in the middle of the leader's program. Returns all, the leader first.

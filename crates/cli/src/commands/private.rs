@@ -6,6 +6,7 @@ use super::run::all_complete;
 use crate::checkpointer::{Beside, Errand};
 use crate::control;
 use crate::failure::{Failure, Result};
+use crate::loading::{Loading, Tell};
 use crate::supervise::{End, GiveUp, Supervisor, let_go};
 use rustix::fd::BorrowedFd;
 use serde::{Deserialize, Serialize};
@@ -65,6 +66,13 @@ enum Word {
     Failed { code: u8, what: String, hint: Option<String> },
 }
 
+impl Word {
+    fn say(&self, mut line: impl Write) {
+        let text = serde_json::to_string(self).unwrap_or_default();
+        let _ = writeln!(line, "{text}");
+    }
+}
+
 fn outside(again: &Again<'_>, signals: Signals, child: Child, line: Inside, word: Word) -> Result<Revived> {
     let mut back = match word {
         Word::Failed { code, what, hint } => return Err(Failure { code, what, hint }),
@@ -83,6 +91,7 @@ fn outside(again: &Again<'_>, signals: Signals, child: Child, line: Inside, word
         back,
         terminal: again.checkpoint.image.terminal.clone(),
         stdin_pump: None,
+        pager: None,
         inside: Some(line),
         record: None,
         signals,
@@ -95,10 +104,6 @@ fn outside(again: &Again<'_>, signals: Signals, child: Child, line: Inside, word
 
 /// Process 1: restores the program, tells the outside, and supervises it to its end. Returns its exit code.
 fn inside(again: &Again<'_>, signals: Signals, mut line: PipeWriter) -> Result<i32> {
-    let mut say = |word: &Word| {
-        let text = serde_json::to_string(word).unwrap_or_default();
-        let _ = writeln!(line, "{text}");
-    };
     let inherited = inherited_streams()?;
     let watch = GiveUp::watch(&signals, None)?;
     let restored = again.restore(&mut |_| {});
@@ -107,20 +112,35 @@ fn inside(again: &Again<'_>, signals: Signals, mut line: PipeWriter) -> Result<i
         Ok(restored) => restored,
         Err(e) => {
             let Failure { code, what, hint } = failure(e, &again.checkpoint.image.meta);
-            say(&Word::Failed { code, what, hint });
+            Word::Failed { code, what, hint }.say(&line);
             return Ok(code.into());
         }
     };
-    let r = restored;
-    let (mut notes, listener) = (r.notes, control::listen(again.store, again.job));
+    let mut r = restored;
+    let (mut notes, listener) = (std::mem::take(&mut r.notes), control::listen(again.store, again.job));
     let listener = listener.map_err(|e| notes.push(all_complete(&e))).ok();
-    say(&Word::Back(Back::of(r.pid, r.pages, r.skeleton, r.loaded, notes)));
+    let mut back = Back::of(&r, notes);
+    let mut loading = r.pager.take().map(|pager| (pager, None));
+    match &mut loading {
+        // Its figures are known when all is there.
+        Some((_, tell)) if again.quiet => {
+            let line = line.try_clone().map_err(|e| Failure::failed(format!("pipe: {e}")))?;
+            let told: Tell = Box::new(move |pager| {
+                back.load(Some(pager));
+                Word::Back(back).say(line);
+            });
+            *tell = Some(told);
+        }
+        _ => Word::Back(back).say(&line),
+    }
+    let loading = loading.map(|(pager, tell)| Loading::watch(pager, tell));
     let_go(r.stdin_pump.is_some())?;
     r.stdin_pump.map(start_pump).transpose()?;
     let (store, job) = (again.store.clone(), again.job.to_string());
     let errand = Errand { store, job, pid: r.pid, inherited, periodic: again.args.periodic.clone() };
     let checkpointer = Beside::new(errand, listener);
     let supervisor = Supervisor::new(signals, r.pid, r.pidfd).with_checkpointer(Some(checkpointer));
+    let supervisor = supervisor.with_loading(loading);
     let end = supervisor.with_orphans().watch()?;
     match end {
         End::Exited(code) => Ok(code),

@@ -6,19 +6,20 @@ use crate::commands::private::{self, Inside};
 use crate::commands::run::Record;
 use crate::detach::{Answer, Detached, detach};
 use crate::failure::{Failure, Result};
+use crate::loading::{Loading, Tell, figures};
 use crate::progress::Bar;
 use crate::supervise::{GiveUp, Supervisor, let_go};
 use crate::{jobs, output, terminal};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use serde::{Deserialize, Serialize};
-use serde_json::json;
-use std::io::Read;
+use serde_json::{Value, json};
+use std::io::{Read, Write};
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
-use stillpoint_image::{Meta, Terminal};
+use stillpoint_image::{Meta, Range, Terminal};
 use stillpoint_linux::supervise::{Child, Signals};
-use stillpoint_restore::{Error, FilesPolicy, Options, Restored, Stdio, restore};
+use stillpoint_restore::{Error, FilesPolicy, Heard, Options, Pager, Restored, Stdio, restore};
 use stillpoint_store::{Checkpoint, Claim, Store};
 
 /// Runs the command.
@@ -32,30 +33,34 @@ pub fn run(common: &Common, args: &Restore) -> Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
         Detached::Back(relay) => {
-            let revived = Revived::revive(common, args, Stdio::Null, Some(relay.as_fd()));
-            let (answer, revived) = match revived {
-                Ok(revived) => (Ok(revived.answer()), Some(revived)),
-                Err(failure) => (Err(failure), None),
+            let revived = match Revived::revive(common, args, Stdio::Null, Some(relay.as_fd())) {
+                Ok(revived) => revived,
+                Err(failure) => {
+                    let _ = relay.send(&Err(failure));
+                    return Ok(ExitCode::FAILURE);
+                }
             };
-            // Whether anybody still listens or not: the program runs.
-            let _ = relay.send(&answer);
-            let Some(revived) = revived else { return Ok(ExitCode::FAILURE) };
             let_go(false)?;
             let _ = std::env::set_current_dir("/"); // a supervisor must not keep a file system busy
-            revived.supervise(None)
+            // Whether anybody still listens or not: the program runs.
+            revived.supervise(None, common.json, move |answer| drop(relay.send(&Ok(answer))))
         }
     }
 }
 
 fn in_foreground(common: &Common, args: &Restore) -> Result<ExitCode> {
     let mut revived = Revived::revive(common, args, Stdio::Current, None)?;
-    // Standard output belongs to the program.
-    revived.answer().tell(common.json, true)?;
     let settings = revived.terminal.as_ref().and_then(terminal::Settings::apply);
     let pump = revived.stdin_pump.take();
+    // Standard output belongs to the program. Of what belongs to it we keep nothing longer than there is something to say.
+    let stderr = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stderr(), 3);
+    let (mut stderr, json) = (stderr.map(std::fs::File::from), common.json);
+    let tell = move |answer: Answer| {
+        let _ = stderr.as_mut().map(|stderr| stderr.write_all(answer.lines(json).as_bytes()));
+    };
     let_go(pump.is_some())?;
     pump.map(start_pump).transpose()?;
-    revived.supervise(settings)
+    revived.supervise(settings, json, tell)
 }
 
 /// Copies what is left of our standard input into the pipe that the program reads.
@@ -76,6 +81,8 @@ pub(super) struct Revived {
     pub(super) back: Back,
     pub(super) terminal: Option<Terminal>,
     pub(super) stdin_pump: Option<OwnedFd>,
+    /// Loads what is not there yet.
+    pub(super) pager: Option<Pager>,
     /// Tells how the program in a private pid namespace ended.
     pub(super) inside: Option<Inside>,
     pub(super) record: Option<Record>,
@@ -112,13 +119,14 @@ impl Revived {
             Err(Error::PidTaken(_)) if args.pid.is_none() => private::revive(&again, signals, relay)?,
             other => {
                 let r = other.map_err(|e| failure(e, &checkpoint.image.meta))?;
+                let back = Back::of(&r, r.notes.clone());
                 let child = Child { pid: r.pid, pidfd: r.pidfd };
-                let back = Back::of(r.pid, r.pages, r.skeleton, r.loaded, r.notes);
                 Self {
                     child,
                     back,
                     terminal: r.terminal,
                     stdin_pump: r.stdin_pump,
+                    pager: r.pager,
                     inside: None,
                     record: None,
                     signals,
@@ -142,13 +150,34 @@ impl Revived {
         Ok(revived)
     }
 
-    /// Supervises the program to its end, and ends like it.
-    fn supervise(mut self, settings: Option<terminal::Settings>) -> Result<ExitCode> {
+    /// Supervises the program to its end, and ends like it. `tell` hears that it is back; with `json`, which has more to
+    /// tell, when all of its memory is.
+    fn supervise(
+        mut self,
+        settings: Option<terminal::Settings>,
+        json: bool,
+        tell: impl FnOnce(Answer) + 'static,
+    ) -> Result<ExitCode> {
+        let loading = match (self.pager.take(), json) {
+            (Some(pager), true) => {
+                let (mut back, name) = (self.back.clone(), self.name());
+                let told: Tell = Box::new(move |pager| {
+                    back.load(Some(pager));
+                    tell(back.answer(&name));
+                });
+                Some(Loading::watch(pager, Some(told)))
+            }
+            (pager, _) => {
+                tell(self.back.answer(&self.name()));
+                pager.map(|pager| Loading::watch(pager, None))
+            }
+        };
         let checkpointer = self.checkpointer();
         let Child { pid, pidfd } = self.child;
         let supervisor = Supervisor::new(self.signals, pid, pidfd);
         let supervisor = if self.stdio == Stdio::Current { supervisor.with_terminal() } else { supervisor };
-        let end = supervisor.with_checkpointer(checkpointer).watch();
+        let supervisor = supervisor.with_checkpointer(checkpointer).with_loading(loading);
+        let end = supervisor.watch();
         let end = end.map(|end| self.inside.map_or(end, |inside| inside.end(end)));
         drop(settings);
         drop(self.record);
@@ -161,50 +190,75 @@ impl Revived {
         Some(record.checkpointer(self.child.pid, &self.periodic))
     }
 
-    fn answer(&self) -> Answer {
-        let Back { pid, private_pid, pages, .. } = self.back;
-        let bytes = pages * stillpoint_image::PAGE;
-        let seen = private_pid.map_or(String::new(), |p| format!(" (it sees itself as {p})"));
-        let text = format!(
-            "{}@{} restored as pid {pid}{seen}  {}  skeleton {}, loaded {}",
-            self.meta.job,
-            self.meta.id,
-            output::bytes(bytes),
-            short(self.back.skeleton_ms),
-            short(self.back.loaded_ms),
-        );
-        let json = json!({
-            "job": self.job,
-            "from": self.meta.job,
-            "id": self.meta.id,
-            "pid": pid,
-            "private_pid": private_pid,
-            "supervisor_pid": std::process::id(),
-            "bytes": bytes,
-            "pages": pages,
-            "skeleton_ms": self.back.skeleton_ms,
-            "loaded_ms": self.back.loaded_ms,
-            "notes": self.back.notes,
-        });
-        Answer { text, json, notes: self.back.notes.clone() }
+    fn name(&self) -> Name {
+        Name { job: self.job.clone(), from: self.meta.job.clone(), id: self.meta.id }
     }
 }
 
+/// What was restored, and under which name it runs.
+struct Name {
+    job: String,
+    from: String,
+    id: u64,
+}
+
 /// What a restore brought back; it also travels from inside a private pid namespace to the outside.
-#[derive(Debug, Default, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(super) struct Back {
     pub(super) pid: u32,
     pub(super) private_pid: Option<u32>,
     pages: u64,
     skeleton_ms: f64,
-    loaded_ms: f64,
+    running_ms: f64,
+    /// How its memory was loaded.
+    figures: Value,
     pub(super) notes: Vec<String>,
 }
 
 impl Back {
-    pub(super) fn of(pid: u32, pages: u64, skeleton: Duration, loaded: Duration, notes: Vec<String>) -> Self {
-        let (skeleton_ms, loaded_ms) = (output::ms(skeleton), output::ms(loaded));
-        Self { pid, private_pid: None, pages, skeleton_ms, loaded_ms, notes }
+    pub(super) fn of(restored: &Restored, notes: Vec<String>) -> Self {
+        let Restored { pid, pages, skeleton, running, .. } = *restored;
+        let (skeleton_ms, running_ms) = (output::ms(skeleton), output::ms(running));
+        let mut back =
+            Self { pid, private_pid: None, pages, skeleton_ms, running_ms, figures: Value::Null, notes };
+        back.load(restored.pager.as_ref());
+        back
+    }
+
+    /// Takes over how far loading is.
+    pub(super) fn load(&mut self, pager: Option<&Pager>) {
+        self.figures = figures(pager, self.pages, self.running_ms);
+    }
+
+    fn answer(&self, name: &Name) -> Answer {
+        let Back { pid, private_pid, pages, .. } = *self;
+        let bytes = pages * stillpoint_image::PAGE;
+        let seen = private_pid.map_or(String::new(), |p| format!(" (it sees itself as {p})"));
+        let text = format!(
+            "{}@{} restored as pid {pid}{seen}  {}  skeleton {}, running {}",
+            name.from,
+            name.id,
+            output::bytes(bytes),
+            short(self.skeleton_ms),
+            short(self.running_ms),
+        );
+        let mut json = json!({
+            "job": name.job,
+            "from": name.from,
+            "id": name.id,
+            "pid": pid,
+            "private_pid": private_pid,
+            "supervisor_pid": std::process::id(),
+            "bytes": bytes,
+            "pages": pages,
+            "skeleton_ms": self.skeleton_ms,
+            "running_ms": self.running_ms,
+            "notes": self.notes,
+        });
+        if let (Some(json), Value::Object(figures)) = (json.as_object_mut(), self.figures.clone()) {
+            json.extend(figures);
+        }
+        Answer { text, json, notes: self.notes.clone() }
     }
 }
 
@@ -220,7 +274,7 @@ pub(super) struct Again<'a> {
     pub(super) checkpoint: &'a Checkpoint,
     pub(super) args: &'a Restore,
     pub(super) stdio: Stdio,
-    quiet: bool,
+    pub(super) quiet: bool,
 }
 
 impl Again<'_> {
@@ -231,7 +285,16 @@ impl Again<'_> {
             self.store.keep_tail(job, *id, path, offset, tail).map_err(Error::Store)?;
             Ok(())
         };
-        restore(self.checkpoint, &options(self.args, self.stdio), &mut keep_tail, ready, &bar)
+        let name = format!("{job}@{id}");
+        let (store, checkpoint) = (self.store, self.checkpoint);
+        let failed = move |why: &str| {
+            let why = format!("stillpoint: cannot load the memory of {name}: {why}\n");
+            let _ = rustix::io::write(rustix::stdio::stderr(), why.as_bytes());
+        };
+        // What is not kept is recorded anew the next time.
+        let wanted = |runs: &[Range]| drop(store.keep_touch_set(checkpoint, runs));
+        let lazily = (!self.args.eager).then_some(Heard { failed: &failed, wanted: &wanted });
+        restore(self.checkpoint, &options(self.args, self.stdio), lazily, &mut keep_tail, ready, &bar)
     }
 }
 
@@ -241,7 +304,7 @@ fn options(args: &Restore, stdio: Stdio) -> Options {
         Files::Keep => FilesPolicy::Keep,
         Files::Refuse => FilesPolicy::Refuse,
     };
-    Options { files, stdio }
+    Options { files, stdio, eager_below: args.eager_below, limit: args.limit_bandwidth }
 }
 
 /// The name that the restored program runs under: that of its job, or, while that runs, a new one.

@@ -24,12 +24,20 @@ pub fn run(common: &Common, args: &Show) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// Where touch sets come from.
+const SOURCE: &str = "waited for after earlier restores";
+
 fn as_json(checkpoint: &Checkpoint) -> Value {
     let image = &checkpoint.image;
     let mut value = meta_json(&image.meta);
     let host = &image.meta.host;
     value["host"] = json!({"machine": host.machine, "kernel": host.kernel, "boot_id": host.boot_id});
     value["manifest_bytes"] = checkpoint.manifest_bytes.into();
+    value["touch_set"] = checkpoint
+        .touch
+        .as_ref()
+        .map(|t| json!({"bytes": t.bytes(), "runs": t.len(), "source": SOURCE}))
+        .into();
     value["processes"] = image.processes.iter().map(|p| process_json(image, p)).collect();
     value["files"] = image
         .paths
@@ -73,6 +81,10 @@ fn as_text(checkpoint: &Checkpoint) -> String {
         ("host", format!("Linux {} {}", meta.host.kernel, meta.host.machine)),
     ];
     fields.extend(meta.label.clone().map(|label| ("label", label)));
+    fields.extend(checkpoint.touch.as_ref().map(|touch| {
+        let (bytes, runs) = (output::bytes(touch.bytes()), output::count(touch.len() as u64));
+        ("touch set", format!("{bytes} in {runs} runs, {SOURCE}"))
+    }));
     let mut text = String::new();
     for (name, value) in fields {
         let _ = writeln!(text, "{name:<12}{value}");

@@ -1,0 +1,184 @@
+//! Processes that keep a program's memory in reach: one serves its pages, and others stand by to serve when that one is
+//! killed.
+//!
+//! They share a table of descriptors, so that what follows the program's memory stays open as long as any of them lives:
+//! if it was closed, the kernel would give the program zeros instead of its pages. Who was made first serves; each of the
+//! others waits for the ends of all that were made before it. Who serves sees to it that others stand by. Those have
+//! another name: whoever kills all that is called stillpoint does not mean the program that it brought back.
+
+use super::board::{Board, Count};
+use super::server::{self, Served, Work, monotonic_us};
+use crate::{Error, Result};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd};
+use rustix::process::{Signal, pidfd_send_signal, setsid};
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Duration;
+use stillpoint_linux::descriptors::pidfd_open;
+use stillpoint_linux::pager::{self, Role};
+use stillpoint_linux::split::{self, Split};
+use stillpoint_linux::supervise::{Child, wait};
+use stillpoint_linux::userfault::{EVENT_WORDS, Event, Userfault, logged};
+
+/// How many stand by.
+const BY: usize = 2;
+/// Servers that end because of a failure of their own before the program is given up.
+const BROKEN: u64 = 5;
+/// Between two tries of what may work in a moment.
+const PAUSE: Duration = Duration::from_millis(1);
+
+/// Begins to serve the memory that `userfault` follows, in processes of their own; returns the first of them. To be called
+/// while no other thread of ours holds a lock. `elapsed` is how long ago the restore began.
+pub fn start(work: &Work<'_>, userfault: Userfault, elapsed: Duration) -> Result<Child> {
+    work.board.space(0).begin(userfault.as_fd().as_raw_fd());
+    match split::copy()? {
+        Split::Original(child) => {
+            // From now on it is theirs: when the last of them closes it, nobody else holds it.
+            drop(userfault);
+            Ok(child)
+        }
+        Split::Copy => {
+            let _ = setsid(); // neither the terminal nor a shell's job control is its concern
+            leave_streams(work.is_heard);
+            std::mem::forget(userfault);
+            let began = monotonic_us().saturating_sub(elapsed.as_micros() as u64);
+            work.board.add(Count::BeganUs, began);
+            keep(work)
+        }
+    }
+}
+
+/// Leaves standard streams to the program; errors may be told where somebody hears them.
+fn leave_streams(is_heard: bool) {
+    if let Ok(null) = std::fs::OpenOptions::new().read(true).write(true).open("/dev/null") {
+        let _ = rustix::stdio::dup2_stdin(&null);
+        let _ = rustix::stdio::dup2_stdout(&null);
+        if !is_heard {
+            let _ = rustix::stdio::dup2_stderr(&null);
+        }
+    }
+}
+
+/// One of the processes, from its beginning to its end.
+fn keep(work: &Work<'_>) -> ! {
+    'life: loop {
+        pager::take_role(Role::StandsBy);
+        // The handle is everybody's, in the table that all share.
+        let handle = loop {
+            match pidfd_open(std::process::id(), 0) {
+                Ok(handle) => break handle.into_raw_fd(),
+                Err(_) => std::thread::sleep(PAUSE),
+            }
+        };
+        let number = work.board.enlist(handle);
+        while let Some(earlier) = living(&work.board, 0..number).first() {
+            await_end(*earlier);
+        }
+        pager::take_role(Role::Serves);
+        loop {
+            if work.board.get(Count::Done) > 0 {
+                split::leave(0);
+            }
+            tidy(work);
+            let mut by = living(&work.board, number + 1..u64::MAX);
+            while by.len() < BY {
+                let enlisted = work.board.get(Count::Enlisted);
+                match split::copy_sharing_descriptors() {
+                    Ok(Split::Copy) => continue 'life,
+                    Ok(Split::Original(child)) => {
+                        // Whoever is made next comes after it.
+                        while work.board.get(Count::Enlisted) == enlisted && !has_ended(child.pidfd.as_fd()) {
+                            std::thread::sleep(PAUSE / 20);
+                        }
+                        by = living(&work.board, number + 1..u64::MAX);
+                    }
+                    // No memory, or no process to be had: there may be in a moment.
+                    Err(_) => std::thread::sleep(PAUSE),
+                }
+            }
+            match serve(work, &by) {
+                Ok(Served::All) => {
+                    work.board.add(Count::Done, 1);
+                    split::leave(0)
+                }
+                // Buried if it was a child of ours.
+                Ok(Served::Deserted) => by.iter().for_each(|process| drop(wait(*process))),
+                Err(e) => {
+                    work.board.add(Count::Broken, 1);
+                    if work.board.get(Count::Broken) >= BROKEN {
+                        give_up(work, &e);
+                    }
+                    split::leave(1)
+                }
+            }
+        }
+    }
+}
+
+/// Those with these numbers that live.
+fn living(board: &Board, numbers: Range<u64>) -> Vec<BorrowedFd<'static>> {
+    let recent = board.recent().filter(|number| numbers.contains(number));
+    let handles = recent.filter_map(|number| patiently(|| board.enlisted(number))?);
+    handles.map(split::shared_descriptor).filter(|process| !has_ended(*process)).collect()
+}
+
+/// Who has just taken a number tells their handle in the next moment, if they are not killed in between.
+fn patiently<T>(look: impl Fn() -> Option<T>) -> Option<T> {
+    for _ in 0..100 {
+        if let Some(seen) = look() {
+            return Some(seen);
+        }
+        std::thread::sleep(PAUSE);
+    }
+    None
+}
+
+fn serve(work: &Work<'_>, by: &[BorrowedFd<'_>]) -> Result<Served> {
+    catch_unwind(AssertUnwindSafe(|| server::serve(work, by)))
+        .unwrap_or_else(|_| Err(Error::Failed("the page server failed inside stillpoint".into())))
+}
+
+/// Waits for the end of a process, but not for ever: its handle may have become that of another one in the moment before.
+fn await_end(process: BorrowedFd<'_>) {
+    poll_for(process, Timespec { tv_sec: 0, tv_nsec: 100_000_000 });
+}
+
+/// Whether a process has ended, or its handle has been closed because it had.
+fn has_ended(process: BorrowedFd<'_>) -> bool {
+    poll_for(process, Timespec { tv_sec: 0, tv_nsec: 0 })
+}
+
+fn poll_for(process: BorrowedFd<'_>, patience: Timespec) -> bool {
+    poll(&mut [PollFd::from_borrowed_fd(process, PollFlags::IN)], Some(&patience)).is_ok_and(|n| n > 0)
+}
+
+/// The program cannot be served: it must not go on.
+fn give_up(work: &Work<'_>, why: &Error) {
+    work.fail(&why.to_string());
+    // Fails if it has ended by itself.
+    let _ = pidfd_send_signal(&work.program, Signal::KILL);
+}
+
+/// Closes what a server that was killed left open in the table that we share.
+fn tidy(work: &Work<'_>) {
+    let mut keep: Vec<i32> = work.descriptors().iter().map(AsRawFd::as_raw_fd).chain(0..=2).collect();
+    for number in work.board.recent() {
+        let Some(Some(handle)) = work.board.enlisted(number) else { continue };
+        if has_ended(split::shared_descriptor(handle)) {
+            // What has this number next is not its handle.
+            work.board.discharge(number);
+        } else {
+            keep.push(handle);
+        }
+    }
+    for number in work.board.spaces() {
+        let space = work.board.space(number);
+        keep.extend(space.descriptor());
+        keep.extend(space.log().chunks_exact(EVENT_WORDS).filter_map(|words| match logged(words) {
+            Some(Event::Forked(descriptor)) => Some(descriptor),
+            _ => None,
+        }));
+    }
+    split::close_all_but(&keep);
+}

@@ -1,0 +1,236 @@
+//! Setting lazy loading up in a process that is being built.
+
+use super::board::Board;
+use super::keepers;
+use super::plan::Plan;
+use super::server::{Touch, Work};
+use crate::rebuild::{Heard, Options, Pager, Progress};
+use crate::{Error, Result, Stdio, loader};
+use rustix::fd::BorrowedFd;
+use std::sync::Arc;
+use std::time::Instant;
+use stillpoint_image::{AddressSpace, Extent, FileKind, Image, Owner, PAGE, Process, Range};
+use stillpoint_linux::RemoteAddr;
+use stillpoint_linux::descriptors::duplicate_from;
+use stillpoint_linux::memory::Memory;
+use stillpoint_linux::program::Run;
+use stillpoint_linux::remote::Remote;
+use stillpoint_linux::userfault::{self, Mode, Put, Userfault};
+use stillpoint_store::{Checkpoint, Reader, TouchSet};
+
+/// So much of what was wanted first the last time is there before the program runs, bytes; the rest follows at once.
+const FIRST: u64 = 2 << 20;
+/// Most entries of a robust list that are followed (`ROBUST_LIST_LIMIT`).
+const ROBUST: usize = 2048;
+
+/// A process whose memory waits for pages, none of which is there yet.
+pub struct Later<'a> {
+    plan: Plan,
+    reader: &'a Reader,
+    touch: Option<&'a TouchSet>,
+    userfault: Userfault,
+    board: Arc<Board>,
+    limit: Option<u64>,
+    heard: Heard<'a>,
+    is_heard: bool,
+    /// Runs of the touch set that had to be there first.
+    head: usize,
+}
+
+impl<'a> Later<'a> {
+    /// Lets the memory of a new process, in which all is mapped and nothing filled, wait for its pages. `Err` tells why
+    /// that cannot be, if it would be of use.
+    pub fn begin(
+        checkpoint: &'a Checkpoint,
+        process: &Process,
+        space: &AddressSpace,
+        remote: &mut Remote<'_>,
+        pidfd: BorrowedFd<'_>,
+        options: &Options,
+        heard: Heard<'a>,
+    ) -> Result<Result<Self, Option<String>>> {
+        let extents = checkpoint.pages.of(Owner::Space(process.space));
+        let plan = Plan::lazy(space, process, extents);
+        if plan.later.is_empty() || plan.pages() * PAGE < options.eager_below {
+            return Ok(Err(None));
+        }
+        if holds_memory_file(&checkpoint.image) {
+            return Ok(Err(Some(
+                "it holds a memory file of /proc, through which nobody waits for pages".into(),
+            )));
+        }
+        let fd = remote.step(libc::SYS_userfaultfd, [userfault::OPEN_FLAGS, 0, 0, 0, 0, 0])?;
+        if fd < 0 {
+            let why = std::io::Error::from_raw_os_error(-fd as i32);
+            return Ok(Err(Some(format!("its memory cannot be made to wait (userfaultfd: {why})"))));
+        }
+        let taken = duplicate_from(pidfd, fd as u32);
+        remote.step(libc::SYS_close, [fd as u64, 0, 0, 0, 0, 0])?;
+        let userfault = match taken.and_then(|fd| Userfault::new(fd, remote.pid(), Mode::Missing)) {
+            Ok(userfault) => userfault,
+            Err(e) => return Ok(Err(Some(e.to_string()))),
+        };
+        for mapping in &plan.mappings {
+            userfault.register_missing(RemoteAddr(mapping.start), RemoteAddr(mapping.end()))?;
+        }
+        let board = Arc::new(Board::new(plan.pages(), plan.mappings.len())?);
+        let (reader, touch, limit) = (&checkpoint.reader, checkpoint.touch.as_ref(), options.limit);
+        let is_heard = options.stdio == Stdio::Current;
+        Ok(Ok(Later { plan, reader, touch, userfault, board, limit, heard, is_heard, head: 0 }))
+    }
+
+    /// Loads what must be there before the program runs.
+    pub fn load_first(&mut self, memory: &Memory, progress: &dyn Progress) -> Result<()> {
+        let (first, touch) = (&self.plan.first, &self.plan.touch);
+        progress.start(first.iter().chain(touch).map(Extent::len).sum());
+        if self.load_head(memory) {
+            self.head = first.len() + touch.len();
+            progress.advance(first.iter().chain(touch).map(Extent::len).sum());
+            return Ok(());
+        }
+        loader::load(self.reader, first, memory, &|bytes| progress.advance(bytes))?;
+        let mut bytes = Vec::new();
+        for extent in touch {
+            bytes.resize(extent.len() as usize, 0);
+            self.reader.read(extent, &mut bytes)?;
+            self.put(extent, &bytes)?;
+            progress.advance(extent.len());
+        }
+        Ok(())
+    }
+
+    /// Loads it from the head of the touch set, where all of it lies together after an earlier restore; false if it does not.
+    fn load_head(&self, memory: &Memory) -> bool {
+        let Some(set) = self.touch else { return false };
+        let (first, touch) = (&self.plan.first, &self.plan.touch);
+        let head = first.len() + touch.len();
+        let is_there = |(run, extent): (usize, &Extent)| {
+            let Range { start, len } = set.run(run);
+            (start, len) == (extent.address, extent.len())
+        };
+        let mut bytes = Vec::new();
+        let found = head <= set.len() && first.iter().chain(touch).enumerate().all(|(i, e)| is_there((i, e)));
+        if !found || set.read(0..head, &mut bytes).is_err() {
+            return false;
+        }
+        let mut rest = bytes.as_slice();
+        let mut parts = Vec::with_capacity(first.len());
+        for extent in first {
+            let (now, later) = rest.split_at(extent.len() as usize);
+            rest = later;
+            parts.push((RemoteAddr(extent.address), now));
+        }
+        if memory.write_many(&parts).is_err() {
+            return false;
+        }
+        touch.iter().all(|extent| {
+            let (now, later) = rest.split_at(extent.len() as usize);
+            rest = later;
+            self.put(extent, now).is_ok()
+        })
+    }
+
+    fn put(&self, extent: &Extent, bytes: &[u8]) -> Result<()> {
+        let at = RemoteAddr(extent.address);
+        match self.userfault.put(at, bytes)? {
+            Put::All | Put::Present(0) => Ok(()),
+            other => Err(Error::Failed(format!("pages cannot be put in at {at}: {other:?}"))),
+        }
+    }
+
+    /// Loads the beginning of what was wanted first the last time; returns the first run that it left.
+    fn load_touched(&self) -> usize {
+        let Some(touch) = self.touch else { return 0 };
+        let head = self.head;
+        let mut left = FIRST;
+        let fits = |run: &usize| {
+            let len = touch.run(*run).len;
+            let fits = len <= left;
+            left = left.saturating_sub(len);
+            fits
+        };
+        let runs = head..head + (head..touch.len()).take_while(fits).count();
+        let mut bytes = Vec::new();
+        // One that cannot be read is no loss: all is in the checkpoint, too.
+        if touch.read(runs.clone(), &mut bytes).is_err() {
+            return head;
+        }
+        let settled = self.board.space(0).settled();
+        let mut at = 0;
+        for run in runs.clone().map(|run| touch.run(run)) {
+            for index in self.plan.extents_in(run.start, run.end()) {
+                let (extent, first) = (&self.plan.later[index], self.plan.first_page(index));
+                let (from, to) = (run.start.max(extent.address), run.end().min(extent.end()));
+                let pages = first + (from - extent.address) / PAGE..first + (to - extent.address) / PAGE;
+                let here = &bytes[(at + from - run.start) as usize..(at + to - run.start) as usize];
+                if settled.unset(pages.clone()) == Some(pages.clone())
+                    && matches!(self.userfault.put(RemoteAddr(from), here), Ok(Put::All))
+                {
+                    settled.set(pages);
+                }
+            }
+            at += run.len;
+        }
+        runs.end
+    }
+
+    /// Begins to load the rest. `began` is when the restore did.
+    pub fn start(
+        self,
+        memory: &Memory,
+        process: &Process,
+        pidfd: BorrowedFd<'_>,
+        began: Instant,
+    ) -> Result<Pager> {
+        let touched = self.load_touched();
+        let Later { plan, reader, touch, userfault, board, limit, heard, is_heard, head } = self;
+        let pages = plan.pages();
+        let placement = plan.placement();
+        board.space(0).set_placement(&placement)?;
+        let mut order: Vec<usize> = (0..plan.later.len()).collect();
+        order.sort_by_key(|&i| loader::block(&plan.later[i]));
+        let program = pidfd.try_clone_to_owned().map_err(|e| Error::Failed(format!("dup: {e}")))?;
+        let touch = touch.map(|set| Touch { set, head, done: touched });
+        let work =
+            Work { plan, order, reader, touch, limit, board: Arc::clone(&board), program, heard, is_heard };
+        let child = keepers::start(&work, userfault, began.elapsed())?;
+        touch_robust_lists(memory, process)?;
+        Ok(Pager { child, board, pages })
+    }
+}
+
+/// Whether there is a descriptor of some process's memory. Whoever reads or writes pages through it that are not there gets
+/// `EIO`: there the kernel does not wait.
+fn holds_memory_file(image: &Image) -> bool {
+    image.files.iter().any(|file| match file.kind {
+        FileKind::Proc(row) => image.paths.get(row as usize).is_some_and(|p| p.path.0.ends_with(b"/mem")),
+        _ => false,
+    })
+}
+
+/// Sees to it that the entries of robust lists are there: the kernel walks these when a thread ends, and does not wait then.
+/// To look at them is to load them.
+fn touch_robust_lists(memory: &Memory, process: &Process) -> Result<()> {
+    for head in process.threads.iter().map(|t| t.robust_list.start).filter(|&head| head != 0) {
+        // struct robust_list_head: the first entry, the offset of the lock in an entry, the entry that is being added.
+        let offset = memory.read_u64(RemoteAddr(head + 8))?;
+        let pending = memory.read_u64(RemoteAddr(head + 16))?;
+        let mut entry = memory.read_u64(RemoteAddr(head))?;
+        let look = |entry: u64| {
+            // The lowest bit tells the kind of lock. What cannot be read is none of the kernel's concern either.
+            let at = entry & !1;
+            let _ = memory.read_u64(RemoteAddr(at.wrapping_add(offset)));
+            memory.read_u64(RemoteAddr(at)).unwrap_or(head)
+        };
+        if pending != 0 {
+            look(pending);
+        }
+        for _ in 0..ROBUST {
+            if entry & !1 == head || entry == 0 {
+                break;
+            }
+            entry = look(entry);
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,698 @@
+//! The page server: puts pages where they are waited for, and the others behind them in a row.
+//!
+//! One thread reads what happens and serves those who wait; others fill in the rest. What each needs to know outlives it
+//! on the [`Board`].
+
+use super::board::{Bits, Board, Count, EVENTS};
+use super::placement::{Piece, Placement};
+use super::plan::Plan;
+use crate::rebuild::Heard;
+use crate::{Error, Result};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use rustix::process::{Signal, pidfd_send_signal};
+use rustix::time::{ClockId, clock_gettime};
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::time::{Duration, Instant};
+use stillpoint_image::{Extent, PAGE, Range};
+use stillpoint_linux::RemoteAddr;
+use stillpoint_linux::sched::{self, SchedAttr};
+use stillpoint_linux::spawn::ADDRESS_SPACE;
+use stillpoint_linux::split;
+use stillpoint_linux::userfault::{EVENT_WORDS, Event, Put, SharedUserfault, Userfault, logged};
+use stillpoint_store::{Reader, TouchSet};
+
+/// Pages of zeros that are put in together.
+const ZEROS: u64 = 16;
+/// Pages that are put in together where one is waited for: so much is known to be wanted.
+const AROUND: u64 = 4;
+/// Most of what must be there first that is kept in a touch set, bytes.
+const HEAD: u64 = 32 << 20;
+/// Runs of the touch set that are put in together.
+const TOGETHER: usize = 16;
+/// Memory is released in pieces of this size, bytes, so that the program's own page faults get their turn.
+const PIECE: u64 = 4 << 20;
+/// How long a page that cannot be read is tried again.
+const PATIENCE: Duration = Duration::from_secs(2);
+/// Between two looks at what is left, and at who has died, where nothing happens.
+const PAUSE: Duration = Duration::from_millis(10);
+
+/// All that page servers work with.
+pub struct Work<'a> {
+    /// What comes later.
+    pub plan: Plan,
+    /// Its extents, in the order in which they are put in ahead.
+    pub order: Vec<usize>,
+    /// Reads it.
+    pub reader: &'a Reader,
+    /// What was wanted first the last time.
+    pub touch: Option<Touch<'a>>,
+    /// So much of it is read at most, bytes a second, if that is limited.
+    pub limit: Option<u64>,
+    /// What outlives a server.
+    pub board: Arc<Board>,
+    /// The program.
+    pub program: OwnedFd,
+    /// Who hears of it.
+    pub heard: Heard<'a>,
+    /// Whether standard error leads to somebody.
+    pub is_heard: bool,
+}
+
+/// A touch set that is being put in.
+#[derive(Clone, Copy, Debug)]
+pub struct Touch<'a> {
+    /// It.
+    pub set: &'a TouchSet,
+    /// The first of its runs that need not have been there before the program ran.
+    pub head: usize,
+    /// The first that is not there yet.
+    pub done: usize,
+}
+
+impl Work<'_> {
+    /// The descriptors it needs.
+    pub(super) fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
+        let mut all = self.reader.descriptors();
+        all.extend(self.touch.map(|touch| touch.set.descriptor()));
+        all.push(self.program.as_fd());
+        all
+    }
+
+    /// Tells once that a page cannot be had.
+    pub(super) fn fail(&self, why: &str) {
+        if self.board.fail(why) {
+            (self.heard.failed)(why);
+        }
+    }
+}
+
+impl std::fmt::Debug for Work<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} pages to come", self.plan.pages())
+    }
+}
+
+/// How a server ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Served {
+    /// There is nothing left to do.
+    All,
+    /// One of those who would serve after us is no more.
+    Deserted,
+}
+
+/// Serves until all is there, or nobody is left who wants it, or one of those who stand by has died.
+pub fn serve(work: &Work<'_>, by: &[BorrowedFd<'_>]) -> Result<Served> {
+    work.board.add(Count::Servers, 1);
+    let (urgent, leave) = (AtomicUsize::new(0), AtomicBool::new(false));
+    let free = Mutex::new(Instant::now());
+    let first = work.touch.map_or(0, |touch| touch.done);
+    let (touched, wanted) = (AtomicUsize::new(first), Mutex::default());
+    let server = Server { work, spaces: RwLock::default(), urgent, leave, free, touched, wanted };
+    for number in work.board.spaces() {
+        server.adopt(number)?;
+    }
+    let fillers = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        let fillers: Vec<_> = (0..fillers).map(|_| scope.spawn(|| server.fill())).collect();
+        let served = server.attend(by);
+        server.leave.store(true, Ordering::Relaxed);
+        let mut result = served;
+        for filler in fillers {
+            let filled = filler.join().unwrap_or_else(|_| Err(Error::Failed("a loader failed".into())));
+            result = result.and_then(|served| filled.map(|()| served));
+        }
+        if matches!(result, Ok(Served::All)) {
+            server.record();
+        }
+        result
+    })
+}
+
+struct Server<'a> {
+    work: &'a Work<'a>,
+    spaces: RwLock<Vec<Arc<Space<'a>>>>,
+    /// How many wait.
+    urgent: AtomicUsize,
+    leave: AtomicBool,
+    /// When the way to the store is free, where that is limited.
+    free: Mutex<Instant>,
+    /// The next run of the touch set to be put in.
+    touched: AtomicUsize,
+    /// What was waited for, in order.
+    wanted: Mutex<Wanted>,
+}
+
+/// What the program waited for.
+#[derive(Debug, Default)]
+struct Wanted {
+    /// Extents of which something was.
+    extents: HashSet<usize>,
+    runs: Vec<Range>,
+    bytes: u64,
+    /// Done away with before all was there.
+    forgotten: Vec<Range>,
+}
+
+/// An address space that is being filled.
+struct Space<'a> {
+    number: usize,
+    userfault: SharedUserfault,
+    /// Nobody needs it any more.
+    done: AtomicBool,
+    /// Events are read and applied under the lock for writing; pages are put in under that for reading, by those who have
+    /// seen under it that they are still wanted. So none is put in that was dropped before.
+    placement: RwLock<Placement>,
+    settled: Bits<'a>,
+    /// It is no more.
+    ended: AtomicBool,
+    /// The next extent to be put in ahead.
+    next: AtomicUsize,
+    /// All pages before this one are settled.
+    low: AtomicU64,
+}
+
+impl Drop for Space<'_> {
+    fn drop(&mut self) {
+        // Whoever comes after us needs it, unless all is done. The last filler has let go of it.
+        if self.done.load(Ordering::Acquire) {
+            split::close_shared(self.userfault.as_fd().as_raw_fd());
+        }
+    }
+}
+
+impl Space<'_> {
+    fn read(&self) -> RwLockReadGuard<'_, Placement> {
+        self.placement.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, Placement> {
+        self.placement.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn has_ended(&self) -> bool {
+        self.ended.load(Ordering::Relaxed)
+    }
+}
+
+/// Whether something could be put in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Did {
+    All,
+    /// Something happens in the process that has to be read first.
+    NotYet,
+}
+
+impl<'a> Server<'a> {
+    /// Takes a space from the board, where the server before us left it.
+    fn adopt(&self, number: usize) -> Result<()> {
+        let space = self.work.board.space(number);
+        let Some(descriptor) = space.descriptor() else { return Ok(()) };
+        let userfault = Userfault::from_shared(descriptor);
+        let (placement, settled) = (space.placement(), space.settled());
+        let space = Arc::new(Space {
+            number,
+            userfault,
+            placement: RwLock::new(placement),
+            settled,
+            done: AtomicBool::new(false),
+            ended: AtomicBool::new(false),
+            next: AtomicUsize::new(0),
+            low: AtomicU64::new(0),
+        });
+        // What the one before us had read is applied, and those whom it was about to serve ask once more.
+        self.apply_log(&space, &mut space.write())?;
+        space.userfault.wake(RemoteAddr(ADDRESS_SPACE.0), RemoteAddr(ADDRESS_SPACE.1))?;
+        self.write_spaces().push(space);
+        Ok(())
+    }
+
+    fn read_spaces(&self) -> Vec<Arc<Space<'a>>> {
+        self.spaces.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn write_spaces(&self) -> RwLockWriteGuard<'_, Vec<Arc<Space<'a>>>> {
+        self.spaces.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Reads what happens, and serves those who wait.
+    fn attend(&self, by: &[BorrowedFd<'_>]) -> Result<Served> {
+        // Those who could not be served yet.
+        let mut waiting: Vec<(Arc<Space<'a>>, RemoteAddr)> = Vec::new();
+        loop {
+            let spaces = self.read_spaces();
+            for space in spaces {
+                if space.has_ended() || self.is_complete(&space) {
+                    waiting.retain(|(s, _)| s.number != space.number);
+                    self.finish(space)?;
+                }
+            }
+            let spaces = self.read_spaces();
+            if spaces.is_empty() {
+                return Ok(Served::All);
+            }
+            // Of the program's end there is nothing more to learn once its memory is done with.
+            let program = if spaces[0].number == 0 { PollFlags::IN } else { PollFlags::empty() };
+            let mut polled: Vec<PollFd<'_>> =
+                by.iter().map(|process| PollFd::from_borrowed_fd(*process, PollFlags::IN)).collect();
+            polled.push(PollFd::new(&self.work.program, program));
+            polled
+                .extend(spaces.iter().map(|s| PollFd::from_borrowed_fd(s.userfault.as_fd(), PollFlags::IN)));
+            let pause = if waiting.is_empty() { PAUSE } else { Duration::ZERO };
+            let pause = Timespec::try_from(pause).ok();
+            match poll(&mut polled, pause.as_ref()) {
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(e) => return Err(Error::Failed(format!("poll: {e}"))),
+            }
+            let told: Vec<bool> = polled.iter().map(|p| !p.revents().is_empty()).collect();
+            let (deserted, told) = told.split_at(by.len());
+            if deserted.contains(&true) {
+                return Ok(Served::Deserted);
+            }
+            if told[0] {
+                spaces[0].ended.store(true, Ordering::Relaxed);
+            }
+            for (space, _) in spaces.iter().zip(&told[1..]).filter(|(_, told)| **told) {
+                let pages = self.read_events(space)?;
+                waiting.extend(pages.into_iter().map(|page| (Arc::clone(space), page)));
+            }
+            self.urgent.store(waiting.len(), Ordering::Relaxed);
+            let mut left = Vec::new();
+            for (space, page) in waiting {
+                if self.serve(&space, page)? == Did::NotYet {
+                    left.push((space, page));
+                }
+            }
+            self.urgent.store(left.len(), Ordering::Relaxed);
+            waiting = left;
+        }
+    }
+
+    /// Reads events of a space; returns the pages that are waited for.
+    fn read_events(&self, space: &Space<'a>) -> Result<Vec<RemoteAddr>> {
+        // A copy of the process needs a place of its own; without one, it waits.
+        let room = self.work.board.free().take(EVENTS).count() * EVENT_WORDS;
+        if room == 0 {
+            self.bury();
+            return Ok(Vec::new());
+        }
+        let mut placement = space.write();
+        space.userfault.log_events(&self.work.board.space(space.number).log()[..room])?;
+        self.apply_log(space, &mut placement)
+    }
+
+    /// Applies what is in the log of a space; returns the pages that are waited for.
+    fn apply_log(&self, space: &Space<'a>, placement: &mut Placement) -> Result<Vec<RemoteAddr>> {
+        let mut pages = Vec::new();
+        for words in self.work.board.space(space.number).log().chunks_exact(EVENT_WORDS) {
+            let Some(event) = logged(words) else { continue };
+            match event {
+                Event::Missing { page, .. } => pages.push(page),
+                Event::Write { .. } => {} // noted by the kernel
+                Event::Dropped { start, end } => self.forget(space, placement, start.0, end.0),
+                Event::Moved { from, to, len } => {
+                    placement.move_to(from.0, to.0, len);
+                    self.work.board.space(space.number).set_placement(placement)?;
+                }
+                Event::Forked(descriptor) => self.begin_copy(space, placement, descriptor)?,
+            }
+            words[0].store(0, Ordering::Release);
+        }
+        Ok(pages)
+    }
+
+    /// What is in `[start, end)` now is not wanted any more.
+    fn forget(&self, space: &Space<'a>, placement: &Placement, start: u64, end: u64) {
+        for piece in placement.inside(start, end) {
+            self.settle(space, piece.then, piece.then + piece.len);
+            if space.number == 0 {
+                self.wanted().forgotten.push(Range { start: piece.then, len: piece.len });
+            }
+        }
+    }
+
+    fn wanted(&self) -> MutexGuard<'_, Wanted> {
+        self.wanted.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Tells what was wanted first, for the next time.
+    fn record(&self) {
+        let mut wanted = std::mem::take(&mut *self.wanted());
+        let (plan, touch) = (&self.work.plan, self.work.touch);
+        let before = touch.into_iter().flat_map(|t| (t.head..t.set.len()).map(move |run| t.set.run(run)));
+        // What must be there first is read in one piece then.
+        let first = plan.first.iter().chain(&plan.touch).map(|e| Range { start: e.address, len: e.len() });
+        let first: Vec<Range> = first.collect();
+        let fits = first.iter().map(|r| r.len).sum::<u64>() <= HEAD;
+        let is_new = touch.is_none_or(|touch| touch.head < first.len()) && fits;
+        wanted.forgotten.sort_unstable();
+        let is_forgotten = |run: &Range| {
+            let first = wanted.forgotten.partition_point(|f| f.end() <= run.start);
+            wanted.forgotten.get(first).is_some_and(|f| f.start < run.end())
+        };
+        let runs = before.chain(wanted.runs.iter().copied()).filter(|run| !is_forgotten(run));
+        let head = first.into_iter().filter(|_| fits);
+        if is_new || !wanted.runs.is_empty() || !wanted.forgotten.is_empty() {
+            (self.work.heard.wanted)(&head.chain(runs).collect::<Vec<_>>());
+        }
+    }
+
+    /// The pages of `[from, to)` of the checkpoint are there, or not wanted.
+    fn settle(&self, space: &Space<'a>, from: u64, to: u64) -> u64 {
+        let plan = &self.work.plan;
+        let mut new = 0;
+        for index in plan.extents_in(from, to) {
+            let extent = &plan.later[index];
+            let page = |address: u64| plan.first_page(index) + (address - extent.address) / PAGE;
+            new += space.settled.set(page(from.max(extent.address))..page(to.min(extent.end())));
+        }
+        new
+    }
+
+    /// A copy of a process misses what the original does.
+    fn begin_copy(&self, space: &Space<'a>, placement: &Placement, descriptor: i32) -> Result<()> {
+        let board = &self.work.board;
+        if board.spaces().any(|n| board.space(n).descriptor() == Some(descriptor)) {
+            return Ok(()); // begun by a server that died right afterwards
+        }
+        let number =
+            board.free().next().ok_or_else(|| Error::Failed("it made too many copies of itself".into()))?;
+        let copy = board.space(number);
+        copy.settled().become_as(space.settled);
+        copy.set_placement(placement)?;
+        copy.begin(descriptor);
+        self.adopt(number)
+    }
+
+    /// Gives up spaces that are no more.
+    fn bury(&self) {
+        for space in self.read_spaces() {
+            // Where nothing is followed nothing happens, besides that it is told if there is no memory at all.
+            let nowhere = RemoteAddr(ADDRESS_SPACE.0);
+            if matches!(space.userfault.put_zeros(nowhere, RemoteAddr(nowhere.0 + PAGE)), Ok(Put::Ended)) {
+                space.ended.store(true, Ordering::Relaxed);
+            }
+        }
+    }
+
+    fn is_complete(&self, space: &Space<'a>) -> bool {
+        let low = space.settled.unset(space.low.load(Ordering::Relaxed)..self.work.plan.pages());
+        if let Some(low) = &low {
+            space.low.store(low.start, Ordering::Relaxed);
+        }
+        low.is_none()
+    }
+
+    /// Lets go of a space in which there is nothing left to do.
+    fn finish(&self, space: Arc<Space<'a>>) -> Result<()> {
+        if !space.has_ended() {
+            for piece in space.read().pieces() {
+                let mut at = piece.now;
+                while at < piece.now + piece.len {
+                    let end = (at + PIECE).min(piece.now + piece.len);
+                    // Fails where the program has unmapped it.
+                    let _ = space.userfault.release(RemoteAddr(at), RemoteAddr(end));
+                    at = end;
+                }
+            }
+        }
+        if space.number == 0 && !space.has_ended() {
+            let us = monotonic_us() - self.work.board.get(Count::BeganUs);
+            self.work.board.add(Count::LoadedUs, us.max(1));
+        }
+        self.write_spaces().retain(|s| s.number != space.number);
+        self.work.board.space(space.number).end();
+        space.done.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// Puts in a page that is waited for, and those beside it.
+    fn serve(&self, space: &Space<'a>, page: RemoteAddr) -> Result<Did> {
+        let plan = &self.work.plan;
+        let then = space.read().then(page.0);
+        let wanted = then.and_then(|then| {
+            let index = plan.extent_at(then)?;
+            let number = plan.first_page(index) + (then - plan.later[index].address) / PAGE;
+            (!space.settled.is_set(number)).then_some(index)
+        });
+        let Some(index) = wanted else {
+            self.work.board.add(Count::ZeroDemands, 1);
+            return self.put_zeros(space, page);
+        };
+        self.work.board.add(Count::Demands, 1);
+        let mut bytes = vec![0; plan.later[index].len() as usize];
+        self.travel(bytes.len() as u64, true);
+        if let Err(why) = self.read_patiently(space, index, &mut bytes) {
+            return self.fail(space, page, &why);
+        }
+        let extent = &plan.later[index];
+        // Where something was wanted before, more will be.
+        let is_dense = !self.wanted().extents.insert(index);
+        let around = Self::around(extent, then.unwrap_or_default(), is_dense);
+        if space.number == 0 {
+            self.wanted().note(around, self.work.plan.pages() * PAGE);
+        }
+        let part = (around.start - extent.address) as usize..(around.end() - extent.address) as usize;
+        let did = self.install(space, around, &bytes[part], Count::Demanded)?;
+        if did == Did::All {
+            // Whoever put it in before us has not woken who came later.
+            space.userfault.wake(page, RemoteAddr(page.0 + PAGE))?;
+        }
+        Ok(did)
+    }
+
+    /// What is put in together with the page at an address.
+    fn around(extent: &Extent, page: u64, is_dense: bool) -> Range {
+        if is_dense {
+            return Range { start: extent.address, len: extent.len() };
+        }
+        let start = (page / PAGE / AROUND * AROUND * PAGE).max(extent.address);
+        let end = ((page / PAGE / AROUND + 1) * AROUND * PAGE).min(extent.end());
+        Range { start, len: end - start }
+    }
+
+    /// Takes as long as so many bytes take on a way to the store that is limited. What is urgent goes first.
+    fn travel(&self, bytes: u64, urgent: bool) {
+        let Some(limit) = self.work.limit else { return };
+        let time = Duration::from_secs_f64(bytes as f64 / limit as f64);
+        while !self.leave.load(Ordering::Relaxed) {
+            let now = Instant::now();
+            let arrives = {
+                let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+                let starts = (*free).max(now);
+                if starts == now || urgent {
+                    *free = starts + time;
+                    Ok(*free)
+                } else {
+                    Err(starts)
+                }
+            };
+            match arrives {
+                Ok(arrives) => return std::thread::sleep(arrives - now),
+                Err(free) => std::thread::sleep((free - now).min(PAUSE)),
+            }
+        }
+    }
+
+    fn read_patiently(&self, space: &Space<'a>, index: usize, bytes: &mut [u8]) -> Result<()> {
+        let began = Instant::now();
+        loop {
+            match self.work.reader.read(&self.work.plan.later[index], bytes) {
+                Err(_) if began.elapsed() < PATIENCE && !space.has_ended() => std::thread::sleep(PAUSE),
+                other => return Ok(other?),
+            }
+        }
+    }
+
+    /// A page that is waited for cannot be had: the program must not go on without it.
+    fn fail(&self, space: &Space<'a>, page: RemoteAddr, why: &Error) -> Result<Did> {
+        self.work.fail(&why.to_string());
+        if space.number == 0 {
+            // Fails if it has ended by itself.
+            let _ = pidfd_send_signal(&self.work.program, Signal::KILL);
+        } else {
+            space.userfault.poison(page, RemoteAddr(page.0 + PAGE))?;
+        }
+        Ok(Did::All)
+    }
+
+    /// Puts in pages of zeros: the one that is waited for, and some behind it.
+    fn put_zeros(&self, space: &Space<'a>, page: RemoteAddr) -> Result<Did> {
+        let placement = space.read();
+        let plan = &self.work.plan;
+        let end = (page.0 / PAGE / ZEROS * ZEROS + ZEROS) * PAGE;
+        // The first one behind it that is stored, and all that is none of the checkpoint's memory.
+        let is_zero = |at: &u64| placement.then(*at).is_some_and(|then| plan.extent_at(then).is_none());
+        let more = (page.0 + PAGE..end).step_by(PAGE as usize).take_while(is_zero).count() as u64;
+        for end in [page.0 + PAGE + more * PAGE, page.0 + PAGE] {
+            match space.userfault.put_zeros(page, RemoteAddr(end))? {
+                Put::Changing(0) => return Ok(Did::NotYet),
+                Put::Unmapped(0) if end > page.0 + PAGE => continue,
+                Put::Ended => space.ended.store(true, Ordering::Relaxed),
+                Put::Unmapped(0) | Put::Present(0) => {
+                    space.userfault.wake(page, RemoteAddr(page.0 + PAGE))?;
+                }
+                _ => {}
+            }
+            break;
+        }
+        Ok(Did::All)
+    }
+
+    /// Puts in what of a range of the checkpoint, whose contents these are, is still wanted.
+    fn install(&self, space: &Space<'a>, range: Range, bytes: &[u8], count: Count) -> Result<Did> {
+        let placement = space.read();
+        let plan = &self.work.plan;
+        for index in plan.extents_in(range.start, range.end()) {
+            let (extent, first) = (&plan.later[index], plan.first_page(index));
+            let page_of = |address: u64| first + (address - extent.address) / PAGE;
+            for part in placement.parts(range.start.max(extent.address), range.end().min(extent.end())) {
+                let (page, end) = (page_of(part.then), page_of(part.then + part.len));
+                let mut at = page;
+                while let Some(run) = space.settled.unset(at..end) {
+                    at = run.end;
+                    let skip = (run.start - page) * PAGE;
+                    let len = (run.end - run.start) * PAGE;
+                    let piece = Piece { then: part.then + skip, now: part.now + skip, len };
+                    let from = (piece.then - range.start) as usize;
+                    if self.put(space, piece, &bytes[from..from + len as usize], count)? == Did::NotYet {
+                        return Ok(Did::NotYet);
+                    }
+                }
+            }
+        }
+        Ok(Did::All)
+    }
+
+    fn put(&self, space: &Space<'a>, piece: Piece, bytes: &[u8], count: Count) -> Result<Did> {
+        let mut done = 0;
+        // As much at a time as lies in one mapping.
+        let mut step = bytes.len() as u64;
+        while done < bytes.len() as u64 {
+            let now = &bytes[done as usize..(done + step).min(bytes.len() as u64) as usize];
+            let (settled, is_new) = match space.userfault.put(RemoteAddr(piece.now + done), now)? {
+                Put::All => (now.len() as u64, true),
+                Put::Changing(0) => return Ok(Did::NotYet),
+                Put::Unmapped(0) if now.len() as u64 > PAGE => {
+                    step = PAGE;
+                    continue;
+                }
+                // It is there, or has been unmapped: neither wants it.
+                Put::Present(0) | Put::Unmapped(0) => (PAGE, false),
+                Put::Changing(more) | Put::Present(more) | Put::Unmapped(more) => (more, true),
+                Put::Ended => {
+                    space.ended.store(true, Ordering::Relaxed);
+                    break;
+                }
+            };
+            let new = self.settle(space, piece.then + done, piece.then + done + settled);
+            self.work.board.add(count, if is_new { new } else { 0 });
+            done += settled;
+        }
+        Ok(Did::All)
+    }
+
+    /// Puts in ahead what nobody waits for yet: what was wanted first the last time, then the rest of the program's own
+    /// pages, then those of its copies.
+    fn fill(&self) -> Result<()> {
+        // Where processors are few, neither the program nor what brings it back should have to wait for one. With a short slice
+        // they do not wait long (Linux 6.12; before, with nice alone).
+        let polite = SchedAttr { nice: 10, runtime: 100_000, ..SchedAttr::default() };
+        let _ = sched::set_attributes(0, &polite);
+        while self.work.board.get(Count::Runs) == 0 && !self.leave.load(Ordering::Relaxed) {
+            std::thread::sleep(PAUSE / 50);
+        }
+        let mut bytes = Vec::new();
+        while !self.leave.load(Ordering::Relaxed) {
+            let Some(space) = self.read_spaces().into_iter().find(|s| !s.has_ended() && self.is_left(s))
+            else {
+                std::thread::sleep(PAUSE);
+                continue;
+            };
+            if space.number == 0 && self.fill_touched(&space, &mut bytes)? {
+                continue;
+            }
+            let turn = space.next.fetch_add(1, Ordering::Relaxed);
+            let Some(&index) = self.work.order.get(turn) else { continue };
+            self.fill_in(&space, index, &mut bytes)?;
+        }
+        Ok(())
+    }
+
+    /// Whether there are extents of a space that nobody has taken on.
+    fn is_left(&self, space: &Space<'a>) -> bool {
+        space.next.load(Ordering::Relaxed) < self.work.order.len()
+    }
+
+    /// Puts in some of the touch set; false if all of it has been taken on.
+    fn fill_touched(&self, space: &Space<'a>, bytes: &mut Vec<u8>) -> Result<bool> {
+        let Some(touch) = self.work.touch.map(|touch| touch.set) else { return Ok(false) };
+        let from = self.touched.fetch_add(TOGETHER, Ordering::Relaxed);
+        if from >= touch.len() {
+            return Ok(false);
+        }
+        let runs = from..(from + TOGETHER).min(touch.len());
+        self.travel(runs.clone().map(|run| touch.run(run).len).sum(), false);
+        // One that cannot be read is no loss: all is in the checkpoint, too.
+        if touch.read(runs.clone(), bytes).is_err() {
+            return Ok(true);
+        }
+        let mut rest = bytes.as_slice();
+        for run in runs.map(|run| touch.run(run)) {
+            let (now, later) = rest.split_at(run.len as usize);
+            rest = later;
+            self.fill_range(space, run, now)?;
+        }
+        Ok(true)
+    }
+
+    fn fill_in(&self, space: &Space<'a>, index: usize, bytes: &mut Vec<u8>) -> Result<()> {
+        let plan = &self.work.plan;
+        let extent = &plan.later[index];
+        let first = plan.first_page(index);
+        if space.settled.unset(first..first + u64::from(extent.pages)).is_none() {
+            return Ok(());
+        }
+        bytes.resize(extent.len() as usize, 0);
+        self.travel(extent.len(), false);
+        if let Err(why) = self.read_patiently(space, index, bytes) {
+            // It may never be wanted. If it is, the program is told then.
+            self.work.fail(&why.to_string());
+            return Ok(());
+        }
+        self.fill_range(space, Range { start: extent.address, len: extent.len() }, bytes)
+    }
+
+    fn fill_range(&self, space: &Space<'a>, range: Range, bytes: &[u8]) -> Result<()> {
+        while self.install(space, range, bytes, Count::Ahead)? == Did::NotYet {
+            if self.leave.load(Ordering::Relaxed) || space.has_ended() {
+                return Ok(());
+            }
+            std::thread::sleep(Duration::from_micros(50));
+        }
+        while self.urgent.load(Ordering::Relaxed) > 0 && !self.leave.load(Ordering::Relaxed) {
+            std::thread::yield_now();
+        }
+        Ok(())
+    }
+}
+
+/// Time on the clock that all page servers of a program have: it is the program's own, and not that of those who started
+/// them.
+pub(super) fn monotonic_us() -> u64 {
+    let now = clock_gettime(ClockId::Monotonic);
+    now.tv_sec as u64 * 1_000_000 + now.tv_nsec as u64 / 1_000
+}
+
+impl Wanted {
+    /// Notes a range, unless all of them are more than an eighth of `all` bytes: then it is not a matter of what comes first.
+    fn note(&mut self, range: Range, all: u64) {
+        if self.bytes + range.len <= all / 8 {
+            self.bytes += range.len;
+            self.runs.push(range);
+        }
+    }
+}

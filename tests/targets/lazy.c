@@ -1,0 +1,182 @@
+// Memory that comes while the program runs already: every way to touch a page that is not there yet.
+#include "target.h"
+#include <sys/uio.h>
+
+#define ROOM (48ul << 20)
+#define THREADS 6
+
+static char *memory;
+
+static void make(void) {
+  memory = map_anon(ROOM);
+  for (size_t at = 0; at < ROOM; at += PAGE)
+    fill(memory + at, PAGE, at);
+}
+
+static void *check_all(void *argument) {
+  // Each thread in an order of its own, so that some touch the same page at the same time.
+  uint64_t step = 2 * (uint64_t)(long)argument + 2741, at = (uint64_t)(long)argument;
+  for (size_t n = 0; n < ROOM / PAGE; n++, at += step) {
+    size_t page = at % (ROOM / PAGE) * PAGE;
+    CHECK(filled(memory + page, PAGE, page));
+  }
+  return 0;
+}
+
+// All of it is read by many threads.
+static void whole(void) {
+  make();
+  cut();
+  pthread_t threads[THREADS];
+  for (long i = 0; i < THREADS; i++)
+    threads[i] = spawn(check_all, (void *)i);
+  for (int i = 0; i < THREADS; i++)
+    pthread_join(threads[i], 0);
+}
+
+static int is_filled_page(const void *at, size_t page) {
+  return filled(at, PAGE, page);
+}
+
+// The kernel touches it for the program.
+static void calls(void) {
+  make();
+  cut();
+  char *at = memory;
+  int pipes[2], file = open(path_of("file"), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+  MUST(file >= 0 && pipe2(pipes, O_CLOEXEC) == 0);
+  static char here[16 * PAGE];
+  // write(2) and writev(2) from pages that are not there, read(2) into them.
+  EQUAL(pwrite(file, at, 16 * PAGE, 0), 16 * PAGE);
+  EQUAL(pread(file, here, sizeof here, 0), sizeof here);
+  for (size_t page = 0; page < sizeof here; page += PAGE)
+    CHECK(is_filled_page(here + page, page));
+  at += 8 << 20;
+  EQUAL(pread(file, at + 100, 3 * PAGE, 0), 3 * PAGE);
+  CHECK(memcmp(at + 100, here, 3 * PAGE) == 0);
+  CHECK(is_filled_page(at + 4 * PAGE, 4 * PAGE + (8 << 20)));
+  struct iovec parts[3];
+  for (int i = 0; i < 3; i++)
+    parts[i] = (struct iovec){memory + (12 << 20) + i * (1 << 20), 1000};
+  EQUAL(writev(pipes[1], parts, 3), 3000);
+  EQUAL(read(pipes[0], here, 3000), 3000);
+  for (int i = 0; i < 3; i++)
+    CHECK(memcmp(here + i * 1000, parts[i].iov_base, 1000) == 0);
+  // Of the process itself, by way of others.
+  struct iovec mine = {here, PAGE}, its = {memory + (16 << 20), PAGE};
+  EQUAL(process_vm_readv(getpid(), &mine, 1, &its, 1, 0), PAGE);
+  CHECK(is_filled_page(here, 16 << 20));
+  // Here the kernel does not wait, and says so: there is no page yet.
+  int mem = open("/proc/self/mem", O_RDWR | O_CLOEXEC);
+  MUST(mem >= 0);
+  double until = now() + 20;
+  while (pread(mem, here, PAGE, (long)memory + (17 << 20)) < 0 && errno == EIO && now() < until)
+    nap(0.001);
+  CHECK(is_filled_page(here, 17 << 20));
+  while (pwrite(mem, "changed", 7, (long)memory + (18 << 20)) < 0 && errno == EIO && now() < until)
+    nap(0.001);
+  CHECK(memcmp(memory + (18 << 20), "changed", 7) == 0);
+  memcpy(memory + (18 << 20), here, 7);
+  fill(memory + (18 << 20), PAGE, 18 << 20);
+  close(mem);
+  // A futex, a signal's frame, a path, a time.
+  uint32_t *word = (uint32_t *)(memory + (20 << 20));
+  EQUAL(syscall(SYS_futex, word, 0x80, *word + 1, 0, 0, 0), -1);
+  EQUAL(errno, EAGAIN);
+  EQUAL(mlock(memory + (21 << 20), 1 << 20), 0);
+  EQUAL(mprotect(memory + (23 << 20), 1 << 20, PROT_READ), 0);
+  CHECK(is_filled_page(memory + (23 << 20), 23 << 20));
+  EQUAL(mprotect(memory + (23 << 20), 1 << 20, PROT_READ | PROT_WRITE), 0);
+  EQUAL(madvise(memory + (24 << 20), 4 << 20, MADV_HUGEPAGE), 0);
+  EQUAL(madvise(memory + (24 << 20), 4 << 20, MADV_WILLNEED), 0);
+  for (size_t page = 21 << 20; page < (28 << 20); page += PAGE)
+    CHECK(is_filled_page(memory + page, page));
+}
+
+// What is dropped, unmapped, moved and replaced before it is there.
+static void changes(void) {
+  make();
+  cut();
+  char *at = memory;
+  EQUAL(madvise(at + (1 << 20), 1 << 20, MADV_DONTNEED), 0);
+  EQUAL(munmap(at + (2 << 20), 1 << 20), 0);
+  EQUAL(mmap(at + (2 << 20), 1 << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0),
+        at + (2 << 20));
+  char *moved = mremap(at + (3 << 20), 1 << 20, 2 << 20, MREMAP_MAYMOVE);
+  MUST(moved != MAP_FAILED);
+  char *target = map_anon(1 << 20);
+  fill(target, 1 << 20, 1);
+  EQUAL(mremap(at + (4 << 20), 1 << 20, 1 << 20, MREMAP_MAYMOVE | MREMAP_FIXED, target), target);
+  // Moved twice, and a part of it once more.
+  char *again = mremap(moved, 2 << 20, 2 << 20, MREMAP_MAYMOVE | MREMAP_FIXED, at + (3 << 20));
+  EQUAL(again, at + (3 << 20));
+  char *kept = mremap(at + (6 << 20), 1 << 20, 1 << 20, MREMAP_MAYMOVE | MREMAP_DONTUNMAP, 0);
+  MUST(kept != MAP_FAILED);
+  CHECK(all_zero(at + (1 << 20), 2 << 20));
+  for (size_t page = 3 << 20; page < (4 << 20); page += PAGE) {
+    CHECK(is_filled_page(at + page, page));
+    CHECK(is_filled_page(target + page - (3 << 20), page + (1 << 20)));
+    CHECK(is_filled_page(kept + page - (3 << 20), page + (3 << 20)));
+  }
+  CHECK(all_zero(at + (4 << 20), 1 << 20));
+  CHECK(all_zero(at + (6 << 20), 1 << 20));
+  CHECK(is_filled_page(at + (5 << 20), 5 << 20));
+  EQUAL(madvise(at + (8 << 20), 1 << 20, MADV_FREE), 0);
+  for (size_t page = 8 << 20; page < (9 << 20); page += PAGE)
+    CHECK(all_zero(at + page, PAGE) || is_filled_page(at + page, page));
+  // Growing where it is, then shrinking.
+  char *end = mremap(at + (40 << 20), 8 << 20, 12 << 20, MREMAP_MAYMOVE);
+  MUST(end != MAP_FAILED);
+  CHECK(all_zero(end + (8 << 20), 4 << 20));
+  CHECK(is_filled_page(end + (7 << 20), 47 << 20));
+  EQUAL(mremap(end, 12 << 20, 1 << 20, 0), end);
+  EQUAL(mremap(end, 1 << 20, 2 << 20, MREMAP_MAYMOVE), end);
+  CHECK(all_zero(end + (1 << 20), 1 << 20));
+  for (size_t page = 40 << 20; page < (41 << 20); page += PAGE)
+    CHECK(is_filled_page(end + page - (40 << 20), page));
+  for (size_t page = 9 << 20; page < (40 << 20); page += PAGE)
+    CHECK(is_filled_page(at + page, page));
+}
+
+static int child_of(int depth) {
+  pid_t child = fork();
+  MUST(child >= 0);
+  if (child == 0) {
+    failures = 0;
+    size_t from = (size_t)depth << 22;
+    for (size_t page = from; page < from + (4 << 20); page += PAGE)
+      CHECK(is_filled_page(memory + page, page));
+    // What is written here is not seen elsewhere.
+    memset(memory + (40 << 20), depth, 1 << 20);
+    EQUAL(madvise(memory + (41 << 20), 1 << 20, MADV_DONTNEED), 0);
+    CHECK(all_zero(memory + (41 << 20), 1 << 20));
+    if (depth < 3)
+      CHECK(child_of(depth + 1) == 0);
+    _exit(failures != 0);
+  }
+  int status;
+  MUST(waitpid(child, &status, 0) == child);
+  return status;
+}
+
+// Copies of the process miss what it does.
+static void children(void) {
+  make();
+  cut();
+  for (int i = 0; i < 8; i++) {
+    pid_t child = fork();
+    MUST(child >= 0);
+    if (child == 0) {
+      execl("/bin/true", "true", (char *)0);
+      _exit(9);
+    }
+    int status;
+    MUST(waitpid(child, &status, 0) == child);
+    EQUAL(status, 0);
+  }
+  EQUAL(child_of(1), 0);
+  for (size_t page = 0; page < ROOM; page += PAGE)
+    CHECK(is_filled_page(memory + page, page));
+}
+
+SCENARIOS({"whole", whole}, {"calls", calls}, {"changes", changes}, {"children", children})

@@ -1,0 +1,242 @@
+//! Programs that run while most of their memory is still to come: every way to touch what is missing, page servers that are
+//! killed, stores that break, checkpoints and removals meanwhile.
+#![allow(missing_docs)]
+
+use std::fs;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+use stillpoint_tests::target::Running;
+use stillpoint_tests::{Build, Checkpoint, Scratch, Stillpoint, Target, kernel, undisturbed_only, wait_for};
+
+/// Nothing is too small to come later.
+const LAZY: [&str; 2] = ["--eager-below", "0"];
+
+/// How often a test kills page servers.
+fn kills() -> u64 {
+    std::env::var("STILLPOINT_KILLS").ok().and_then(|k| k.parse().ok()).unwrap_or(300)
+}
+
+/// A target that was checkpointed and killed.
+struct Saved {
+    scratch: Scratch,
+    stillpoint: Stillpoint,
+    checkpoint: Checkpoint,
+    directory: PathBuf,
+    pid: u32,
+}
+
+impl Saved {
+    /// Nothing where only undisturbed runs are asked for.
+    fn new(scenario: &str) -> Option<Self> {
+        let scratch = Scratch::new();
+        let target = Target::new("lazy", scenario, Build::Dynamic).expect("cc");
+        let directory = scratch.directory("target");
+        let mut running = target.start(&directory, scratch.path());
+        if undisturbed_only() {
+            running.finish("undisturbed");
+            return None;
+        }
+        let stillpoint = scratch.stillpoint();
+        let checkpoint = stillpoint.checkpoint(running.pid, "job", &["--kill"]);
+        running.reap();
+        let pid = running.pid;
+        Some(Saved { scratch, stillpoint, checkpoint, directory, pid })
+    }
+
+    #[track_caller]
+    fn restore(&self, extra: &[&str]) -> Running {
+        kernel::wait_free(self.pid);
+        let _ = fs::remove_file(self.directory.join("go"));
+        let options: Vec<&str> = LAZY.iter().chain(extra).copied().collect();
+        let pid = self.stillpoint.restore_at_once(&self.checkpoint.name(), &options);
+        Running::restored(pid, &self.directory)
+    }
+}
+
+/// The page servers there are.
+fn servers() -> Vec<u32> {
+    let is_server = |pid: &u32| {
+        let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+        ["stillpoint page", "page keeper"].contains(&name.trim()) && kernel::alive(*pid)
+    };
+    let entries = fs::read_dir("/proc").expect("/proc").flatten();
+    entries.filter_map(|e| e.file_name().to_str()?.parse().ok()).filter(is_server).collect()
+}
+
+/// The page servers of a process.
+fn servers_of(pid: u32) -> Vec<u32> {
+    let serves = |server: &u32| {
+        let folder = fs::read_dir(format!("/proc/{server}/fdinfo"));
+        let line = format!("Pid:\t{pid}");
+        folder
+            .into_iter()
+            .flatten()
+            .flatten()
+            .any(|e| fs::read_to_string(e.path()).is_ok_and(|text| text.lines().any(|l| l == line)))
+    };
+    servers().into_iter().filter(serves).collect()
+}
+
+#[track_caller]
+fn all_is_loaded(pid: u32) {
+    wait_for("all memory to be there", Duration::from_secs(60), || servers_of(pid).is_empty().then_some(()));
+}
+
+/// What the target does is right while pages are missing, with a store that is fast, one that is slow, and none at all.
+#[track_caller]
+fn touches(scenario: &str) {
+    let Some(saved) = Saved::new(scenario) else { return };
+    for extra in [&[][..], &["--limit-bandwidth", "40MB/s"]] {
+        let running = saved.restore(extra);
+        let pid = running.pid;
+        running.finish(&format!("restored with {extra:?}"));
+        all_is_loaded(pid);
+    }
+    let running = saved.restore(&[]);
+    all_is_loaded(running.pid);
+    running.finish("when all is there");
+    saved.scratch.nothing_is_left("in the end");
+}
+
+#[test]
+fn whole() {
+    touches("whole");
+}
+
+#[test]
+fn calls() {
+    touches("calls");
+}
+
+#[test]
+fn changes() {
+    touches("changes");
+}
+
+#[test]
+fn children() {
+    touches("children");
+}
+
+/// The servers of a program are killed at random moments, one at a time: those that are left start others.
+#[test]
+fn killed_servers() {
+    for scenario in ["whole", "changes", "children"] {
+        let Some(saved) = Saved::new(scenario) else { return };
+        let mut killed = 0;
+        while killed < kills() / 3 {
+            let running = saved.restore(&["--limit-bandwidth", "60MB/s"]);
+            let pid = running.pid;
+            // Half of them while the program goes on, half of them before.
+            let early = saved.scratch.random().below(2) == 0;
+            if early {
+                running.go();
+            }
+            let until = Instant::now() + Duration::from_millis(800);
+            while Instant::now() < until {
+                let servers = servers_of(pid);
+                if servers.is_empty() {
+                    break;
+                }
+                // Alone, it is about to start another one.
+                if servers.len() > 1 {
+                    let any = saved.scratch.random().below(servers.len() as u64) as usize;
+                    kernel::kill(servers[any], kernel::SIGKILL);
+                    killed += 1;
+                    wait_for("another server", Duration::from_secs(20), || {
+                        let now = servers_of(pid);
+                        (now.is_empty() || (now.len() > 1 && !now.contains(&servers[any]))).then_some(())
+                    });
+                }
+                std::thread::sleep(Duration::from_micros(saved.scratch.random().below(8_000)));
+            }
+            running.finish(&format!("{scenario}, after {killed} kills"));
+            all_is_loaded(pid);
+        }
+        saved.scratch.nothing_is_left("in the end");
+    }
+}
+
+/// A program whose page cannot be had is ended, and somebody says why.
+#[test]
+fn a_damaged_page() {
+    let Some(saved) = Saved::new("whole") else { return };
+    let is_segment = |path: &&PathBuf| path.components().any(|c| c.as_os_str() == "segments");
+    let files = saved.stillpoint.files();
+    let segment = files.iter().filter(is_segment).max_by_key(|p| fs::metadata(p).map_or(0, |m| m.len()));
+    let segment = fs::File::options().read(true).write(true).open(segment.expect("a segment")).expect("open");
+    let middle = segment.metadata().expect("metadata").len() / 2;
+    let mut byte = [0];
+    segment.read_exact_at(&mut byte, middle).expect("read");
+    segment.write_all_at(&[byte[0] ^ 1], middle).expect("write");
+    // In the foreground, to hear what is said.
+    let mut command = saved.stillpoint.command(&["restore", &saved.checkpoint.name(), LAZY[0], LAZY[1]]);
+    command.stdin(std::process::Stdio::null());
+    let _ = fs::write(saved.directory.join("go"), "");
+    let output = Stillpoint::wait(command, saved.scratch.path());
+    output.fails(137, &["checksum"]);
+    let said = fs::read_to_string(saved.directory.join("out")).unwrap_or_default();
+    assert!(!said.contains("differs") && !said.lines().any(|l| l == "ok"), "it went on: {said}");
+    saved.scratch.nothing_is_left("in the end");
+}
+
+/// What is recorded of a restore is used by the next one, and is a hint and nothing else.
+#[test]
+fn a_touch_set() {
+    let Some(saved) = Saved::new("whole") else { return };
+    let path = saved.stillpoint.store().join("jobs/job/touch").join(saved.checkpoint.id.to_string());
+    assert!(!path.exists());
+    let running = saved.restore(&[]);
+    let pid = running.pid;
+    running.finish("restored for the first time");
+    all_is_loaded(pid);
+    let shown = saved.stillpoint.run(&["show", &saved.checkpoint.name(), "--json"]).ok().json();
+    assert!(shown["touch_set"]["bytes"].as_u64() > Some(0), "{shown}");
+    let whole = fs::read(&path).expect("a touch set");
+    for turn in 0..6 {
+        let mut bytes = whole.clone();
+        match turn {
+            0 => {}
+            1 => bytes.truncate(whole.len() / 2),
+            _ => {
+                let at = saved.scratch.random().below(whole.len() as u64) as usize;
+                bytes[at] ^= 1 << saved.scratch.random().below(8);
+            }
+        }
+        fs::write(&path, bytes).expect("write");
+        let running = saved.restore(&[]);
+        let pid = running.pid;
+        running.finish(&format!("with a touch set, turn {turn}"));
+        all_is_loaded(pid);
+    }
+    saved.scratch.nothing_is_left("in the end");
+}
+
+/// What is removed while it is loaded stays as long as it is needed.
+#[test]
+fn removed_meanwhile() {
+    let Some(saved) = Saved::new("whole") else { return };
+    let running = saved.restore(&["--limit-bandwidth", "40MB/s"]);
+    saved.stillpoint.run(&["rm", &saved.checkpoint.name()]).ok();
+    let pid = running.pid;
+    running.finish("its checkpoint was removed");
+    all_is_loaded(pid);
+    saved.scratch.nothing_is_left("in the end");
+}
+
+/// A checkpoint of a program that is still being loaded is one like any other.
+#[test]
+fn checkpoint_meanwhile() {
+    let Some(mut saved) = Saved::new("whole") else { return };
+    for target in ["job", "pid"] {
+        let running = saved.restore(&["--limit-bandwidth", "60MB/s"]);
+        let pid = running.pid.to_string();
+        let target = if target == "pid" { &pid } else { target };
+        let checkpoint = saved.stillpoint.checkpoint(target, "job", &[]);
+        running.kill();
+        saved.checkpoint = checkpoint;
+        saved.restore(&[]).finish("restored once more");
+    }
+    saved.scratch.nothing_is_left("in the end");
+}
