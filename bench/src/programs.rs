@@ -177,6 +177,20 @@ impl Program {
         }
     }
 
+    /// Kills it after it was restored, and waits until its process id is free.
+    pub fn kill_restored(&self) -> Result<()> {
+        let id = i32::try_from(self.pid).ok().and_then(Pid::from_raw).context("process id")?;
+        pidfd_send_signal(pidfd_open(id, PidfdFlags::empty())?, Signal::KILL)?;
+        let until = Instant::now() + PATIENCE;
+        while Path::new(&format!("/proc/{}", self.pid)).exists() {
+            if Instant::now() > until {
+                bail!("process {} does not end", self.pid);
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(())
+    }
+
     /// Waits for its end; an error unless its own check is satisfied.
     pub fn outcome(mut self) -> Result<Outcome> {
         self.wait_for("result")?;

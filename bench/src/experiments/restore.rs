@@ -1,4 +1,4 @@
-//! Time from the command to a program that answers.
+//! Time from the command to a program that runs, and to one that answers.
 
 use crate::bench::{Bench, size_name};
 use crate::heartbeat::{Heartbeat, Load};
@@ -7,54 +7,119 @@ use crate::series::Series;
 use anyhow::Result;
 
 const ABOUT: &str = "\
-A program is checkpointed, killed and restored, all of its memory loaded; the time is from the restore command's start to
-the program's first answer. At the end the program checks all of its memory.";
+A program is checkpointed, killed and restored again and again, its checkpoint in the page cache. `runs` is the time from the
+start of the restore command until the program runs, when the command returns; `answers` that until the program has
+answered. `lazy` loads most of the memory behind the running program, `eager` loads all of it first; the first lazy restore
+records what the program waits for. At the end the program checks all of its memory.";
 
-/// Measures one size.
+/// Sizes, MiB: that at which others are measured, one for eager loading, and one that is large.
+const SIZES: [u64; 3] = [1024, 4096, 8192];
+
+/// Ways to restore: name and options.
+const WAYS: [(&str, &[&str]); 2] = [("lazy", &[]), ("eager", &["--eager"])];
+
+#[derive(Default)]
+struct Measured {
+    runs: Series,
+    answers: Series,
+}
+
+/// Measures all sizes.
 pub fn run(bench: &Bench) -> Result<Section> {
     let mut section = bench.section("restore", ABOUT);
-    let mebibytes = bench.base_size();
-    let place = bench.plan.place("restore")?;
-    let load = Load::new(mebibytes, 0);
-    let mut ours = Series::default();
-    let mut theirs: Vec<Series> = bench.peers.iter().map(|_| Series::default()).collect();
-    for run in 0..=bench.plan.runs {
-        let mut program = Heartbeat::start(&bench.programs, &place.join("ours"), load, &[])?;
-        let took = bench.stillpoint.kill_and_restore(&mut program, &place.join("store"))?;
-        program.finish()?;
-        if run > 0 {
-            ours.add_time(took);
+    let columns = ["size, MiB", "by", "runs, ms", "least", "most", "answers, ms", "runs"];
+    let mut table = Table::new("restore", "Medians.", &columns);
+    let mut all: Vec<(u64, &str, Measured)> = Vec::new();
+    for mebibytes in SIZES {
+        if mebibytes * 2 > bench.plan.memory() {
+            section.note(format!("{} is skipped: there is not enough memory", size_name(mebibytes)));
+            continue;
         }
-        for (peer, series) in bench.peers.iter().zip(&mut theirs) {
-            let there = place.join(peer.name());
-            let launcher = peer.launcher(&there)?;
-            let mut program = Heartbeat::start(&bench.programs, &place.join("theirs"), load, &launcher)?;
-            let took = peer.kill_and_restore(&mut program, &there)?;
-            program.finish()?;
-            if run > 0 {
-                series.add_time(took);
+        let place = bench.plan.place("restore")?;
+        let load = Load::new(mebibytes, 0);
+        let mut program = Heartbeat::start(&bench.programs, &place.join("ours"), load, &[])?;
+        let store = place.join("store");
+        bench.stillpoint.kill(&mut program, &store)?;
+        for (name, way) in WAYS {
+            let mut measured = Measured::default();
+            for run in 0..=bench.plan.runs {
+                let (runs, answers) = bench.stillpoint.bring_back(&program, &store, way)?;
+                if run > 0 {
+                    measured.runs.add_time(runs);
+                    measured.answers.add_time(answers);
+                }
+                // What it waited for is recorded when all is there.
+                bench.stillpoint.await_pagers()?;
+                program.kill_restored()?;
             }
+            all.push((mebibytes, name, measured));
+        }
+        bench.stillpoint.bring_back(&program, &store, &[])?;
+        program.finish()?;
+        // Other tools take their time in proportion: it is enough to see them up to the second size.
+        for peer in bench.peers.iter().filter(|_| mebibytes < SIZES[2]) {
+            let mut measured = Measured::default();
+            let there = place.join(peer.name());
+            for run in 0..=bench.plan.runs {
+                let launcher = peer.launcher(&there)?;
+                let mut program = Heartbeat::start(&bench.programs, &place.join("theirs"), load, &launcher)?;
+                let (runs, answers) = peer.kill_and_restore(&mut program, &there)?;
+                program.finish()?;
+                if run > 0 {
+                    measured.runs.add_time(runs);
+                    measured.answers.add_time(answers);
+                }
+            }
+            all.push((mebibytes, peer.name(), measured));
         }
     }
-    let mut table = Table::new("restore", "Medians.", &["size, MiB", "by", "ms", "least", "most", "runs"]);
-    let names = std::iter::once("stillpoint").chain(bench.peers.iter().map(|p| p.name()));
-    for (name, series) in names.zip(std::iter::once(&ours).chain(&theirs)) {
-        let numbers = [series.median(), series.least(), series.most()].map(number).to_vec();
-        let row = [vec![mebibytes.to_string(), name.to_owned()], numbers, vec![series.count().to_string()]];
+    for (mebibytes, name, Measured { runs, answers }) in &all {
+        let numbers = [runs.median(), runs.least(), runs.most(), answers.median()].map(number).to_vec();
+        let row = [vec![mebibytes.to_string(), (*name).to_owned()], numbers, vec![runs.count().to_string()]];
         table.row(row.concat());
     }
     section.tables.push(table);
-    let row = |peer| Promise {
-        what: format!("eager restore of {}", size_name(mebibytes)),
-        reached: Figure(ours.median(), "ms"),
-        peer,
-        limit: Limit::None,
-    };
-    if theirs.is_empty() {
-        section.promises.push(row(None));
-    }
-    for (peer, series) in bench.peers.iter().zip(&theirs) {
-        section.promises.push(row(Some((peer.name().to_owned(), Figure(series.median(), "ms")))));
-    }
+    section.promises = promises(&all);
     Ok(section)
+}
+
+fn promises(all: &[(u64, &str, Measured)]) -> Vec<Promise> {
+    let find = |size: u64, by: &str| all.iter().find(|(s, b, _)| (*s, *b) == (size, by)).map(|(_, _, m)| m);
+    let runs = |size: u64, by: &str| find(size, by).map(|m| m.runs.median());
+    let mut promises = Vec::new();
+    for size in [SIZES[0], SIZES[2]] {
+        let Some(lazy) = runs(size, "lazy") else { continue };
+        let small = runs(SIZES[0], "lazy").filter(|_| size != SIZES[0]);
+        let name = size_name(size);
+        promises.push(Promise {
+            what: format!("restore of {name} until the program runs: at most 15 ms"),
+            reached: Figure(lazy, "ms"),
+            peer: None,
+            limit: Limit::AtMost(15.0),
+        });
+        promises.extend(small.map(|small| Promise {
+            what: format!(
+                "restore of {name} until the program runs: at most 1.3 × that of {}",
+                size_name(SIZES[0])
+            ),
+            reached: Figure(lazy, "ms"),
+            peer: Some((size_name(SIZES[0]), Figure(small, "ms"))),
+            limit: Limit::TimesPeer(1.3),
+        }));
+        promises.extend(runs(size, "CRIU").map(|criu| Promise {
+            what: format!("restore of {name} until the program runs: at least 40 × faster than CRIU's"),
+            reached: Figure(lazy, "ms"),
+            peer: Some(("CRIU".into(), Figure(criu, "ms"))),
+            limit: Limit::TimesPeer(1.0 / 40.0),
+        }));
+    }
+    if let (Some(eager), Some(criu)) = (runs(SIZES[1], "eager"), runs(SIZES[1], "CRIU")) {
+        promises.push(Promise {
+            what: format!("eager restore of {}: faster than CRIU's", size_name(SIZES[1])),
+            reached: Figure(eager, "ms"),
+            peer: Some(("CRIU".into(), Figure(criu, "ms"))),
+            limit: Limit::TimesPeer(1.0),
+        });
+    }
+    promises
 }

@@ -50,13 +50,13 @@ impl Tool for Criu {
         self.dump(pid, &place.join("images"), &["--leave-running"])
     }
 
-    fn kill_and_restore(&self, program: &mut Heartbeat, place: &Path) -> Result<Duration> {
+    fn kill_and_restore(&self, program: &mut Heartbeat, place: &Path) -> Result<(Duration, Duration)> {
         let images = place.join("images");
         self.dump(program.pid, &images, &[])?;
         program.reap();
         let began = Instant::now();
-        run(Command::new(&self.binary).arg("restore").arg("-d").arg("-D").arg(&images))?;
+        let (_, runs) = run(Command::new(&self.binary).arg("restore").arg("-d").arg("-D").arg(&images))?;
         program.longest_gap()?;
-        Ok(began.elapsed())
+        Ok((runs, began.elapsed()))
     }
 }

@@ -22,8 +22,8 @@ pub trait Tool {
     fn launcher(&self, place: &Path) -> Result<Vec<String>>;
     /// Checkpoints a process that goes on.
     fn checkpoint(&self, pid: u32, place: &Path) -> Result<Dump>;
-    /// Checkpoints and kills a program and restores it; time of the restore until the program answers.
-    fn kill_and_restore(&self, program: &mut Heartbeat, place: &Path) -> Result<Duration>;
+    /// Checkpoints and kills a program and restores it; time of the restore until the program runs, and until it answers.
+    fn kill_and_restore(&self, program: &mut Heartbeat, place: &Path) -> Result<(Duration, Duration)>;
 }
 
 /// Another tool's checkpoint.

@@ -238,17 +238,45 @@ impl Stillpoint {
         Job::from(&report)
     }
 
-    /// Checkpoints and kills a program and restores it; time of the restore until the program answers.
-    pub fn kill_and_restore(&self, program: &mut Heartbeat, store: &Path) -> Result<Duration> {
+    /// Checkpoints and kills a program, and reads the checkpoint once, so that it is in memory.
+    pub fn kill(&self, program: &mut Heartbeat, store: &Path) -> Result<()> {
         let pid = program.pid.to_string();
         self.json(store, None, &["checkpoint", &pid, "--name", "restore", "--kill", "--json"])?;
+        self.json(store, None, &["verify", "restore", "--json"])?;
         program.reap();
+        self.keep(store, "restore", 1)
+    }
+
+    /// Waits until no program's memory is being loaded any more.
+    pub fn await_pagers(&self) -> Result<()> {
+        let is_pager = |entry: std::fs::DirEntry| {
+            let name = std::fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
+            let state = std::fs::read_to_string(entry.path().join("stat")).unwrap_or_default();
+            name.trim() == "stillpoint page" && !state.contains(") Z ")
+        };
+        let until = Instant::now() + Duration::from_secs(60);
+        while std::fs::read_dir("/proc")?.flatten().any(is_pager) {
+            if Instant::now() > until {
+                bail!("loading does not end");
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(())
+    }
+
+    /// Restores a program that was killed; time until it runs, which is when the command returns, and until it answers.
+    pub fn bring_back(
+        &self,
+        program: &Heartbeat,
+        store: &Path,
+        way: &[&str],
+    ) -> Result<(Duration, Duration)> {
         let began = Instant::now();
-        self.restore(store, "restore")?;
+        let mut command = Command::new(&self.binary);
+        command.args(["restore", "restore", "--detach"]).args(way).env("STILLPOINT_STORE", store);
+        let (_, runs) = run(&mut command)?;
         program.longest_gap()?;
-        let took = began.elapsed();
-        self.keep(store, "restore", 1)?;
-        Ok(took)
+        Ok((runs, began.elapsed()))
     }
 }
 
