@@ -141,7 +141,8 @@ impl Stillpoint {
         files
     }
 
-    /// A command to be started. `STILLPOINT_ENGINE` is the memory engine of checkpoints for which the test asks none.
+    /// A command to be started. `STILLPOINT_ENGINE` is the memory engine of checkpoints for which the test asks none, and
+    /// `STILLPOINT_RESTORE` has options for every restore (`--eager-below 0`).
     pub fn command<S: AsRef<OsStr>>(&self, arguments: &[S]) -> Command {
         let mut command = Command::new(binary());
         command.args(arguments);
@@ -150,6 +151,11 @@ impl Stillpoint {
             && !arguments.iter().any(|a| is(a, "--engine"));
         if let (true, Some(engine)) = (takes_any, std::env::var_os("STILLPOINT_ENGINE")) {
             command.arg("--engine").arg(engine);
+        }
+        if arguments.first().is_some_and(|a| is(a, "restore"))
+            && let Ok(options) = std::env::var("STILLPOINT_RESTORE")
+        {
+            command.args(options.split_whitespace());
         }
         command.env("STILLPOINT_STORE", &self.store).env(MARK, &self.mark).stdin(Stdio::null());
         command

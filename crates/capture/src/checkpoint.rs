@@ -129,9 +129,11 @@ impl Session {
         let pid = self.pid;
         let mut result = self.attempt(store, options, progress);
         let mut programs = 0;
+        let began = Instant::now();
         loop {
             match result {
                 Err(Error::Loading) => std::thread::sleep(LOADING),
+                Err(Error::Busy(_)) if began.elapsed() < BUSY => std::thread::sleep(Duration::from_millis(1)),
                 Err(Error::Replaced) if programs < MOST_PROGRAMS => {
                     programs += 1;
                     self.followed = Followed::default();
@@ -175,6 +177,8 @@ const FRESH: Duration = Duration::from_millis(30);
 const READ_AT_THE_CUT: u64 = 4 << 20;
 /// Between two looks whether the memory of a program that was just restored is all there.
 const LOADING: Duration = Duration::from_millis(10);
+/// How long another of us may take who has stopped the program.
+const BUSY: Duration = Duration::from_secs(1);
 /// How often a process may become another program while it is being checkpointed, before that is given up.
 const MOST_PROGRAMS: usize = 20;
 

@@ -12,6 +12,9 @@ pub enum Error {
     /// There is no such target, or it cannot be a target (exit code 2): a zombie, a kernel thread, ourselves, …
     #[error("{0}")]
     Target(String),
+    /// Another of us has stopped it, for a moment (exit code 2).
+    #[error("{0}")]
+    Busy(String),
     /// The checkpoint could not be stored (exit code 1).
     #[error(transparent)]
     Store(#[from] stillpoint_store::Error),

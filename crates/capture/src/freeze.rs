@@ -144,8 +144,8 @@ fn seize(process: &Proc, tid: u32) -> Result<Seized> {
             Err(e) if e.errno() == Some(libc::EPERM) && !is_ending(process, tid) => e,
             other => return Ok(other?),
         };
-        if let Some(tracer) = target::tracer(process, tid).filter(|_| !is_ours(process, tid)) {
-            return Err(Error::Target(tracer));
+        if let Some(traced) = target::tracer(process, tid).filter(|_| !is_ours(process, tid)) {
+            return Err(traced);
         }
         tries += 1;
         if tries == TRIES {

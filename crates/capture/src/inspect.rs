@@ -20,7 +20,7 @@ use stillpoint_linux::inject::outside;
 use stillpoint_linux::layout;
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::pagemap::Pagemap;
-use stillpoint_linux::pager;
+use stillpoint_linux::pager::{self, Role};
 use stillpoint_linux::proc::{Proc, Vma};
 use stillpoint_linux::ptrace::{RseqConfiguration, Stopped};
 
@@ -100,7 +100,13 @@ impl<'a> Known<'a> {
         if builder.refusals.is_empty() {
             let mut mappings = Mappings::read(process, pagemap)?;
             if mappings.wait_for_pages() {
-                if pager::serves(pid) {
+                let servers = pager::servers_of(pid);
+                if servers.contains(&Role::Lacks) {
+                    let why =
+                        "some of its memory cannot be loaded from the checkpoint that it was restored from";
+                    return Err(Error::Failed(why.into()));
+                }
+                if !servers.is_empty() {
                     return Err(Error::Loading);
                 }
                 // It was about to be all there.

@@ -131,7 +131,7 @@ pub fn failure(error: Error, target: &str) -> Failure {
             let list = stillpoint_capture::list(&refusals);
             Failure::refused(format!("cannot checkpoint {target}, which runs on unharmed:\n{list}"))
         }
-        Error::Target(what) => Failure::usage(what),
+        Error::Target(what) | Error::Busy(what) => Failure::usage(what),
         Error::Store(e) => jobs::store_failure(e).within(&format!("checkpoint {target}")),
         Error::Kernel(e) => Failure::from(e).within(&format!("checkpoint {target}")),
         Error::Replaced | Error::Loading => {

@@ -10,6 +10,8 @@ pub enum Role {
     Serves,
     /// It will when the others are dead.
     StandsBy,
+    /// It puts in pages, but there are some that it cannot have.
+    Lacks,
 }
 
 impl Role {
@@ -18,6 +20,7 @@ impl Role {
         match self {
             Role::Serves => b"stillpoint page",
             Role::StandsBy => b"page keeper",
+            Role::Lacks => b"stillpoint lack",
         }
     }
 }
@@ -30,14 +33,15 @@ pub fn take_role(role: Role) {
     unsafe { libc::prctl(libc::PR_SET_NAME, name.as_ptr()) };
 }
 
-fn has_role(pid: u32) -> bool {
+fn role_of(pid: u32) -> Option<Role> {
     let name = Proc::process(pid).and_then(|p| p.comm()).unwrap_or_default();
-    [Role::Serves, Role::StandsBy].iter().any(|role| role.name() == name)
+    [Role::Serves, Role::StandsBy, Role::Lacks].into_iter().find(|role| role.name() == name)
 }
 
-/// Whether one of them still puts pages into this process.
-pub fn serves(pid: u32) -> bool {
-    processes().unwrap_or_default().into_iter().any(|server| has_role(server) && holds(server, pid))
+/// What those do that still put pages into this process, if there are any.
+pub fn servers_of(pid: u32) -> Vec<Role> {
+    let role = |server: u32| role_of(server).filter(|_| holds(server, pid));
+    processes().unwrap_or_default().into_iter().filter_map(role).collect()
 }
 
 /// Whether a process has a handle to another one.
@@ -55,6 +59,6 @@ mod tests {
 
     #[test]
     fn nobody_serves_us() {
-        assert!(!serves(std::process::id()));
+        assert!(servers_of(std::process::id()).is_empty());
     }
 }

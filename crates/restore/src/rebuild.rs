@@ -139,6 +139,7 @@ pub fn restore(
             load(&checkpoint.reader, checkpoint.pages.of(Owner::Space(process.space)), &memory, progress)?;
         }
     }
+    space::keep_accounts(&mut remote, space, &filled)?;
     space::finish(&mut remote, space, &filled)?;
     let exe = open.mapping_source(process.exe, false)?;
     remote.run(&of_process::layout(space, Some(exe as u32)))?;

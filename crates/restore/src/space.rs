@@ -259,6 +259,25 @@ fn advise(program: &mut Program, space: &AddressSpace, states: &[(MappingFlags, 
     }
 }
 
+/// Lets the kernel remember of mappings that they were writable once, where they have no pages by which it would: it takes
+/// them out of its account of committed memory when they lose that protection without ever having had one.
+pub fn keep_accounts(remote: &mut Remote<'_>, space: &AddressSpace, filled: &Filled) -> Result<()> {
+    let forgets = |m: &&Mapping| {
+        let read_only = m.prot & libc::PROT_WRITE as u32 == 0;
+        read_only && m.huge_page == 0 && starts_writable(m, filled) && !filled.contains(m)
+    };
+    let firsts: Vec<u64> = space.mappings.iter().filter(forgets).map(|m| m.start).collect();
+    let zero: Vec<(RemoteAddr, &[u8])> = firsts.iter().map(|&at| (RemoteAddr(at), &[0][..])).collect();
+    remote.memory().write_many(&zero)?;
+    let mut program = Program::new();
+    for at in firsts {
+        let args = [at.into(), 4096.into(), (libc::MADV_DONTNEED as u64).into()];
+        program.call(format!("madvise {at:x}"), libc::SYS_madvise, args);
+    }
+    remote.run(&program)?;
+    Ok(())
+}
+
 /// Gives mappings their final protection and states, once they are filled.
 pub fn finish(remote: &mut Remote<'_>, space: &AddressSpace, filled: &Filled) -> Result<()> {
     let mut program = Program::new();

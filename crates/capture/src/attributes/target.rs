@@ -93,7 +93,7 @@ fn check_tracer(target: &Proc, name: &str) -> Result<()> {
             Err(e) => return Err(e.into()),
         };
         if tracer != 0 && !ours.contains(&tracer) {
-            return Err(Error::Target(format!("{name} is traced by {} already", named(tracer))));
+            return Err(traced(name, tracer));
         }
     }
     Ok(())
@@ -104,11 +104,20 @@ pub fn is_killed(status: &Status) -> bool {
     (status.sig_pending | status.shared_pending) & 1 << (libc::SIGKILL - 1) != 0
 }
 
-/// In a sentence, by whom a thread is traced, if it is.
-pub fn tracer(target: &Proc, tid: u32) -> Option<String> {
+/// By whom a thread is traced, if it is.
+pub fn tracer(target: &Proc, tid: u32) -> Option<Error> {
     let tracer = target.sibling(tid).and_then(|t| t.status()).ok()?.tracer;
     let name = describe(target.pid(), &target.stat().ok()?.comm);
-    (tracer != 0).then(|| format!("{name} is traced by {} already", named(tracer)))
+    (tracer != 0).then(|| traced(&name, tracer))
+}
+
+fn traced(name: &str, tracer: u32) -> Error {
+    let comm = |pid| Proc::process(pid).and_then(|p| p.comm()).unwrap_or_default();
+    let what = format!("{name} is traced by {} already", named(tracer));
+    match comm(tracer) == comm(std::process::id()) {
+        true => Error::Busy(what),
+        false => Error::Target(what),
+    }
 }
 
 /// 32-bit programs have 32-bit executables. (A 64-bit program that switched its code segment shows in its registers

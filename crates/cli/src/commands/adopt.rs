@@ -129,7 +129,7 @@ fn check(pid: u32) -> Result<()> {
     }
     match stillpoint_capture::attributes::target::find(pid) {
         Ok(_) => Ok(()),
-        Err(e @ Error::Target(_)) => Err(Failure::usage(e)),
+        Err(e @ (Error::Target(_) | Error::Busy(_))) => Err(Failure::usage(e)),
         Err(e) => Err(Failure::failed(format!("adopt {pid}: {e}"))),
     }
 }

@@ -46,6 +46,16 @@ impl Plan {
             }
             let had = plan.later.len();
             let touched = plan.touch.len();
+            let mut parts = parts.peekable();
+            if loses_account(mapping)
+                && let Some(part) = parts.peek_mut()
+            {
+                plan.touch.push(part.part(part.address, part.address + PAGE));
+                match part.pages {
+                    1 => drop(parts.next()),
+                    _ => *part = part.part(part.address + PAGE, part.end()),
+                }
+            }
             parts.for_each(|part| plan.divide(part, &wanted));
             if plan.later.len() == had {
                 let touched: Vec<Extent> = plan.touch.drain(touched..).collect();
@@ -117,6 +127,12 @@ fn can_wait(mapping: &Mapping, space: &AddressSpace) -> bool {
         && mapping.huge_page == 0
         && !mapping.flags.intersects(not)
         && space.lock_future == 0
+}
+
+/// Whether the kernel would forget that a mapping was writable once, in its account of committed memory, if it lost that
+/// protection before it has any page.
+fn loses_account(mapping: &Mapping) -> bool {
+    mapping.flags.contains(MappingFlags::ACCOUNTED) && mapping.prot & libc::PROT_WRITE as u32 == 0
 }
 
 /// What is touched at once, or by the kernel when a thread ends, which does not wait for anybody then: ascending ranges

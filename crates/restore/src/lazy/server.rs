@@ -18,6 +18,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, Rw
 use std::time::{Duration, Instant};
 use stillpoint_image::{Extent, PAGE, Range};
 use stillpoint_linux::RemoteAddr;
+use stillpoint_linux::pager::{self, Role};
 use stillpoint_linux::sched::{self, SchedAttr};
 use stillpoint_linux::spawn::ADDRESS_SPACE;
 use stillpoint_linux::split;
@@ -36,6 +37,8 @@ const TOGETHER: usize = 16;
 const PIECE: u64 = 4 << 20;
 /// How long a page that cannot be read is tried again.
 const PATIENCE: Duration = Duration::from_secs(2);
+/// Until what could not be had is tried again.
+const AGAIN: Duration = Duration::from_secs(1);
 /// Between two looks at what is left, and at who has died, where nothing happens.
 const PAUSE: Duration = Duration::from_millis(10);
 
@@ -111,7 +114,8 @@ pub fn serve(work: &Work<'_>, by: &[BorrowedFd<'_>]) -> Result<Served> {
     let free = Mutex::new(Instant::now());
     let first = work.touch.map_or(0, |touch| touch.done);
     let (touched, wanted) = (AtomicUsize::new(first), Mutex::default());
-    let server = Server { work, spaces: RwLock::default(), urgent, leave, free, touched, wanted };
+    let lacking = AtomicBool::new(false);
+    let server = Server { work, spaces: RwLock::default(), urgent, leave, lacking, free, touched, wanted };
     for number in work.board.spaces() {
         server.adopt(number)?;
     }
@@ -138,6 +142,8 @@ struct Server<'a> {
     /// How many wait.
     urgent: AtomicUsize,
     leave: AtomicBool,
+    /// Some pages cannot be had.
+    lacking: AtomicBool,
     /// When the way to the store is free, where that is limited.
     free: Mutex<Instant>,
     /// The next run of the touch set to be put in.
@@ -242,7 +248,13 @@ impl<'a> Server<'a> {
     fn attend(&self, by: &[BorrowedFd<'_>]) -> Result<Served> {
         // Those who could not be served yet.
         let mut waiting: Vec<(Arc<Space<'a>>, RemoteAddr)> = Vec::new();
+        let mut told_that_it_lacks = false;
         loop {
+            let lacks = self.lacking.load(Ordering::Relaxed);
+            if lacks != told_that_it_lacks {
+                told_that_it_lacks = lacks;
+                pager::take_role(if lacks { Role::Lacks } else { Role::Serves });
+            }
             let spaces = self.read_spaces();
             for space in spaces {
                 if space.has_ended() || self.is_complete(&space) {
@@ -606,10 +618,12 @@ impl<'a> Server<'a> {
             std::thread::sleep(PAUSE / 50);
         }
         let mut bytes = Vec::new();
+        let mut idle_since = Instant::now();
         while !self.leave.load(Ordering::Relaxed) {
             let Some(space) = self.read_spaces().into_iter().find(|s| !s.has_ended() && self.is_left(s))
             else {
                 std::thread::sleep(PAUSE);
+                self.begin_again(&mut idle_since);
                 continue;
             };
             if space.number == 0 && self.fill_touched(&space, &mut bytes)? {
@@ -620,6 +634,17 @@ impl<'a> Server<'a> {
             self.fill_in(&space, index, &mut bytes)?;
         }
         Ok(())
+    }
+
+    /// What could not be had a while ago may be to be had now.
+    fn begin_again(&self, since: &mut Instant) {
+        if since.elapsed() < AGAIN {
+            return;
+        }
+        *since = Instant::now();
+        if self.lacking.swap(false, Ordering::Relaxed) {
+            self.read_spaces().iter().for_each(|space| space.next.store(0, Ordering::Relaxed));
+        }
     }
 
     /// Whether there are extents of a space that nobody has taken on.
@@ -661,6 +686,7 @@ impl<'a> Server<'a> {
         if let Err(why) = self.read_patiently(space, index, bytes) {
             // It may never be wanted. If it is, the program is told then.
             self.work.fail(&why.to_string());
+            self.lacking.store(true, Ordering::Relaxed);
             return Ok(());
         }
         self.fill_range(space, Range { start: extent.address, len: extent.len() }, bytes)
