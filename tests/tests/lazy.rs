@@ -78,6 +78,16 @@ fn servers_of(pid: u32) -> Vec<u32> {
     servers().into_iter().filter(serves).collect()
 }
 
+/// Those page servers of this test that have not ended, whoever they serve.
+fn servers_near(scratch: &Scratch) -> Vec<u32> {
+    let mark = scratch.path().to_string_lossy().into_owned();
+    let is_ours = |pid: &u32| {
+        let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+        environment.windows(mark.len()).any(|w| w == mark.as_bytes())
+    };
+    servers().into_iter().filter(is_ours).collect()
+}
+
 #[track_caller]
 fn all_is_loaded(pid: u32) {
     wait_for("all memory to be there", Duration::from_secs(60), || servers_of(pid).is_empty().then_some(()));
@@ -191,6 +201,8 @@ fn a_touch_set() {
     let pid = running.pid;
     running.finish("restored for the first time");
     all_is_loaded(pid);
+    // A process that has ended is nobody's any more, while it is still being written what it wanted.
+    wait_for("a touch set", Duration::from_secs(20), || path.exists().then_some(()));
     let shown = saved.stillpoint.run(&["show", &saved.checkpoint.name(), "--json"]).ok().json();
     assert!(shown["touch_set"]["bytes"].as_u64() > Some(0), "{shown}");
     let whole = fs::read(&path).expect("a touch set");
@@ -209,6 +221,9 @@ fn a_touch_set() {
         let pid = running.pid;
         running.finish(&format!("with a touch set, turn {turn}"));
         all_is_loaded(pid);
+        wait_for("no server", Duration::from_secs(20), || {
+            servers_near(&saved.scratch).is_empty().then_some(())
+        });
     }
     saved.scratch.nothing_is_left("in the end");
 }

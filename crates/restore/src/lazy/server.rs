@@ -12,7 +12,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use rustix::process::{Signal, pidfd_send_signal};
 use rustix::time::{ClockId, clock_gettime};
-use std::collections::HashSet;
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
@@ -27,8 +27,10 @@ use stillpoint_store::{Reader, TouchSet};
 
 /// Pages of zeros that are put in together.
 const ZEROS: u64 = 16;
+/// Where a block takes longer than this to read, all of it is put in.
+const SLOW: Duration = Duration::from_micros(500);
 /// Pages that are put in together where one is waited for: so much is known to be wanted.
-const AROUND: u64 = 4;
+const AROUND: u64 = 2;
 /// Most of what must be there first that is kept in a touch set, bytes.
 const HEAD: u64 = 32 << 20;
 /// Runs of the touch set that are put in together.
@@ -39,6 +41,14 @@ const PIECE: u64 = 4 << 20;
 const PATIENCE: Duration = Duration::from_secs(2);
 /// Until what could not be had is tried again.
 const AGAIN: Duration = Duration::from_secs(1);
+/// `SCHED_IDLE`.
+const SCHED_IDLE: u32 = 5;
+/// Put in at a time by those who fill in ahead, bytes: whoever waits does not wait long for that.
+const AT_A_TIME: usize = 64 << 10;
+/// For so long after it began to run, what a program waits for goes before all else …
+const WINDOW_US: u64 = 300_000;
+/// … unless it has not waited for any page for so long.
+const CALM_US: u64 = 5_000;
 /// Between two looks at what is left, and at who has died, where nothing happens.
 const PAUSE: Duration = Duration::from_millis(10);
 
@@ -115,7 +125,18 @@ pub fn serve(work: &Work<'_>, by: &[BorrowedFd<'_>]) -> Result<Served> {
     let first = work.touch.map_or(0, |touch| touch.done);
     let (touched, wanted) = (AtomicUsize::new(first), Mutex::default());
     let lacking = AtomicBool::new(false);
-    let server = Server { work, spaces: RwLock::default(), urgent, leave, lacking, free, touched, wanted };
+    let demanded_us = AtomicU64::new(0);
+    let server = Server {
+        work,
+        spaces: RwLock::default(),
+        urgent,
+        leave,
+        lacking,
+        demanded_us,
+        free,
+        touched,
+        wanted,
+    };
     for number in work.board.spaces() {
         server.adopt(number)?;
     }
@@ -144,6 +165,8 @@ struct Server<'a> {
     leave: AtomicBool,
     /// Some pages cannot be had.
     lacking: AtomicBool,
+    /// When a page was waited for last, microseconds.
+    demanded_us: AtomicU64,
     /// When the way to the store is free, where that is limited.
     free: Mutex<Instant>,
     /// The next run of the touch set to be put in.
@@ -155,8 +178,8 @@ struct Server<'a> {
 /// What the program waited for.
 #[derive(Debug, Default)]
 struct Wanted {
-    /// Extents of which something was.
-    extents: HashSet<usize>,
+    /// What of each extent was put in last.
+    extents: HashMap<usize, Range>,
     runs: Vec<Range>,
     bytes: u64,
     /// Done away with before all was there.
@@ -249,6 +272,8 @@ impl<'a> Server<'a> {
         // Those who could not be served yet.
         let mut waiting: Vec<(Arc<Space<'a>>, RemoteAddr)> = Vec::new();
         let mut told_that_it_lacks = false;
+        let prompt = SchedAttr { policy: libc::SCHED_FIFO as u32, priority: 2, ..SchedAttr::default() };
+        let _ = sched::set_attributes(0, &prompt);
         loop {
             let lacks = self.lacking.load(Ordering::Relaxed);
             if lacks != told_that_it_lacks {
@@ -273,7 +298,8 @@ impl<'a> Server<'a> {
             polled.push(PollFd::new(&self.work.program, program));
             polled
                 .extend(spaces.iter().map(|s| PollFd::from_borrowed_fd(s.userfault.as_fd(), PollFlags::IN)));
-            let pause = if waiting.is_empty() { PAUSE } else { Duration::ZERO };
+            // Those who have to go on first need a processor.
+            let pause = if waiting.is_empty() { PAUSE } else { PAUSE / 200 };
             let pause = Timespec::try_from(pause).ok();
             match poll(&mut polled, pause.as_ref()) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
@@ -455,35 +481,36 @@ impl<'a> Server<'a> {
             return self.put_zeros(space, page);
         };
         self.work.board.add(Count::Demands, 1);
+        self.demanded_us.store(monotonic_us(), Ordering::Relaxed);
         let mut bytes = vec![0; plan.later[index].len() as usize];
+        let asked = Instant::now();
         self.travel(bytes.len() as u64, true);
         if let Err(why) = self.read_patiently(space, index, &mut bytes) {
             return self.fail(space, page, &why);
         }
         let extent = &plan.later[index];
-        // Where something was wanted before, more will be.
-        let is_dense = !self.wanted().extents.insert(index);
-        let around = Self::around(extent, then.unwrap_or_default(), is_dense);
+        let around = {
+            let mut wanted = self.wanted();
+            let around = around(extent, then.unwrap_or_default(), wanted.extents.get(&index).copied());
+            wanted.extents.insert(index, around);
+            around
+        };
         if space.number == 0 {
             self.wanted().note(around, self.work.plan.pages() * PAGE);
         }
         let part = (around.start - extent.address) as usize..(around.end() - extent.address) as usize;
-        let did = self.install(space, around, &bytes[part], Count::Demanded)?;
+        let is_slow = asked.elapsed() > SLOW;
+        let mut did = self.install(space, around, &bytes[part], Count::Demanded)?;
+        if did == Did::All && is_slow {
+            // To come back for the rest would take longer than to put it in.
+            let all = Range { start: extent.address, len: extent.len() };
+            did = self.install(space, all, &bytes, Count::Demanded)?;
+        }
         if did == Did::All {
             // Whoever put it in before us has not woken who came later.
             space.userfault.wake(page, RemoteAddr(page.0 + PAGE))?;
         }
         Ok(did)
-    }
-
-    /// What is put in together with the page at an address.
-    fn around(extent: &Extent, page: u64, is_dense: bool) -> Range {
-        if is_dense {
-            return Range { start: extent.address, len: extent.len() };
-        }
-        let start = (page / PAGE / AROUND * AROUND * PAGE).max(extent.address);
-        let end = ((page / PAGE / AROUND + 1) * AROUND * PAGE).min(extent.end());
-        Range { start, len: end - start }
     }
 
     /// Takes as long as so many bytes take on a way to the store that is limited. What is urgent goes first.
@@ -610,15 +637,12 @@ impl<'a> Server<'a> {
     /// Puts in ahead what nobody waits for yet: what was wanted first the last time, then the rest of the program's own
     /// pages, then those of its copies.
     fn fill(&self) -> Result<()> {
-        // Where processors are few, neither the program nor what brings it back should have to wait for one. With a short slice
-        // they do not wait long (Linux 6.12; before, with nice alone).
-        let polite = SchedAttr { nice: 10, runtime: 100_000, ..SchedAttr::default() };
-        let _ = sched::set_attributes(0, &polite);
+        // Where processors are few, the program should not have to wait for one.
+        give_way();
         while self.work.board.get(Count::Runs) == 0 && !self.leave.load(Ordering::Relaxed) {
             std::thread::sleep(PAUSE / 50);
         }
-        let mut bytes = Vec::new();
-        let mut idle_since = Instant::now();
+        let (mut bytes, mut idle_since, began) = (Vec::new(), Instant::now(), monotonic_us());
         while !self.leave.load(Ordering::Relaxed) {
             let Some(space) = self.read_spaces().into_iter().find(|s| !s.has_ended() && self.is_left(s))
             else {
@@ -627,6 +651,10 @@ impl<'a> Server<'a> {
                 continue;
             };
             if space.number == 0 && self.fill_touched(&space, &mut bytes)? {
+                continue;
+            }
+            if self.is_busy(began) {
+                std::thread::sleep(PAUSE / 20);
                 continue;
             }
             let turn = space.next.fetch_add(1, Ordering::Relaxed);
@@ -693,16 +721,33 @@ impl<'a> Server<'a> {
     }
 
     fn fill_range(&self, space: &Space<'a>, range: Range, bytes: &[u8]) -> Result<()> {
-        while self.install(space, range, bytes, Count::Ahead)? == Did::NotYet {
-            if self.leave.load(Ordering::Relaxed) || space.has_ended() {
-                return Ok(());
+        for (n, part) in bytes.chunks(AT_A_TIME).enumerate() {
+            let start = range.start + (n * AT_A_TIME) as u64;
+            let part_range = Range { start, len: part.len() as u64 };
+            loop {
+                let did = {
+                    let _prompt = Prompt::begin();
+                    self.install(space, part_range, part, Count::Ahead)?
+                };
+                if did == Did::All {
+                    break;
+                }
+                if self.leave.load(Ordering::Relaxed) || space.has_ended() {
+                    return Ok(());
+                }
+                std::thread::sleep(Duration::from_micros(50));
             }
-            std::thread::sleep(Duration::from_micros(50));
-        }
-        while self.urgent.load(Ordering::Relaxed) > 0 && !self.leave.load(Ordering::Relaxed) {
-            std::thread::yield_now();
+            while self.urgent.load(Ordering::Relaxed) > 0 && !self.leave.load(Ordering::Relaxed) {
+                std::thread::yield_now();
+            }
         }
         Ok(())
+    }
+
+    /// Whether the program waits for pages all the time: then what is sure to be wanted goes before the rest, for a while.
+    fn is_busy(&self, since: u64) -> bool {
+        let now = monotonic_us();
+        now - since < WINDOW_US && now.saturating_sub(self.demanded_us.load(Ordering::Relaxed)) < CALM_US
     }
 }
 
@@ -713,6 +758,41 @@ pub(super) fn monotonic_us() -> u64 {
     now.tv_sec as u64 * 1_000_000 + now.tv_nsec as u64 / 1_000
 }
 
+/// What is put in together with the page at an address; `last` is what was put in before of the same extent. Who goes on
+/// where that ended wants more, twice as much each time.
+fn around(extent: &Extent, page: u64, last: Option<Range>) -> Range {
+    let goes_on = last.filter(|last| (last.end()..last.end() + AROUND * PAGE).contains(&page));
+    let (start, len) = match goes_on {
+        Some(last) => (page, 2 * last.len),
+        None => (page / PAGE / AROUND * AROUND * PAGE, AROUND * PAGE),
+    };
+    let (from, to) = (start.max(extent.address), (start + len).min(extent.end()));
+    Range { start: from, len: to - from }
+}
+
+/// Runs only where nobody else wants to.
+fn give_way() {
+    let _ = sched::set_attributes(0, &SchedAttr { policy: SCHED_IDLE, ..SchedAttr::default() });
+}
+
+/// A short time in which this thread is not kept from its processor: it holds what another one waits for, for which the
+/// program waits.
+struct Prompt;
+
+impl Prompt {
+    fn begin() -> Self {
+        let attributes = SchedAttr { policy: libc::SCHED_FIFO as u32, priority: 1, ..SchedAttr::default() };
+        let _ = sched::set_attributes(0, &attributes);
+        Prompt
+    }
+}
+
+impl Drop for Prompt {
+    fn drop(&mut self) {
+        give_way();
+    }
+}
+
 impl Wanted {
     /// Notes a range, unless all of them are more than an eighth of `all` bytes: then it is not a matter of what comes first.
     fn note(&mut self, range: Range, all: u64) {
@@ -720,5 +800,38 @@ impl Wanted {
             self.bytes += range.len;
             self.runs.push(range);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use stillpoint_image::{Owner, Place};
+
+    proptest! {
+        /// The page itself is always among what is put in, within the extent; who reads on gets more and more of it.
+        #[test]
+        fn what_is_put_in_holds_the_page(first in 1u64..100, pages in 1u32..65, asked in prop::collection::vec(0u64..64, 1..40)) {
+            let extent = Extent { owner: Owner::Space(0), address: first * PAGE, pages, place: Place::Zero };
+            let mut last = None;
+            for page in asked.into_iter().map(|n| extent.address + n % u64::from(pages) * PAGE) {
+                let now = around(&extent, page, last);
+                prop_assert!(now.start <= page && page < now.end() && now.len.is_multiple_of(PAGE));
+                prop_assert!(extent.address <= now.start && now.end() <= extent.end());
+                last = Some(now);
+            }
+        }
+    }
+
+    #[test]
+    fn reading_on_takes_few_waits() {
+        let extent = Extent { owner: Owner::Space(0), address: 64 * PAGE, pages: 64, place: Place::Zero };
+        let (mut at, mut last, mut waits) = (extent.address, None, 0);
+        while at < extent.end() {
+            let now = around(&extent, at, last);
+            (at, last, waits) = (now.end(), Some(now), waits + 1);
+        }
+        assert_eq!(waits, 6); // 2, 4, 8, 16, 32 and the last 2
     }
 }
