@@ -152,7 +152,10 @@ impl Program {
             }
             history
                 .push(format!("killed{}", if killing { " by the checkpoint" } else { " some time later" }));
-            let restored = stillpoint.restore_detached(&format!("job@{}", json["id"]), &[]);
+            // Some of them go on while their memory is still to come, however little it is.
+            let ways: [&[&str]; 2] = [&[], &["--eager-below", "0"]];
+            let way = ways[scratch.random().below(2) as usize];
+            let restored = stillpoint.restore_at_once(&format!("job@{}", json["id"]), way);
             assert_eq!(restored, pid, "{history:#?}");
         }
         if let Some(mut child) = child {

@@ -410,11 +410,11 @@ fn redis_with_its_log_on() {
                 std::thread::sleep(Duration::from_millis(100));
                 kernel::kill(pid, kernel::SIGKILL);
                 kernel::wait_gone(pid, Duration::from_secs(10));
-                assert_eq!(stillpoint.restore_detached(&checkpoint.name(), &[]), pid);
+                assert_eq!(stillpoint.restore_at_once(&checkpoint.name(), &["--eager-below", "0"]), pid);
             } else {
                 stillpoint.checkpoint(pid, "redis", &["--kill"]);
                 child.wait().expect("wait");
-                assert_eq!(stillpoint.restore_detached("redis", &[]), pid);
+                assert_eq!(stillpoint.restore_at_once("redis", &["--eager-below", "0"]), pid);
             }
             redis.check(n, &format!("restored in life {life}"));
             n = more(300);

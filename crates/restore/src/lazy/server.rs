@@ -637,8 +637,9 @@ impl<'a> Server<'a> {
     /// Puts in ahead what nobody waits for yet: what was wanted first the last time, then the rest of the program's own
     /// pages, then those of its copies.
     fn fill(&self) -> Result<()> {
-        // Where processors are few, the program should not have to wait for one.
-        give_way();
+        // Where processors are few, the program should not have to wait for one, but for what it is sure to want.
+        let mut turn = Turn::Ours;
+        turn.take();
         while self.work.board.get(Count::Runs) == 0 && !self.leave.load(Ordering::Relaxed) {
             std::thread::sleep(PAUSE / 50);
         }
@@ -652,6 +653,10 @@ impl<'a> Server<'a> {
             };
             if space.number == 0 && self.fill_touched(&space, &mut bytes)? {
                 continue;
+            }
+            if turn == Turn::Ours {
+                turn = Turn::Others;
+                turn.take();
             }
             if self.is_busy(began) {
                 std::thread::sleep(PAUSE / 20);
@@ -697,7 +702,7 @@ impl<'a> Server<'a> {
         for run in runs.map(|run| touch.run(run)) {
             let (now, later) = rest.split_at(run.len as usize);
             rest = later;
-            self.fill_range(space, run, now)?;
+            self.fill_range(space, run, now, Turn::Ours)?;
         }
         Ok(true)
     }
@@ -717,16 +722,16 @@ impl<'a> Server<'a> {
             self.lacking.store(true, Ordering::Relaxed);
             return Ok(());
         }
-        self.fill_range(space, Range { start: extent.address, len: extent.len() }, bytes)
+        self.fill_range(space, Range { start: extent.address, len: extent.len() }, bytes, Turn::Others)
     }
 
-    fn fill_range(&self, space: &Space<'a>, range: Range, bytes: &[u8]) -> Result<()> {
+    fn fill_range(&self, space: &Space<'a>, range: Range, bytes: &[u8], turn: Turn) -> Result<()> {
         for (n, part) in bytes.chunks(AT_A_TIME).enumerate() {
             let start = range.start + (n * AT_A_TIME) as u64;
             let part_range = Range { start, len: part.len() as u64 };
             loop {
                 let did = {
-                    let _prompt = Prompt::begin();
+                    let _prompt = Prompt::begin(turn);
                     self.install(space, part_range, part, Count::Ahead)?
                 };
                 if did == Did::All {
@@ -770,33 +775,44 @@ fn around(extent: &Extent, page: u64, last: Option<Range>) -> Range {
     Range { start: from, len: to - from }
 }
 
-/// Runs only where nobody else wants to.
-fn give_way() {
-    let _ = sched::set_attributes(0, &SchedAttr { policy: SCHED_IDLE, ..SchedAttr::default() });
+/// Whose turn it is where processors are few.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Turn {
+    /// This thread is one like any other.
+    Ours,
+    /// It runs only where nobody else wants to.
+    Others,
+}
+
+impl Turn {
+    fn take(self) {
+        let policy = if self == Turn::Ours { libc::SCHED_OTHER as u32 } else { SCHED_IDLE };
+        let _ = sched::set_attributes(0, &SchedAttr { policy, ..SchedAttr::default() });
+    }
 }
 
 /// A short time in which this thread is not kept from its processor: it holds what another one waits for, for which the
-/// program waits.
-struct Prompt;
+/// program waits. Then it is as it was.
+struct Prompt(Turn);
 
 impl Prompt {
-    fn begin() -> Self {
+    fn begin(then: Turn) -> Self {
         let attributes = SchedAttr { policy: libc::SCHED_FIFO as u32, priority: 1, ..SchedAttr::default() };
         let _ = sched::set_attributes(0, &attributes);
-        Prompt
+        Prompt(then)
     }
 }
 
 impl Drop for Prompt {
     fn drop(&mut self) {
-        give_way();
+        self.0.take();
     }
 }
 
 impl Wanted {
-    /// Notes a range, unless all of them are more than an eighth of `all` bytes: then it is not a matter of what comes first.
+    /// Notes a range, unless all of them are more than a quarter of `all` bytes: then it is not a matter of what comes first.
     fn note(&mut self, range: Range, all: u64) {
-        if self.bytes + range.len <= all / 8 {
+        if self.bytes + range.len <= all / 4 {
             self.bytes += range.len;
             self.runs.push(range);
         }
