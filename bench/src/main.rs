@@ -5,8 +5,8 @@
 //!
 //! Environment:
 //!
-//! * `BENCH_ONLY`: names of experiments, with commas between: `pause`, `durable`, `restore`, `incremental`, `slowdown`,
-//!   `downtime`, `interval`, `chain`, `deadline` (all)
+//! * `BENCH_ONLY`: names of experiments, with commas between: `pause`, `durable`, `restore`, `restart`, `incremental`,
+//!   `slowdown`, `downtime`, `interval`, `chain`, `deadline` (all)
 //! * `BENCH_SIZES`: MiB of the programs whose pauses are measured (`1024,4096,8192`)
 //! * `BENCH_WRITES`: their random page writes per second (`0,20000,200000`)
 //! * `BENCH_RUNS`: measurements of each kind (5)

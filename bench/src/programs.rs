@@ -14,7 +14,7 @@ const PATIENCE: Duration = Duration::from_secs(180);
 
 /// Closes every descriptor that is not a standard stream: a checkpoint holds what is open, and what this process was
 /// started with is not the program's. Bash can close descriptors above 9.
-const CLOSE: &str =
+pub const CLOSE: &str =
     r#"for f in /proc/self/fd/*; do n=${f##*/}; [ "$n" -gt 2 ] && eval "exec $n>&-"; done; exec "$@""#;
 
 /// The built programs.

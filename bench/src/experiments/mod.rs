@@ -8,6 +8,7 @@ mod incremental;
 mod interval;
 mod pause;
 mod published;
+mod restart;
 mod restore;
 mod slowdown;
 
@@ -23,6 +24,7 @@ pub const EXPERIMENTS: &[(&str, Experiment)] = &[
     ("pause", pause::run),
     ("durable", durable::run),
     ("restore", restore::run),
+    ("restart", restart::run),
     ("incremental", incremental::run),
     ("slowdown", slowdown::run),
     ("downtime", downtime::run),

@@ -5,7 +5,7 @@ use crate::heartbeat::Heartbeat;
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// A memory engine, in the way in which it is to be used.
@@ -240,11 +240,24 @@ impl Stillpoint {
 
     /// Checkpoints and kills a program, and reads the checkpoint once, so that it is in memory.
     pub fn kill(&self, program: &mut Heartbeat, store: &Path) -> Result<()> {
-        let pid = program.pid.to_string();
-        self.json(store, None, &["checkpoint", &pid, "--name", "restore", "--kill", "--json"])?;
-        self.json(store, None, &["verify", "restore", "--json"])?;
+        self.checkpoint_and_kill(&program.pid.to_string(), store, "restore")?;
         program.reap();
         self.keep(store, "restore", 1)
+    }
+
+    /// Checkpoints and kills a process, and reads the checkpoint once, so that it is in memory.
+    pub fn checkpoint_and_kill(&self, pid: &str, store: &Path, job: &str) -> Result<()> {
+        self.json(store, None, &["checkpoint", pid, "--name", job, "--kill", "--json"])?;
+        self.json(store, None, &["verify", job, "--json"])?;
+        Ok(())
+    }
+
+    /// Begins to restore a job; the command returns when all of its memory is there, and reports.
+    pub fn restore_in_background(&self, store: &Path, job: &str, options: &[&str]) -> Result<Child> {
+        let mut command = Command::new(&self.binary);
+        command.args(["restore", job, "--detach", "--json"]).args(options).env("STILLPOINT_STORE", store);
+        let piped = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        piped.spawn().with_context(|| self.binary.display().to_string())
     }
 
     /// Waits until no program's memory is being loaded any more.
