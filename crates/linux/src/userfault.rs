@@ -138,6 +138,9 @@ struct Message {
 }
 const _: () = assert!(size_of::<Message>() == 32);
 
+/// Memory is released in pieces of this size, bytes, so that the program's own page faults get their turn.
+const PIECE: u64 = 4 << 20;
+
 /// Words that one event takes in [`Userfault::log_events`].
 pub const EVENT_WORDS: usize = size_of::<Message>() / 8;
 
@@ -312,6 +315,18 @@ impl Userfault {
     /// Releases the pages of `[start, end)` and lets the threads go on that wait for them.
     pub fn release(&self, start: RemoteAddr, end: RemoteAddr) -> Result<()> {
         self.write_protect(start, end, 0)
+    }
+
+    /// Releases the pages of `[start, end)`, as far as they are mapped, piece by piece: in one step, and when the descriptor
+    /// is closed, the program's own page faults would wait for all of it.
+    pub fn release_gently(&self, start: RemoteAddr, end: RemoteAddr) {
+        let mut at = start.0;
+        while at < end.0 {
+            let next = (at + PIECE).min(end.0);
+            // Fails where the program has unmapped it.
+            let _ = self.release(RemoteAddr(at), RemoteAddr(next));
+            at = next;
+        }
     }
 
     /// Releases the pages of `[start, end)`; whoever waits for them goes on with [`Userfault::wake`].

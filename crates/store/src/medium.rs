@@ -141,31 +141,31 @@ impl Medium {
 
     /// Writes a small file durably under a temporary name in the same folder, to be renamed by the caller.
     pub fn write_temporary(&self, temporary: &Path, bytes: &[u8]) -> Result<()> {
-        self.remove(temporary)?; // of somebody who died before the rename
-        let file = self.create(temporary, OFlags::empty())?;
-        self.write_at(&file, temporary, bytes, 0)?;
+        let file = self.write_new(temporary, bytes)?;
         self.sync(&file, temporary)
     }
 
-    /// As [`Medium::replace`], but a crash of the machine may leave an empty file.
-    pub fn replace_for_now(&self, path: &Path, bytes: &[u8]) -> Result<()> {
-        let temporary = temporary(path);
-        let write = || {
-            self.remove(&temporary)?; // of somebody who died before the rename
-            let file = self.create(&temporary, OFlags::empty())?;
-            self.write_at(&file, &temporary, bytes, 0)
-        };
-        let done = write().and_then(|()| self.rename(&temporary, path));
-        if done.is_err() {
-            let _ = self.remove(&temporary);
-        }
-        done
+    fn write_new(&self, temporary: &Path, bytes: &[u8]) -> Result<File> {
+        self.remove(temporary)?; // of somebody who died before the rename
+        let file = self.create(temporary, OFlags::empty())?;
+        self.write_at(&file, temporary, bytes, 0)?;
+        Ok(file)
     }
 
     /// Replaces a small file: readers see the old contents or the new, never a mixture.
     pub fn replace(&self, path: &Path, bytes: &[u8]) -> Result<()> {
+        self.replace_by(path, |temporary| self.write_temporary(temporary, bytes))
+    }
+
+    /// As [`Medium::replace`], but a crash of the machine may leave an empty file.
+    pub fn replace_for_now(&self, path: &Path, bytes: &[u8]) -> Result<()> {
+        self.replace_by(path, |temporary| self.write_new(temporary, bytes).map(drop))
+    }
+
+    /// Replaces a file by what `write` writes under a temporary name, of which nothing is left if it fails.
+    pub fn replace_by(&self, path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
         let temporary = temporary(path);
-        let done = self.write_temporary(&temporary, bytes).and_then(|()| self.rename(&temporary, path));
+        let done = write(&temporary).and_then(|()| self.rename(&temporary, path));
         if done.is_err() {
             let _ = self.remove(&temporary);
         }

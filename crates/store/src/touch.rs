@@ -5,7 +5,6 @@
 
 use crate::folder::{Folder, numbers};
 use crate::lock::Lock;
-use crate::medium::temporary;
 use crate::reader::Checkpoint;
 use crate::{Error, Result, Store};
 use rustix::fs::OFlags;
@@ -145,21 +144,16 @@ impl Store {
         let extents = checkpoint.pages.of(Owner::Space(0));
         let runs: Vec<Extent> = wanted.iter().flat_map(|range| parts(extents, *range)).collect();
         self.medium.make_folders(&folder.touch_sets())?;
-        // Not while checkpoints are removed, and one at a time.
+        // One at a time. What is left if the checkpoint is removed in this moment goes with the next that is.
         let _lock = Lock::exclusive(&folder.touch_sets().join("lock"), std::time::Duration::MAX)?;
         if !folder.checkpoint(meta.id).exists() {
             let (job, store) = (meta.job.clone(), self.path().to_owned());
             return Err(Error::NoCheckpoint { job, id: meta.id, store });
         }
-        let path = folder.touch_set(meta.id);
-        let hidden = temporary(&path);
-        self.medium.remove(&hidden)?; // of somebody who died before the rename
-        let written = self.write_touch_set(&hidden, checkpoint, &runs);
-        let kept = written.and_then(|()| self.medium.rename(&hidden, &path));
-        if kept.is_err() {
-            let _ = self.medium.remove(&hidden);
-        }
-        kept
+        self.medium.replace_by(&folder.touch_set(meta.id), |temporary| {
+            self.medium.remove(temporary)?; // of somebody who died before the rename
+            self.write_touch_set(temporary, checkpoint, &runs)
+        })
     }
 
     fn write_touch_set(

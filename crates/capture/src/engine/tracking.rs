@@ -17,9 +17,6 @@ use stillpoint_linux::fdinfo;
 use stillpoint_linux::pagemap::{Category, Query, Run};
 use stillpoint_linux::userfault::{self, Mode, Userfault, what_is_missing_counts_as_written};
 
-/// Memory is released in pieces of this size, bytes, so that the program's own page faults get their turn.
-const PIECE: u64 = 4 << 20;
-
 /// At least so much is looked at in one go, bytes.
 const LOOK: u64 = 256 << 20;
 /// From here on a look is worth several threads, bytes: it takes at least 0.2 ms for each GiB, and a thread on a processor that
@@ -393,13 +390,7 @@ impl Drop for Tracking {
     fn drop(&mut self) {
         // Closing the descriptor would release everything in one step, with the program's page faults waiting.
         for range in &self.followed {
-            let mut at = range.start;
-            while at < range.end() {
-                let end = (at + PIECE).min(range.end());
-                // Fails where the program has unmapped it.
-                let _ = self.userfault.release(RemoteAddr(at), RemoteAddr(end));
-                at = end;
-            }
+            self.userfault.release_gently(RemoteAddr(range.start), RemoteAddr(range.end()));
         }
     }
 }

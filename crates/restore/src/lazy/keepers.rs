@@ -11,7 +11,7 @@ use super::server::{self, Served, Work, monotonic_us};
 use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd};
-use rustix::process::{Signal, pidfd_send_signal, setsid};
+use rustix::process::setsid;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
@@ -107,7 +107,7 @@ fn keep(work: &Work<'_>) -> ! {
                 Err(e) => {
                     work.board.add(Count::Broken, 1);
                     if work.board.get(Count::Broken) >= BROKEN {
-                        give_up(work, &e);
+                        work.give_up(&e);
                     }
                     split::leave(1)
                 }
@@ -151,13 +151,6 @@ fn has_ended(process: BorrowedFd<'_>) -> bool {
 
 fn poll_for(process: BorrowedFd<'_>, patience: Timespec) -> bool {
     poll(&mut [PollFd::from_borrowed_fd(process, PollFlags::IN)], Some(&patience)).is_ok_and(|n| n > 0)
-}
-
-/// The program cannot be served: it must not go on.
-fn give_up(work: &Work<'_>, why: &Error) {
-    work.fail(&why.to_string());
-    // Fails if it has ended by itself.
-    let _ = pidfd_send_signal(&work.program, Signal::KILL);
 }
 
 /// Closes what a server that was killed left open in the table that we share.

@@ -159,9 +159,9 @@ impl<'a> Later<'a> {
         let mut at = 0;
         for run in runs.clone().map(|run| touch.run(run)) {
             for index in self.plan.extents_in(run.start, run.end()) {
-                let (extent, first) = (&self.plan.later[index], self.plan.first_page(index));
+                let extent = &self.plan.later[index];
                 let (from, to) = (run.start.max(extent.address), run.end().min(extent.end()));
-                let pages = first + (from - extent.address) / PAGE..first + (to - extent.address) / PAGE;
+                let pages = self.plan.page(index, from)..self.plan.page(index, to);
                 let here = &bytes[(at + from - run.start) as usize..(at + to - run.start) as usize];
                 if settled.unset(pages.clone()) == Some(pages.clone())
                     && matches!(self.userfault.put(RemoteAddr(from), here), Ok(Put::All))

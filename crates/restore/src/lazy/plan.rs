@@ -93,9 +93,9 @@ impl Plan {
         self.before.last().copied().unwrap_or(0)
     }
 
-    /// Number, among all pages that come later, of the first one of extent `index`.
-    pub fn first_page(&self, index: usize) -> u64 {
-        self.before[index]
+    /// Number, among all pages that come later, of the one at an address of extent `index`, or of the one behind its last.
+    pub fn page(&self, index: usize, address: u64) -> u64 {
+        self.before[index] + (address - self.later[index].address) / PAGE
     }
 
     /// Where the pages are at first.
@@ -215,7 +215,7 @@ mod tests {
             for (number, page) in pages(&plan.later).into_iter().enumerate() {
                 prop_assert!(of(page).flags.is_empty() && page != robust_list.start - 8);
                 let index = plan.extent_at(page).unwrap();
-                let found = plan.first_page(index) + (page - plan.later[index].address) / PAGE;
+                let found = plan.page(index, page);
                 prop_assert_eq!(found, number as u64);
                 prop_assert!(plan.extents_in(page, page + PAGE).eq(index..index + 1));
                 prop_assert!(plan.mappings.iter().any(|m| m.start <= page && page < m.end()));

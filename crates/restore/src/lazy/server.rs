@@ -35,8 +35,6 @@ const AROUND: u64 = 2;
 const HEAD: u64 = 32 << 20;
 /// Runs of the touch set that are put in together.
 const TOGETHER: usize = 16;
-/// Memory is released in pieces of this size, bytes, so that the program's own page faults get their turn.
-const PIECE: u64 = 4 << 20;
 /// How long a page that cannot be read is tried again.
 const PATIENCE: Duration = Duration::from_secs(2);
 /// Until what could not be had is tried again.
@@ -94,8 +92,15 @@ impl Work<'_> {
         all
     }
 
+    /// The program must not go on without what cannot be had.
+    pub(super) fn give_up(&self, why: &Error) {
+        self.fail(&why.to_string());
+        // Fails if it has ended by itself.
+        let _ = pidfd_send_signal(&self.program, Signal::KILL);
+    }
+
     /// Tells once that a page cannot be had.
-    pub(super) fn fail(&self, why: &str) {
+    fn fail(&self, why: &str) {
         if self.board.fail(why) {
             (self.heard.failed)(why);
         }
@@ -404,7 +409,7 @@ impl<'a> Server<'a> {
         let mut new = 0;
         for index in plan.extents_in(from, to) {
             let extent = &plan.later[index];
-            let page = |address: u64| plan.first_page(index) + (address - extent.address) / PAGE;
+            let page = |address: u64| plan.page(index, address);
             new += space.settled.set(page(from.max(extent.address))..page(to.min(extent.end())));
         }
         new
@@ -448,13 +453,7 @@ impl<'a> Server<'a> {
     fn finish(&self, space: Arc<Space<'a>>) -> Result<()> {
         if !space.has_ended() {
             for piece in space.read().pieces() {
-                let mut at = piece.now;
-                while at < piece.now + piece.len {
-                    let end = (at + PIECE).min(piece.now + piece.len);
-                    // Fails where the program has unmapped it.
-                    let _ = space.userfault.release(RemoteAddr(at), RemoteAddr(end));
-                    at = end;
-                }
+                space.userfault.release_gently(RemoteAddr(piece.now), RemoteAddr(piece.now + piece.len));
             }
         }
         if space.number == 0 && !space.has_ended() {
@@ -473,7 +472,7 @@ impl<'a> Server<'a> {
         let then = space.read().then(page.0);
         let wanted = then.and_then(|then| {
             let index = plan.extent_at(then)?;
-            let number = plan.first_page(index) + (then - plan.later[index].address) / PAGE;
+            let number = plan.page(index, then);
             (!space.settled.is_set(number)).then_some(index)
         });
         let Some(index) = wanted else {
@@ -548,11 +547,10 @@ impl<'a> Server<'a> {
 
     /// A page that is waited for cannot be had: the program must not go on without it.
     fn fail(&self, space: &Space<'a>, page: RemoteAddr, why: &Error) -> Result<Did> {
-        self.work.fail(&why.to_string());
         if space.number == 0 {
-            // Fails if it has ended by itself.
-            let _ = pidfd_send_signal(&self.work.program, Signal::KILL);
+            self.work.give_up(why);
         } else {
+            self.work.fail(&why.to_string());
             space.userfault.poison(page, RemoteAddr(page.0 + PAGE))?;
         }
         Ok(Did::All)
@@ -586,8 +584,8 @@ impl<'a> Server<'a> {
         let placement = space.read();
         let plan = &self.work.plan;
         for index in plan.extents_in(range.start, range.end()) {
-            let (extent, first) = (&plan.later[index], plan.first_page(index));
-            let page_of = |address: u64| first + (address - extent.address) / PAGE;
+            let extent = &plan.later[index];
+            let page_of = |address: u64| plan.page(index, address);
             for part in placement.parts(range.start.max(extent.address), range.end().min(extent.end())) {
                 let (page, end) = (page_of(part.then), page_of(part.then + part.len));
                 let mut at = page;
@@ -710,8 +708,8 @@ impl<'a> Server<'a> {
     fn fill_in(&self, space: &Space<'a>, index: usize, bytes: &mut Vec<u8>) -> Result<()> {
         let plan = &self.work.plan;
         let extent = &plan.later[index];
-        let first = plan.first_page(index);
-        if space.settled.unset(first..first + u64::from(extent.pages)).is_none() {
+        let pages = plan.page(index, extent.address)..plan.page(index, extent.end());
+        if space.settled.unset(pages).is_none() {
             return Ok(());
         }
         bytes.resize(extent.len() as usize, 0);
