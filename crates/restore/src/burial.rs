@@ -1,4 +1,5 @@
-//! Ids of the dead: a process that ended keeps its id, and those of its group and session, until its parent has noticed.
+//! Ids of the dead: a process that ended keeps its id, and those of its group and session, until its parent has noticed,
+//! and for a moment longer (since Linux 6.15 the kernel frees ids after nothing is to be seen of a thread any more).
 
 use std::time::{Duration, Instant};
 use stillpoint_linux::proc::{Proc, Stat, processes};
@@ -18,17 +19,17 @@ pub(crate) fn wait(ids: impl IntoIterator<Item = u32>) {
     }
 }
 
-/// Makes something with an id, again and again while the kernel says that the id is taken (`is_taken`) though nothing
-/// that lives has it.
+/// Makes something with an id (that of the moment), again and again while the kernel says that the id is taken
+/// (`is_taken`) though nothing that lives has it.
 pub(crate) fn until_free<T, E>(
-    id: u32,
+    id: impl Fn() -> u32,
     mut make: impl FnMut() -> Result<T, E>,
     is_taken: impl Fn(&E) -> bool,
 ) -> Result<T, E> {
     let start = Instant::now();
     loop {
         match make() {
-            Err(e) if is_taken(&e) && start.elapsed() < PATIENCE && none_alive_has(id) => {
+            Err(e) if is_taken(&e) && start.elapsed() < PATIENCE && none_alive_has(id()) => {
                 std::thread::sleep(PAUSE);
             }
             other => return other,
@@ -79,7 +80,7 @@ mod tests {
         };
         let mut tries = 0;
         let made = until_free(
-            group,
+            || group,
             || {
                 tries += 1;
                 if tries == 2 {
@@ -98,6 +99,6 @@ mod tests {
         let id = std::process::id();
         assert!(!none_alive_has(id));
         wait([id]);
-        assert_eq!(until_free(id, || Err::<(), _>(()), |()| true), Err(()));
+        assert_eq!(until_free(|| id, || Err::<(), _>(()), |()| true), Err(()));
     }
 }

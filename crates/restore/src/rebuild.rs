@@ -9,6 +9,7 @@ use crate::lazy::Later;
 use crate::lazy::board::{Board, Count};
 use crate::space::{self, Backings, Filled};
 use crate::{Error, FilesPolicy, Result, Stdio, burial, clock, files, loader};
+use std::cell::Cell;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -232,8 +233,7 @@ struct Newborn {
 
 impl Newborn {
     fn make(pid: u32) -> Result<Self> {
-        let is_taken = |e: &stillpoint_linux::Error| e.errno() == Some(libc::EEXIST);
-        match burial::until_free(pid, || spawn::shell(Some(pid), 0), is_taken) {
+        match burial::until_free(|| pid, || spawn::shell(Some(pid), 0), is_taken) {
             Ok(shell) => Ok(Newborn { shell: Some(shell), seccomp_suspended: true }),
             Err(e) if is_taken(&e) => Err(Error::PidTaken(pid)),
             Err(e) if e.errno() == Some(libc::EPERM) => Err(Error::NoPidPrivilege(pid)),
@@ -275,6 +275,11 @@ impl Drop for Newborn {
             spawn::reap(shell.pid);
         }
     }
+}
+
+/// Whether an id was not to be had.
+fn is_taken(e: &stillpoint_linux::Error) -> bool {
+    e.errno() == Some(libc::EEXIST)
 }
 
 /// Contents of objects and files, from the store.
@@ -328,23 +333,30 @@ fn make_threads<'a>(
 ) -> Result<Vec<Remote<'a>>> {
     let flags = libc::CLONE_VM | libc::CLONE_FS | libc::CLONE_FILES | libc::CLONE_SIGHAND;
     let flags = flags | libc::CLONE_THREAD | libc::CLONE_SYSVSEM;
-    let mut program = Program::new();
-    for thread in process.threads.iter().skip(1) {
-        let id = program.data(&thread.tid.to_le_bytes());
-        let args = CloneArgs { flags: flags as u64, set_tid_size: 1, ..CloneArgs::default() };
-        let record = program.data(&args.to_bytes());
-        program.link(record, CloneArgs::SET_TID_OFFSET, id);
-        let what = format!("make thread {}", thread.tid);
-        program.call(what, libc::SYS_clone3, [record, Arg::Value(size_of::<CloneArgs>() as u64)]);
-    }
-    leader.run(&program).map_err(|e| match e.errno() {
-        Some(libc::EEXIST) => Error::PidTaken(process.pid),
-        _ => e.into(),
+    let others = process.threads.get(1..).unwrap_or_default();
+    let (mut born, made) = (Vec::new(), Cell::new(0));
+    let make = || {
+        let mut program = Program::new();
+        for thread in &others[made.get()..] {
+            let id = program.data(&thread.tid.to_le_bytes());
+            let args = CloneArgs { flags: flags as u64, set_tid_size: 1, ..CloneArgs::default() };
+            let record = program.data(&args.to_bytes());
+            program.link(record, CloneArgs::SET_TID_OFFSET, id);
+            let what = format!("make thread {}", thread.tid);
+            program.call(what, libc::SYS_clone3, [record, Arg::Value(size_of::<CloneArgs>() as u64)]);
+        }
+        let done = leader.run(&program);
+        born.extend(leader.take_born());
+        made.set(born.len());
+        done
+    };
+    let next = || others.get(made.get()).map_or(0, |thread| thread.tid);
+    burial::until_free(next, make, is_taken).map_err(|e| match is_taken(&e) {
+        true => Error::PidTaken(process.pid),
+        false => e.into(),
     })?;
     let area = leader.area();
-    let mut threads = vec![];
-    let born = leader.take_born();
-    threads.push(leader);
+    let mut threads = vec![leader];
     for tid in born {
         let stopped = Seized::born(tid).wait()?.stopped(tid)?;
         threads.push(Remote::new(memory, stopped, area)?);
