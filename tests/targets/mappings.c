@@ -228,6 +228,8 @@ static void move(struct arena *a, long from, long count) {
   holds(a, from, count);
   if (move_to(a, from, to, count, 0))
     become(a, from, count, HOLE);
+  else if (errno == EFAULT && within_mapping(a, from, count) < count)
+    return unmap(a, to, count); // it was one mapping and is two: a part of it is followed now, and the other is not
   else
     CHECK(!"mremap moves");
   holds(a, to, count);

@@ -2,6 +2,7 @@
 //! killed, stores that break, checkpoints and removals meanwhile.
 #![allow(missing_docs)]
 
+use std::collections::HashMap;
 use std::fs;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
@@ -29,8 +30,12 @@ struct Saved {
 impl Saved {
     /// Nothing where only undisturbed runs are asked for.
     fn new(scenario: &str) -> Option<Self> {
+        Self::of("lazy", scenario)
+    }
+
+    fn of(program: &str, scenario: &str) -> Option<Self> {
         let scratch = Scratch::new();
-        let target = Target::new("lazy", scenario, Build::Dynamic).expect("cc");
+        let target = Target::new(program, scenario, Build::Dynamic).expect("cc");
         let directory = scratch.directory("target");
         let mut running = target.start(&directory, scratch.path());
         if undisturbed_only() {
@@ -254,4 +259,99 @@ fn checkpoint_meanwhile() {
         saved.restore(&[]).finish("restored once more");
     }
     saved.scratch.nothing_is_left("in the end");
+}
+
+/// For programs of a few megabytes.
+const SLOW: [&str; 4] = ["1MB/s", "4MB/s", "16MB/s", "100MB/s"];
+
+/// Checkpoints of a program that changes its memory in every way while it is still being loaded, each restored before it is
+/// all there: what is missing is referred to, again and again, wherever it has been moved to.
+#[track_caller]
+fn generations(scenario: &str, limits: [&str; 4]) {
+    let Some(mut saved) = Saved::of("mappings", scenario) else { return };
+    let random = |most: u64| saved.scratch.random().below(most);
+    let (mut referring, mut relative) = (0, 0);
+    let (mut known, mut stories) = (saved.checkpoint.id, HashMap::new());
+    for generation in 0..8 {
+        let limit = limits[random(4) as usize];
+        let running = saved.restore(&["--limit-bandwidth", limit]);
+        for _ in 0..1 + random(3) {
+            std::thread::sleep(Duration::from_millis(random(150)));
+            saved.checkpoint = saved.stillpoint.checkpoint("job", "job", &["-v"]);
+            let json = &saved.checkpoint.json;
+            let told = json["story"].to_string();
+            stories.insert(saved.checkpoint.id, told.clone());
+            referring += usize::from(told.contains("still to be loaded") && !told.contains("\"0 pages are"));
+            relative += usize::from(json["incremental"] == true);
+        }
+        if random(3) == 0 {
+            // Also while nobody takes checkpoints, or while others do.
+            saved.checkpoint = saved.stillpoint.checkpoint(running.pid, "job", &[]);
+        }
+        if generation == 7 {
+            running.finish("in the last generation");
+            break;
+        }
+        running.kill();
+        let last = saved.checkpoint;
+        for id in known + 1..=last.id {
+            saved.checkpoint = Checkpoint { id, job: "job".into(), json: last.json.clone() };
+            let running = saved.restore(&["--eager"]);
+            let story = stories.get(&id).cloned().unwrap_or_default();
+            running
+                .finish(&format!("restored from {id}, taken in generation {generation} ({limit}): {story}"));
+        }
+        known = last.id;
+        saved.checkpoint = last;
+    }
+    assert!(referring > 0, "{scenario}: no checkpoint was taken while memory was missing");
+    assert!(relative > 0, "{scenario}: no checkpoint was relative to the one it was restored from");
+    saved.restore(&[]).finish("restored in the end");
+    saved.scratch.nothing_is_left("in the end");
+}
+
+#[test]
+fn generations_that_move() {
+    generations("moves", SLOW);
+}
+
+#[test]
+fn generations_that_drop() {
+    generations("drops", SLOW);
+}
+
+#[test]
+fn generations_that_do_everything() {
+    generations("everything", SLOW);
+}
+
+#[test]
+fn generations_that_write() {
+    generations("wide", ["30MB/s", "60MB/s", "100MB/s", "200MB/s"]);
+}
+
+/// A program that changes its memory in every way while it comes, and looks at all of it in the end.
+#[track_caller]
+fn changing(scenario: &str) {
+    let Some(saved) = Saved::of("mappings", scenario) else { return };
+    for _ in 0..12 {
+        let random = |most: u64| saved.scratch.random().below(most);
+        let limit = ["2MB/s", "8MB/s", "16MB/s", "32MB/s"][random(4) as usize];
+        let running = saved.restore(&["--limit-bandwidth", limit]);
+        std::thread::sleep(Duration::from_millis(random(300)));
+        let pid = running.pid;
+        running.finish(&format!("with {limit}"));
+        all_is_loaded(pid);
+    }
+    saved.scratch.nothing_is_left("in the end");
+}
+
+#[test]
+fn changing_places() {
+    changing("moves");
+}
+
+#[test]
+fn changing_everything() {
+    changing("everything");
 }

@@ -2,11 +2,11 @@
 
 use crate::blocked::Earlier;
 use crate::engine::fork::Fork;
-use crate::engine::precopy::Precopy;
+use crate::engine::precopy::{Behind, Precopy};
 use crate::engine::stop::Stop;
 use crate::engine::tracking::{Tracking, joined_with};
 use crate::engine::wp::{Armed, Wp};
-use crate::engine::{self, Cut, Engine, Log, MemoryEngine, Running, Still};
+use crate::engine::{self, Cut, Engine, Loading, Log, MemoryEngine, Running, Still};
 use crate::files::Moment;
 use crate::freeze::{Frozen, Hurry};
 use crate::inspect::{Assumed, Known, Ready, inspect};
@@ -16,7 +16,7 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use rustix::time::{ClockId, clock_gettime};
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant, SystemTime};
-use stillpoint_image::{Extent, Image, Meta, Owner, PAGE, PathFile, Range, Usage};
+use stillpoint_image::{Image, Meta, Owner, PAGE, PathFile, Range, Usage};
 use stillpoint_linux::arch::Gadgets;
 use stillpoint_linux::host;
 use stillpoint_linux::inject::find_gadgets;
@@ -107,6 +107,12 @@ pub struct Session {
 struct Followed {
     tracking: Option<Tracking>,
     armed: Option<Armed>,
+    /// A claim to a program that is not followed yet, and is still being loaded.
+    loading: Option<Loading>,
+    /// All of it is waited for: it could not be saved before it was loaded.
+    waits: bool,
+    /// What its threads were waiting for when it was stopped between two checkpoints.
+    earlier: Option<Earlier>,
     /// For so many checkpoints, `auto` need not try to copy ahead: the program writes faster.
     outpaced: u32,
     /// The address space to which all this belongs: a process that executes another program gets a new one.
@@ -132,7 +138,10 @@ impl Session {
         let began = Instant::now();
         loop {
             match result {
-                Err(Error::Loading) => std::thread::sleep(LOADING),
+                Err(Error::Loading) => {
+                    self.followed.waits = true;
+                    std::thread::sleep(LOADING);
+                }
                 Err(Error::Busy(_)) if began.elapsed() < BUSY => std::thread::sleep(Duration::from_millis(1)),
                 Err(Error::Replaced) if programs < MOST_PROGRAMS => {
                     programs += 1;
@@ -142,6 +151,7 @@ impl Session {
             }
             result = self.attempt(store, options, progress);
         }
+        self.followed.waits = false;
         result.map_err(|e| match e {
             // Whatever could not be read or done, this is why.
             Error::Kernel(_) | Error::Failed(_) | Error::Refused(_) | Error::Replaced
@@ -151,6 +161,23 @@ impl Session {
             }
             e => e,
         })
+    }
+
+    /// Sees, between checkpoints, to a program that was restored and is still being loaded: when all of its memory is there,
+    /// what it has written since its first instruction and what it writes from now on is followed by this session. Whether
+    /// there will be more to do in a moment.
+    pub fn tend(&mut self) -> bool {
+        let pid = self.pid;
+        let followed = &mut self.followed;
+        let tended = std::thread::scope(|scope| scope.spawn(|| tend(pid, followed)).join());
+        match tended {
+            Ok(Ok(more)) => more,
+            // The next checkpoint saves all of it.
+            _ => {
+                self.followed = Followed { outpaced: self.followed.outpaced, ..Followed::default() };
+                false
+            }
+        }
     }
 
     fn attempt(
@@ -249,6 +276,37 @@ impl Target {
     }
 }
 
+fn tend(pid: u32, followed: &mut Followed) -> Result<bool> {
+    if followed.tracking.is_none() && followed.armed.is_none() && followed.loading.is_none() {
+        followed.loading = Loading::claim(pid);
+        followed.space = followed.loading.as_ref().and_then(|_| Pagemap::open(pid).ok());
+    }
+    let of_tracking = followed.tracking.as_mut().and_then(|t| t.loading.as_mut());
+    let Some(loading) = of_tracking.or(followed.loading.as_mut()) else { return Ok(false) };
+    if !loading.is_complete()? {
+        return Ok(true);
+    }
+    let target = Target::open(pid)?;
+    if followed.space.as_ref().is_some_and(Pagemap::is_of_the_past) {
+        return Err(Error::Replaced);
+    }
+    let mut earlier = followed.earlier.take().unwrap_or_default();
+    if let Some(loading) = followed.loading.take() {
+        if !loading.is_trusted() {
+            return Ok(false);
+        }
+        let base = loading.source.clone();
+        let (tracking, _) = Tracking::open(&target, &mut earlier, Some(loading))?;
+        followed.tracking.insert(tracking).base = Some(base);
+    }
+    if let Some(tracking) = &mut followed.tracking {
+        tracking.take_over(&target, &mut earlier)?;
+    }
+    followed.earlier = Some(earlier);
+    followed.space = Some(target.pagemap);
+    Ok(false)
+}
+
 fn take(
     pid: u32,
     store: &Store,
@@ -262,32 +320,25 @@ fn take(
     if followed.space.take().is_none_or(|space| space.is_of_the_past()) {
         *followed = Followed { outpaced: followed.outpaced, ..Followed::default() };
     }
-    let Followed { tracking, armed, space, outpaced } = followed;
     let writer = store.begin(&options.job)?;
     let last = store.load(&options.job, None).ok();
-    // Whatever fails from here on, the next checkpoint starts afresh.
-    let noted = tracking.as_mut().and_then(|t| t.base.take());
-    let waited = armed.as_mut().and_then(|a| a.base.take());
-    let base = noted.or(waited).filter(|_| !options.full);
-    let is_base = |l: &&Checkpoint| base == Some((l.image.meta.job.clone(), l.image.meta.id));
-    let base = last.as_ref().filter(is_base).map(|l| l.pages.of(Owner::Space(0))).unwrap_or_default();
-    if base.is_empty() {
-        // What counts as unwritten is what some checkpoint has; without that one, everything must be saved.
-        (*tracking, *armed) = (None, None);
-    }
+    let behind = behind(pid, store, options, last.as_ref(), followed)?;
+    let Followed { tracking, armed, earlier, space, outpaced, .. } = followed;
+    let earlier_calls = || last.as_ref().map(|l| earlier_calls(&l.image, &target)).unwrap_or_default();
     let mut work = Work {
         options,
         target: &target,
-        earlier: last.as_ref().map(|l| earlier_calls(&l.image, &target)).unwrap_or_default(),
+        earlier: earlier.take().unwrap_or_else(earlier_calls),
         last: last.as_ref().map(|l| &l.image),
         progress,
         exact: options.kill,
+        is_loading: false,
         writer: Some(writer),
         stored: Vec::new(),
         learned: None,
         log: Log::default(),
     };
-    let done = work.with_some_engine(tracking, armed, base, lasting, outpaced).map_err(|e| match e {
+    let done = work.with_some_engine(tracking, armed, behind, lasting, outpaced).map_err(|e| match e {
         // Whatever did not fit together, this is why.
         Error::Kernel(_) | Error::Failed(_) | Error::Lost(_) | Error::Refused(_) if target.is_replaced() => {
             Error::Replaced
@@ -295,7 +346,9 @@ fn take(
         e => e,
     })?;
     if let Some(tracking) = tracking {
-        tracking.base = Some((options.job.clone(), done.committed.id));
+        let saved = (options.job.clone(), done.committed.id);
+        tracking.loading.iter_mut().for_each(|loading| loading.is_saved_in(saved.clone()));
+        tracking.base = Some(saved);
     }
     if let Some(armed) = armed {
         armed.base = Some((options.job.clone(), done.committed.id));
@@ -320,6 +373,52 @@ fn take(
     })
 }
 
+/// What the checkpoint is relative to; where nothing is left of that, all that was followed is forgotten. Whatever fails
+/// from here on, the next checkpoint starts afresh.
+fn behind(
+    pid: u32,
+    store: &Store,
+    options: &Options,
+    last: Option<&Checkpoint>,
+    followed: &mut Followed,
+) -> Result<Behind> {
+    let Followed { tracking, armed, loading, waits, .. } = followed;
+    let may_copy_ahead = matches!(options.engine, Engine::Auto | Engine::Precopy) && !options.full && !*waits;
+    if !may_copy_ahead {
+        // Those who load the program need not wait for us.
+        tracking.take_if(|t| t.loading.is_some());
+        drop(loading.take().or_else(|| Loading::claim(pid)));
+    } else if tracking.is_none() && armed.is_none() && loading.is_none() {
+        *loading = Loading::claim(pid);
+    }
+    let pages = |(job, id): &(String, u64)| {
+        let of = |checkpoint: &Checkpoint| checkpoint.pages.of(Owner::Space(0)).to_vec();
+        match last.filter(|l| l.image.meta.id == *id) {
+            _ if *job != options.job => None,
+            Some(last) => Some(of(last)),
+            None => store.load(job, Some(*id)).ok().as_ref().map(of),
+        }
+    };
+    let noted = tracking.as_mut().and_then(|t| t.base.take());
+    let waited = armed.as_mut().and_then(|a| a.base.take());
+    let restored = || loading.as_ref().filter(|l| l.is_trusted()).map(|l| l.source.clone());
+    let base = noted.or(waited).or_else(restored).filter(|_| !options.full);
+    let base = base.as_ref().and_then(pages).unwrap_or_default();
+    let mut loading = loading.take().or_else(|| tracking.as_mut()?.loading.take());
+    if base.is_empty() {
+        // What counts as unwritten is what some checkpoint has; without that one, everything must be saved.
+        (*tracking, *armed) = (None, None);
+        loading.iter_mut().for_each(Loading::distrust);
+    }
+    // What is missing can be referred to only while there is what it came from.
+    let source = loading.as_ref().map(|l| pages(&l.source).ok_or(Error::Loading)).transpose()?;
+    let source = source.unwrap_or_default();
+    if let Some(tracking) = tracking {
+        tracking.loading = loading.take();
+    }
+    Ok(Behind { base, source, loading })
+}
+
 /// A checkpoint being taken.
 struct Work<'a> {
     options: &'a Options,
@@ -335,6 +434,8 @@ struct Work<'a> {
     learned: Option<(Instant, Learned<'a>)>,
     /// Until the commit.
     writer: Option<Writer>,
+    /// Its memory may still be on its way, and the engine knows from where.
+    is_loading: bool,
     /// Whose contents the writer has, besides memory's: objects and files by their numbers at one instant.
     stored: Vec<Owner>,
     log: Log,
@@ -349,13 +450,12 @@ struct Done {
 }
 
 impl<'a> Work<'a> {
-    /// Takes the checkpoint with the first engine that can. `base` is what an earlier checkpoint has of what
-    /// `tracking` followed.
+    /// Takes the checkpoint with the first engine that can.
     fn with_some_engine(
         &mut self,
         tracking: &mut Option<Tracking>,
         armed: &mut Option<Armed>,
-        base: &[Extent],
+        mut behind: Behind,
         lasting: bool,
         outpaced: &mut u32,
     ) -> Result<Done> {
@@ -372,10 +472,16 @@ impl<'a> Work<'a> {
             Some(Engine::Wp) => armed.is_some(),
             _ => false,
         };
+        self.is_loading = behind.loading.is_some() || tracking.as_ref().is_some_and(|t| t.loading.is_some());
         if !is_followed {
             self.learned = Some((Instant::now(), self.learn()?));
         }
         for engine in engines {
+            if engine != Engine::Precopy && self.is_loading {
+                // The others read all of it.
+                *tracking = None;
+                return Err(Error::Loading);
+            }
             // Memory is followed in one way only.
             if engine != Engine::Precopy {
                 *tracking = None;
@@ -383,11 +489,14 @@ impl<'a> Work<'a> {
             if engine != Engine::Wp {
                 *armed = None;
             }
-            let base = if tracking.is_some() || armed.is_some() { base.to_vec() } else { Vec::new() };
+            let behind = match tracking.is_some() || armed.is_some() || behind.loading.is_some() {
+                true => std::mem::take(&mut behind),
+                false => Behind::default(),
+            };
             let mut engine: Box<dyn MemoryEngine> = match engine {
-                Engine::Precopy => Box::new(Precopy::new(tracking, base, self.options.buffer)),
+                Engine::Precopy => Box::new(Precopy::new(tracking, behind, self.options.buffer)),
                 Engine::Fork => Box::new(Fork::new(self.options.buffer)),
-                Engine::Wp => Box::new(Wp::new(armed, base, self.options.buffer, lasting)),
+                Engine::Wp => Box::new(Wp::new(armed, behind.base, self.options.buffer, lasting)),
                 _ => Box::new(Stop::default()),
             };
             let (name, first) = (engine.engine().name(), engine.engine() == asked);
@@ -493,7 +602,7 @@ impl<'a> Work<'a> {
     }
 
     fn learn(&self) -> Result<Learned<'a>> {
-        learn(self.target, self.options, self.exact)
+        learn(self.target, self.options, self.exact, self.is_loading)
     }
 
     /// [`Work::prepare`], and meanwhile [`Work::learn`] if that has not been done yet: its errors come first.
@@ -501,9 +610,10 @@ impl<'a> Work<'a> {
         if self.learned.is_some() {
             return Ok(self.prepare(engine));
         }
-        let (target, options, exact) = (self.target, self.options, self.exact);
+        let (target, options, exact, is_loading) = (self.target, self.options, self.exact, self.is_loading);
         let (learned, prepared) = std::thread::scope(|scope| {
-            let learned = scope.spawn(move || Ok((Instant::now(), learn(target, options, exact)?)));
+            let learned =
+                scope.spawn(move || Ok((Instant::now(), learn(target, options, exact, is_loading)?)));
             let prepared = self.prepare(engine);
             let failed = |_| Err(Error::Failed("looking at the program failed inside stillpoint".into()));
             (learned.join().unwrap_or_else(failed), prepared)
@@ -636,7 +746,7 @@ struct Held<'a> {
 type Learned<'a> = (Builder, Known<'a>);
 
 /// What can be known of a program while it runs; refuses what cannot be captured.
-fn learn<'a>(target: &'a Target, options: &'a Options, exact: bool) -> Result<Learned<'a>> {
+fn learn<'a>(target: &'a Target, options: &'a Options, exact: bool, is_loading: bool) -> Result<Learned<'a>> {
     let mut builder = Builder::new();
     describe(&mut builder.image, options, target)?;
     let known = Known::learn(
@@ -648,6 +758,7 @@ fn learn<'a>(target: &'a Target, options: &'a Options, exact: bool) -> Result<Le
         &options.inherited,
         target.gadgets,
         exact,
+        is_loading,
     )?;
     refuse_if_needed(&mut builder)?;
     Ok((builder, known))

@@ -54,11 +54,14 @@ pub struct Known<'a> {
     stopped_ns: u64,
     /// What a rehearsal found.
     pub(crate) rehearsed: Builder,
+    /// Its memory is on its way, and whoever takes the checkpoint knows from where.
+    is_loading: bool,
 }
 
 impl<'a> Known<'a> {
     /// Learns what can be learned while the program runs; called right before it is stopped. What cannot be captured
     /// is among the refusals. `exact`: nothing that is assumed in the freeze may have to be confirmed after it.
+    /// `is_loading`: its memory may still be on its way.
     ///
     /// # Errors
     /// That something cannot be read, or the process is gone.
@@ -72,6 +75,7 @@ impl<'a> Known<'a> {
         inherited: &'a [(u32, Vec<u8>)],
         gadgets: Option<Gadgets>,
         exact: bool,
+        is_loading: bool,
     ) -> Result<Self> {
         let pid = process.pid();
         let maps = process.maps()?;
@@ -95,22 +99,23 @@ impl<'a> Known<'a> {
         #[rustfmt::skip]
         let mut known = Known {
             process, pidfd, memory, pagemap, inherited, examined, threads, outsiders, gadgets, waiting, earlier,
-            rehearsed: Builder::new(), mappings: None, stopped_ns: 0,
+            rehearsed: Builder::new(), mappings: None, stopped_ns: 0, is_loading: false,
         };
         if builder.refusals.is_empty() {
             let mut mappings = Mappings::read(process, pagemap)?;
             if mappings.wait_for_pages() {
                 let servers = pager::servers_of(pid);
+                known.is_loading = is_loading;
                 if servers.contains(&Role::Lacks) {
                     let why =
                         "some of its memory cannot be loaded from the checkpoint that it was restored from";
                     return Err(Error::Failed(why.into()));
                 }
-                if !servers.is_empty() {
+                if !servers.is_empty() && !is_loading {
                     return Err(Error::Loading);
                 }
-                // It was about to be all there.
-                mappings = Mappings::read(process, pagemap)?;
+                // It was about to be all there, or may be.
+                mappings = known.read_mappings()?;
             }
             known.rehearsed = known.rehearse(&mappings);
             known.mappings = (!exact && !mappings.are_cheap()).then_some(mappings);
@@ -168,8 +173,13 @@ impl<'a> Known<'a> {
     fn mappings(&self, now: &[Vma]) -> Result<(Mappings, bool)> {
         match self.mappings.as_ref().and_then(|before| before.carried_over(now)) {
             Some(mappings) => Ok((mappings, true)),
-            None => Ok((Mappings::read(self.process, self.pagemap)?, false)),
+            None => Ok((self.read_mappings()?, false)),
         }
+    }
+
+    fn read_mappings(&self) -> Result<Mappings> {
+        let mappings = Mappings::read(self.process, self.pagemap)?;
+        Ok(if self.is_loading { mappings.with_known_pages() } else { mappings })
     }
 
     fn target(&self, frozen: bool) -> files::Target<'_> {

@@ -51,6 +51,12 @@ impl Mappings {
         self.smaps.iter().any(|s| s.flags.contains(VmFlags::UFFD_MISSING))
     }
 
+    /// It is known who puts pages into them.
+    pub fn with_known_pages(mut self) -> Self {
+        self.smaps.iter_mut().for_each(|s| s.flags -= VmFlags::UFFD_MISSING);
+        self
+    }
+
     /// The mappings `now`, with the states of these, which were read earlier. `None` if that cannot be told: a mapping
     /// is new or has become another one.
     ///

@@ -8,7 +8,7 @@ use stillpoint_linux::supervise::{Change, wait};
 use stillpoint_restore::Pager;
 use stillpoint_restore::lazy::board::Count;
 
-/// Between two looks at what is loaded by processes that are not our children.
+/// Between two looks at what is loaded.
 const PERIOD: Duration = Duration::from_millis(20);
 
 /// Hears when all is loaded, or will not be any more.
@@ -46,7 +46,12 @@ impl Loading {
 
     /// How long to wait at most.
     pub fn period(&self) -> Option<Duration> {
-        self.is_left_to_others.then_some(PERIOD)
+        (self.is_left_to_others || !self.is_loaded()).then_some(PERIOD)
+    }
+
+    /// Whether all of the program's memory is there.
+    pub fn is_loaded(&self) -> bool {
+        self.pager.board.get(Count::Recorded) > 0
     }
 
     /// Looks how far it is; whether it goes on.
@@ -56,12 +61,19 @@ impl Loading {
         {
             self.is_left_to_others = true;
         }
+        if self.is_loaded() {
+            self.tell();
+        }
         // Its last word is that it is done.
         self.pager.board.get(Count::Done) == 0
     }
 
     /// It is over, or nobody needs it any more.
     pub fn finish(mut self) {
+        self.tell();
+    }
+
+    fn tell(&mut self) {
         if let Some(tell) = self.tell.take() {
             tell(&self.pager);
         }

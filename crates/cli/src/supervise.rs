@@ -104,6 +104,10 @@ impl Supervisor {
             }
             self.checkpointer.iter_mut().for_each(Beside::attend);
             self.loading.take_if(|l| !l.attend()).into_iter().for_each(Loading::finish);
+            if self.loading.as_ref().is_some_and(Loading::is_loaded) {
+                // From now on it is the checkpointer's to follow what the job writes.
+                self.checkpointer.iter_mut().for_each(Beside::start);
+            }
             if self.init {
                 let checkpointer = self.checkpointer.as_ref().and_then(Beside::pid);
                 let pager = self.loading.as_ref().map(Loading::pid);

@@ -16,6 +16,7 @@ pub mod host;
 pub mod inject;
 pub mod layout;
 pub mod limits;
+pub mod line;
 pub mod local;
 pub mod locks;
 pub mod memfd;

@@ -36,6 +36,8 @@ pub struct Options {
     pub eager_below: u64,
     /// What comes later is read at so many bytes a second at most.
     pub limit: Option<u64>,
+    /// Whether somebody is going to follow what the program writes, when all of its memory is there.
+    pub is_followed: bool,
 }
 
 /// A restored program, which runs.

@@ -5,10 +5,13 @@
 //! again.
 
 pub mod fork;
+mod loading;
 pub mod precopy;
 pub mod stop;
 pub mod tracking;
 pub mod wp;
+
+pub(crate) use loading::Loading;
 
 use crate::blocked::Earlier;
 use crate::checkpoint::{Progress, Target};

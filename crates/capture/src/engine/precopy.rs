@@ -5,7 +5,7 @@
 //! program dropped or unmapped since it was copied is found missing at the cut, and forgotten.
 
 use super::tracking::{Found, Look, Looking, Tracking, WORTH_HELPERS, writes_unnoticed};
-use super::{AtRest, Copied, Cut, Engine, MemoryEngine, Running, Still, politely, put_error};
+use super::{AtRest, Copied, Cut, Engine, Loading, MemoryEngine, Running, Still, politely, put_error};
 use crate::checkpoint::Target;
 use crate::regions::{spans, spans_of_maps, zeros};
 use crate::{Error, Result};
@@ -24,12 +24,27 @@ const ROOM: u64 = 1 << 20;
 /// Cuts that may turn out to be too much.
 const TRIES: usize = 3;
 
+/// What lies behind a checkpoint.
+#[derive(Debug, Default)]
+pub(crate) struct Behind {
+    /// What the checkpoint has that it is relative to.
+    pub base: Vec<Extent>,
+    /// What the one has that holds what is still to be loaded.
+    pub source: Vec<Extent>,
+    /// A claim to a program that is not followed yet, and is still being loaded.
+    pub loading: Option<Loading>,
+}
+
 /// At work on one checkpoint.
 #[derive(Debug)]
 pub(crate) struct Precopy<'t> {
     tracking: &'t mut Option<Tracking>,
+    /// A claim to a program that is not followed yet.
+    loading: Option<Loading>,
     /// What the base checkpoint has.
     base: Vec<Extent>,
+    /// What the checkpoint has that holds what is still to be loaded.
+    source: Vec<Extent>,
     incremental: bool,
     /// Written since they were copied last, and whether zeros matter there: to be copied again.
     left: Vec<(Range, bool)>,
@@ -54,14 +69,16 @@ pub(crate) struct Precopy<'t> {
 }
 
 impl<'t> Precopy<'t> {
-    /// With the tracking of the session, `base` what the checkpoint has that it is relative to, and `most` bytes to
-    /// be copied at the cut.
-    pub fn new(tracking: &'t mut Option<Tracking>, base: Vec<Extent>, most: u64) -> Self {
+    /// With the tracking of the session, and `most` bytes to be copied at the cut.
+    pub fn new(tracking: &'t mut Option<Tracking>, behind: Behind, most: u64) -> Self {
         let copied = Copied::default();
+        let Behind { base, source, loading } = behind;
         Precopy {
             tracking,
+            loading,
             incremental: !base.is_empty(),
             base,
+            source,
             left: Vec::new(),
             resting: None,
             copied,
@@ -104,21 +121,32 @@ impl<'t> Precopy<'t> {
         Ok(())
     }
 
+    /// Refers to what is still to be loaded; tells how many pages that are, if it is being loaded.
+    fn refer(&mut self, running: &mut Running<'_>) -> Result<Option<u64>> {
+        let tracking = self.tracking.as_mut();
+        let Some(loading) = tracking.and_then(|t| t.loading.as_mut()) else { return Ok(None) };
+        let missing = loading.references(&self.source);
+        running.writer.reuse(&missing)?;
+        Ok(Some(missing.iter().map(|e| u64::from(e.pages)).sum()))
+    }
+
     fn round(&mut self, running: &mut Running<'_>) -> Result<u64> {
-        let spans = spans_of_maps(&running.target.process.maps()?);
+        let spans = || Ok(spans_of_maps(&running.target.process.maps()?));
         let Some(tracking) = self.tracking else { return Err(Error::Failed("it is not followed".into())) };
         self.looked = Instant::now();
-        let Found { dirty, .. } = tracking.look(running.target, &spans, Look::Protect)?;
+        let Found { dirty, .. } = tracking.look(running.target, spans, Look::Protect)?;
         // Looked at after pages were protected and before they are copied: see there.
         if writes_unnoticed(running.target.pid)? {
             let why = "it reads files past the page cache (O_DIRECT), or has its own memory open as a file";
             return Err(Error::Failed(why.into()));
         }
         self.left.extend(dirty);
+        self.refer(running)?;
         let bytes = self.left.iter().map(|(r, _)| r.len).sum();
         if !std::mem::replace(&mut self.started, true) {
             running.progress.start(bytes);
         }
+        unite(&mut self.left);
         let left = std::mem::take(&mut self.left);
         for zeros_matter in [false, true] {
             let alike: Vec<Range> = left.iter().filter(|l| l.1 == zeros_matter).map(|l| l.0).collect();
@@ -136,7 +164,7 @@ impl MemoryEngine for Precopy<'_> {
 
     fn prepare(&mut self, running: &mut Running<'_>) -> Result<()> {
         if self.tracking.is_none() {
-            *self.tracking = Some(Tracking::start(running)?);
+            *self.tracking = Some(Tracking::start(running, self.loading.take())?);
         }
         running.writer.reuse(&std::mem::take(&mut self.base))?;
         self.rounds(running)
@@ -164,6 +192,7 @@ impl MemoryEngine for Precopy<'_> {
         let Some(tracking) = self.tracking.as_mut().filter(|_| worth_it && self.unfit.is_none()) else {
             return Ok(None);
         };
+        tracking.ask()?;
         let looking = self.resting.insert(tracking.begin(target, spans, Look::AtRest)?);
         Ok(Some(Box::new(|| tracking.work(target, looking))))
     }
@@ -181,7 +210,7 @@ impl MemoryEngine for Precopy<'_> {
                 other => {
                     // What was found has been told.
                     self.left.extend(other.map(|looking| tracking.end(looking).dirty).unwrap_or_default());
-                    tracking.look(still.target, &spans, look)?
+                    tracking.look(still.target, || Ok(spans.clone()), look)?
                 }
             };
             self.took = (began.elapsed(), Duration::ZERO);
@@ -215,6 +244,9 @@ impl MemoryEngine for Precopy<'_> {
         let pages = self.copied.len() / PAGE;
         let (look, copy) = self.took;
         running.log.tell(format!("the cut looked for {look:.0?} and copied {pages} pages in {copy:.0?}"));
+        if let Some(pages) = self.refer(running)? {
+            running.log.tell(format!("{pages} pages are still to be loaded, and stay where they are stored"));
+        }
         self.copied.put(running.writer)?;
         running.writer.keep_only(Owner::Space(0), std::mem::take(&mut self.own));
         Ok(())

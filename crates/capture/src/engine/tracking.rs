@@ -1,15 +1,17 @@
 //! What a process has written since its last checkpoint, as the kernel notes it.
 
-use super::Running;
+use super::{Loading, Running};
+use crate::blocked::Earlier;
 use crate::brief::stop_briefly;
 use crate::checkpoint::Target;
 use crate::freeze::Frozen;
 use crate::lend::Lender;
-use crate::regions::{Span, range};
+use crate::regions::{Span, range, within};
 use crate::{Error, Result};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 use stillpoint_image::{PAGE, Range};
 use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::descriptors::duplicate_from;
@@ -27,6 +29,8 @@ pub(crate) const WORTH_HELPERS: u64 = 2 << 30;
 const FEW: usize = 256;
 /// Of fewer own pages all are looked at in less time than two looks take, bytes.
 const MANY: u64 = 8 << 20;
+/// So much is taken over in one brief stop, bytes.
+const TAKEN: u64 = 64 << 20;
 /// Written pages this close to each other are looked at together, bytes: a look at so much takes as long as one more call.
 const NEAR: u64 = 256 * PAGE;
 
@@ -41,6 +45,10 @@ pub struct Tracking {
     followed: Vec<Range>,
     /// What that look found, piece by piece, ascending.
     seen: Vec<Seen>,
+    /// Some of it is followed by those who load it, until it is taken over.
+    pub(crate) loading: Option<Loading>,
+    /// Written before it was taken over, and not found by any look yet.
+    owed: Vec<Range>,
 }
 
 /// What a look leaves behind.
@@ -107,16 +115,75 @@ pub struct Found {
 
 impl Tracking {
     /// Begins to follow a process, for which all of it stands still for a moment.
-    pub(crate) fn start(running: &mut Running<'_>) -> Result<Self> {
-        let open = |frozen: &mut Frozen| open_inside(running.target, frozen, Mode::Noted);
-        let (userfault, pause) = stop_briefly(running.target, running.earlier, open)?;
+    pub(crate) fn start(running: &mut Running<'_>, loading: Option<Loading>) -> Result<Self> {
+        let (tracking, pause) = Self::open(running.target, running.earlier, loading)?;
         running.log.pauses.push(pause);
-        Ok(Tracking { userfault, base: None, followed: Vec::new(), seen: Vec::new() })
+        Ok(tracking)
+    }
+
+    /// As [`Tracking::start`]; tells for how long it stood still.
+    pub(crate) fn open(
+        target: &Target,
+        earlier: &mut Earlier,
+        loading: Option<Loading>,
+    ) -> Result<(Self, Duration)> {
+        let open = |frozen: &mut Frozen| open_inside(target, frozen, Mode::Noted);
+        let (userfault, pause) = stop_briefly(target, earlier, open)?;
+        let (base, followed, seen, owed) = (None, Vec::new(), Vec::new(), Vec::new());
+        Ok((Tracking { userfault, base, followed, seen, loading, owed }, pause))
+    }
+
+    /// Follows by itself what those follow who have loaded it, piece by piece, in a brief stop each: the marks of what was
+    /// not written go when they let go, and are made again before the program runs on. Then they can leave.
+    pub(crate) fn take_over(&mut self, target: &Target, earlier: &mut Earlier) -> Result<()> {
+        let Some(mut loading) = self.loading.take() else { return Ok(()) };
+        if !loading.is_complete()? {
+            return Err(Error::Loading);
+        }
+        let (mut at, mut followed) = (0, Vec::new());
+        loop {
+            let (part, _) = stop_briefly(target, earlier, |_| self.take_over_part(target, &mut loading, at))?;
+            let Some(part) = part else { break };
+            at = part.end();
+            push(&mut followed, part);
+        }
+        self.followed = replaced(&self.followed, &followed, followed.clone());
+        self.seen = Vec::new();
+        loading.taken();
+        Ok(())
+    }
+
+    /// Takes over some of it, from an address on, and tells what; the program stands still.
+    fn take_over_part(&mut self, target: &Target, loading: &mut Loading, at: u64) -> Result<Option<Range>> {
+        // What has been moved about meanwhile is not where its marks say that it is as it was.
+        let (part, moved) = loading.next_part(at, TAKEN)?;
+        self.owed.extend(moved);
+        let Some(part) = part else { return Ok(None) };
+        let (start, end) = (RemoteAddr(part.start), RemoteAddr(part.end()));
+        let any = Category::PRESENT | Category::SWAPPED;
+        let query = Query { any, all: Category::WRITTEN, none: Category::ZERO, report: Category::empty() };
+        let mut written = Vec::new();
+        target.pagemap.scan(start, end, query, &mut written)?;
+        self.owed.extend(written.iter().map(range));
+        loading.let_go(part)?;
+        self.userfault.register(start, end)?;
+        let all = Query { any, ..Query::default() };
+        match target.pagemap.scan_and_protect(start, end, all, &mut Vec::new())? {
+            true => Ok(Some(part)),
+            false => Err(Error::Failed("it is not followed any more".into())),
+        }
     }
 
     /// Looks at all private memory; what was written since the last look, or has not been followed before, is dirty.
-    pub(crate) fn look(&mut self, target: &Target, spans: &[Span], look: Look) -> Result<Found> {
-        let looking = self.begin(target, spans.to_vec(), look)?;
+    /// `spans` tells where that is, for those who load it are asked first: what they tell to have been moved must be there.
+    pub(crate) fn look(
+        &mut self,
+        target: &Target,
+        spans: impl FnOnce() -> Result<Vec<Span>>,
+        look: Look,
+    ) -> Result<Found> {
+        self.ask()?;
+        let looking = self.begin(target, spans()?, look)?;
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let helpers = if looking.bytes() < WORTH_HELPERS { 0 } else { processors - 1 };
         std::thread::scope(|scope| {
@@ -125,6 +192,11 @@ impl Tracking {
             helpers.into_iter().fold(done, |done, helper| done.and(joined_with(helper.join())))
         })?;
         Ok(self.end(looking))
+    }
+
+    /// Asks those who load it what has happened to its memory, before it is looked where that is.
+    pub(crate) fn ask(&mut self) -> Result<()> {
+        self.loading.as_mut().map_or(Ok(()), Loading::ask)
     }
 
     /// Begins a [`Tracking::look`], which is over when [`Tracking::work`] has returned in all threads that called it.
@@ -154,11 +226,22 @@ impl Tracking {
         let mut seen = looking.seen.into_inner().unwrap_or_else(PoisonError::into_inner);
         seen.sort_by_key(|seen| seen.piece.start);
         let mut found = Found::default();
+        // Whoever followed it before may have looked, which takes marks away, and saved nothing.
+        let is_trusted = self.loading.as_ref().is_none_or(Loading::is_trusted);
         for (span, seen) in looking.pieces.iter().zip(&seen) {
             seen.own.iter().for_each(|own| push(&mut found.own, *own));
-            found.dirty.extend(seen.dirty.iter().map(|dirty| (*dirty, span.zeros_matter)));
+            let dirty = if is_trusted { &seen.dirty } else { &seen.own };
+            found.dirty.extend(dirty.iter().map(|dirty| (*dirty, span.zeros_matter)));
         }
         self.seen = seen;
+        // Pages of anonymous memory, where zeros do not matter.
+        for owed in std::mem::take(&mut self.owed) {
+            let there = within(&found.own, owed.start, owed.start.saturating_add(owed.len));
+            found.dirty.extend(there.into_iter().map(|range| (range, false)));
+        }
+        if let Some(loading) = &mut self.loading {
+            loading.amend(&mut found);
+        }
         found
     }
 
@@ -166,6 +249,8 @@ impl Tracking {
     fn see(&self, target: &Target, piece: &Span, spans: &[Span], look: Look) -> Result<Seen> {
         let before = self.seen.binary_search_by_key(&piece.range.start, |s| s.piece.start);
         let before = before.ok().map(|i| &self.seen[i]).filter(|s| s.piece == piece.range && s.followed);
+        // What is loaded comes without being written.
+        let before = before.filter(|_| self.loading.is_none());
         let few = before.filter(|s| s.own.len() <= FEW && bytes(&s.own) >= MANY);
         // Behind a file what is dropped leaves the mark of what was not written.
         let tells_all = piece.swapped_is_clean && what_is_missing_counts_as_written();
@@ -243,6 +328,8 @@ impl Tracking {
         };
         for part in new {
             match self.follow(target, RemoteAddr(part.start), RemoteAddr(part.end())) {
+                // By those who load it: their marks serve us as well.
+                Err(Error::Kernel(e)) if e.errno() == Some(libc::EBUSY) && self.loading.is_some() => {}
                 Err(Error::Kernel(e)) if e.errno() == Some(libc::EBUSY) => {
                     return Err(Error::Failed("somebody else follows what it writes already".into()));
                 }
@@ -321,10 +408,13 @@ fn groups(spans: &[Span]) -> Vec<Span> {
 fn pieces(span: &Span) -> impl Iterator<Item = Span> {
     let span = *span;
     let most = LOOK.max((span.range.len / 16).next_multiple_of(LOOK));
-    (span.range.start..span.range.end()).step_by(most as usize).map(move |start| {
-        let len = most.min(span.range.end() - start);
-        Span { range: Range { start, len }, ..span }
-    })
+    in_steps(span.range, most).map(move |range| Span { range, ..span })
+}
+
+/// A range in parts of at most so many bytes.
+fn in_steps(range: Range, most: u64) -> impl Iterator<Item = Range> {
+    let starts = (range.start..range.end()).step_by(most as usize);
+    starts.map(move |start| Range { start, len: most.min(range.end() - start) })
 }
 
 fn bytes(ranges: &[Range]) -> u64 {

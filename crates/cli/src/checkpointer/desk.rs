@@ -10,6 +10,9 @@ use std::time::Duration;
 use stillpoint_capture::Session;
 use stillpoint_store::{Store, Trouble};
 
+/// Between two looks at a job whose memory is still being loaded.
+const TEND: Duration = Duration::from_millis(20);
+
 /// Takes orders. They are carried out in turn.
 #[derive(Clone, Debug)]
 pub struct Desk {
@@ -120,7 +123,7 @@ pub struct Taker {
 
 impl Taker {
     fn work(mut self, orders: &Receiver<Order>, open: &AtomicUsize) {
-        for order in orders {
+        while let Some(order) = self.next(orders) {
             if !order.abandoned.load(Ordering::Relaxed) {
                 let outcome = self.take(&order.asked, &order.counts);
                 match order.answer {
@@ -131,6 +134,17 @@ impl Taker {
             }
             open.fetch_sub(1, Ordering::AcqRel);
         }
+    }
+
+    /// The next order; until there is one, the job is tended.
+    fn next(&mut self, orders: &Receiver<Order>) -> Option<Order> {
+        while self.session.tend() {
+            match orders.recv_timeout(TEND) {
+                Err(RecvTimeoutError::Timeout) => {}
+                received => return received.ok(),
+            }
+        }
+        orders.recv().ok()
     }
 
     fn take(&mut self, asked: &Asked, counts: &Counts) -> Result<Taken> {

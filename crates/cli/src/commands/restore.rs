@@ -304,7 +304,7 @@ fn options(args: &Restore, stdio: Stdio) -> Options {
         Files::Keep => FilesPolicy::Keep,
         Files::Refuse => FilesPolicy::Refuse,
     };
-    Options { files, stdio, eager_below: args.eager_below, limit: args.limit_bandwidth }
+    Options { files, stdio, eager_below: args.eager_below, limit: args.limit_bandwidth, is_followed: true }
 }
 
 /// The name that the restored program runs under: that of its job, or, while that runs, a new one.

@@ -41,6 +41,10 @@ pub enum Count {
     BeganUs,
     /// Microseconds until everything was there, since the restore began; 0 before.
     LoadedUs,
+    /// Whether what the program wanted first has been told, as far as it was to be.
+    Recorded,
+    /// How many have claimed the program, to follow it themselves.
+    Claims,
     /// Length of the text that tells why loading failed, bytes; 0 if it did not.
     Failure,
     /// Servers that ended by themselves, because of a failure inside.

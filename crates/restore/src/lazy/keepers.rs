@@ -7,6 +7,7 @@
 //! another name: whoever kills all that is called stillpoint does not mean the program that it brought back.
 
 use super::board::{Board, Count};
+use super::claim::Claim;
 use super::server::{self, Served, Work, monotonic_us};
 use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -76,11 +77,12 @@ fn keep(work: &Work<'_>) -> ! {
             await_end(*earlier);
         }
         pager::take_role(Role::Serves);
+        let mut claim = Claim::default();
         loop {
             if work.board.get(Count::Done) > 0 {
                 split::leave(0);
             }
-            tidy(work);
+            tidy(work, &claim);
             let mut by = living(&work.board, number + 1..u64::MAX);
             while by.len() < BY {
                 let enlisted = work.board.get(Count::Enlisted);
@@ -97,7 +99,7 @@ fn keep(work: &Work<'_>) -> ! {
                     Err(_) => std::thread::sleep(PAUSE),
                 }
             }
-            match serve(work, &by) {
+            match serve(work, &by, &mut claim) {
                 Ok(Served::All) => {
                     work.board.add(Count::Done, 1);
                     split::leave(0)
@@ -134,8 +136,8 @@ fn patiently<T>(look: impl Fn() -> Option<T>) -> Option<T> {
     None
 }
 
-fn serve(work: &Work<'_>, by: &[BorrowedFd<'_>]) -> Result<Served> {
-    catch_unwind(AssertUnwindSafe(|| server::serve(work, by)))
+fn serve(work: &Work<'_>, by: &[BorrowedFd<'_>], claim: &mut Claim) -> Result<Served> {
+    catch_unwind(AssertUnwindSafe(|| server::serve(work, by, claim)))
         .unwrap_or_else(|_| Err(Error::Failed("the page server failed inside stillpoint".into())))
 }
 
@@ -154,8 +156,9 @@ fn poll_for(process: BorrowedFd<'_>, patience: Timespec) -> bool {
 }
 
 /// Closes what a server that was killed left open in the table that we share.
-fn tidy(work: &Work<'_>) {
+fn tidy(work: &Work<'_>, claim: &Claim) {
     let mut keep: Vec<i32> = work.descriptors().iter().map(AsRawFd::as_raw_fd).chain(0..=2).collect();
+    keep.extend(claim.descriptor());
     for number in work.board.recent() {
         let Some(Some(handle)) = work.board.enlisted(number) else { continue };
         if has_ended(split::shared_descriptor(handle)) {

@@ -12,6 +12,7 @@ use std::time::Instant;
 use stillpoint_image::{AddressSpace, Extent, FileKind, Image, Owner, PAGE, Process, Range};
 use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::descriptors::duplicate_from;
+use stillpoint_linux::line;
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::program::Run;
 use stillpoint_linux::remote::Remote;
@@ -33,6 +34,8 @@ pub struct Later<'a> {
     limit: Option<u64>,
     heard: Heard<'a>,
     is_heard: bool,
+    is_followed: bool,
+    origin: (String, u64),
     /// Runs of the touch set that had to be there first.
     head: usize,
 }
@@ -76,7 +79,20 @@ impl<'a> Later<'a> {
         let board = Arc::new(Board::new(plan.pages(), plan.mappings.len())?);
         let (reader, touch, limit) = (&checkpoint.reader, checkpoint.touch.as_ref(), options.limit);
         let is_heard = options.stdio == Stdio::Current;
-        Ok(Ok(Later { plan, reader, touch, userfault, board, limit, heard, is_heard, head: 0 }))
+        let meta = &checkpoint.image.meta;
+        Ok(Ok(Later {
+            plan,
+            reader,
+            touch,
+            userfault,
+            board,
+            limit,
+            heard,
+            is_heard,
+            is_followed: options.is_followed,
+            origin: (meta.job.clone(), meta.id),
+            head: 0,
+        }))
     }
 
     /// Loads what must be there before the program runs.
@@ -183,7 +199,19 @@ impl<'a> Later<'a> {
         began: Instant,
     ) -> Result<Pager> {
         let touched = self.load_touched();
-        let Later { plan, reader, touch, userfault, board, limit, heard, is_heard, head } = self;
+        let Later {
+            plan,
+            reader,
+            touch,
+            userfault,
+            board,
+            limit,
+            heard,
+            is_heard,
+            is_followed,
+            origin,
+            head,
+        } = self;
         let pages = plan.pages();
         let placement = plan.placement();
         board.space(0).set_placement(&placement)?;
@@ -191,8 +219,20 @@ impl<'a> Later<'a> {
         order.sort_by_key(|&i| loader::block(&plan.later[i]));
         let program = pidfd.try_clone_to_owned().map_err(|e| Error::Failed(format!("dup: {e}")))?;
         let touch = touch.map(|set| Touch { set, head, done: touched });
-        let work =
-            Work { plan, order, reader, touch, limit, board: Arc::clone(&board), program, heard, is_heard };
+        let work = Work {
+            plan,
+            order,
+            reader,
+            touch,
+            limit,
+            board: Arc::clone(&board),
+            line: line::listen(pidfd),
+            program,
+            heard,
+            is_heard,
+            is_followed,
+            origin,
+        };
         let child = keepers::start(&work, userfault, began.elapsed())?;
         touch_robust_lists(memory, process)?;
         Ok(Pager { child, board, pages })

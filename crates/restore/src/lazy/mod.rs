@@ -6,6 +6,7 @@
 //! stand in for each other.
 
 pub mod board;
+mod claim;
 mod keepers;
 mod later;
 pub mod placement;

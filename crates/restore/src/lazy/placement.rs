@@ -1,31 +1,6 @@
 //! Where pages of the checkpoint are by now: the program moves and unmaps its memory while they are still missing.
 
-/// A range of the checkpoint's addresses that lies in one piece.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Piece {
-    /// First address in the checkpoint.
-    pub then: u64,
-    /// First address now.
-    pub now: u64,
-    /// Bytes.
-    pub len: u64,
-}
-
-impl Piece {
-    fn then_end(&self) -> u64 {
-        self.then + self.len
-    }
-
-    fn now_end(&self) -> u64 {
-        self.now + self.len
-    }
-
-    /// The part of it that is now within `[from, to)`; none if it is empty.
-    fn within(&self, from: u64, to: u64) -> Option<Piece> {
-        let (start, end) = (self.now.max(from), self.now_end().min(to));
-        (start < end).then(|| Piece { then: self.then + (start - self.now), now: start, len: end - start })
-    }
-}
+pub use stillpoint_linux::line::Piece;
 
 /// All pieces of one address space. What is in none has been unmapped.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -4,6 +4,7 @@
 //! on the [`Board`].
 
 use super::board::{Bits, Board, Count, EVENTS};
+use super::claim::{Claim, Moves};
 use super::placement::{Piece, Placement};
 use super::plan::Plan;
 use crate::rebuild::Heard;
@@ -13,11 +14,14 @@ use rustix::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use rustix::process::{Signal, pidfd_send_signal};
 use rustix::time::{ClockId, clock_gettime};
 use std::collections::HashMap;
+use std::os::unix::net::UnixListener;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::thread::Scope;
 use std::time::{Duration, Instant};
 use stillpoint_image::{Extent, PAGE, Range};
 use stillpoint_linux::RemoteAddr;
+use stillpoint_linux::line::{Origin, Request, State};
 use stillpoint_linux::pager::{self, Role};
 use stillpoint_linux::sched::{self, SchedAttr};
 use stillpoint_linux::spawn::ADDRESS_SPACE;
@@ -47,6 +51,8 @@ const AT_A_TIME: usize = 64 << 10;
 const WINDOW_US: u64 = 300_000;
 /// … unless it has not waited for any page for so long.
 const CALM_US: u64 = 5_000;
+/// For so long after all is there, who is to follow the program from then on is waited for.
+const EXPECTED_US: u64 = 2_000_000;
 /// Between two looks at what is left, and at who has died, where nothing happens.
 const PAUSE: Duration = Duration::from_millis(10);
 
@@ -70,6 +76,12 @@ pub struct Work<'a> {
     pub heard: Heard<'a>,
     /// Whether standard error leads to somebody.
     pub is_heard: bool,
+    /// The checkpoint: job and number.
+    pub origin: (String, u64),
+    /// Where whoever follows the program calls, where that can be.
+    pub line: Option<UnixListener>,
+    /// Whether somebody is going to.
+    pub is_followed: bool,
 }
 
 /// A touch set that is being put in.
@@ -89,6 +101,7 @@ impl Work<'_> {
         let mut all = self.reader.descriptors();
         all.extend(self.touch.map(|touch| touch.set.descriptor()));
         all.push(self.program.as_fd());
+        all.extend(self.line.as_ref().map(AsFd::as_fd));
         all
     }
 
@@ -122,8 +135,9 @@ pub enum Served {
     Deserted,
 }
 
-/// Serves until all is there, or nobody is left who wants it, or one of those who stand by has died.
-pub fn serve(work: &Work<'_>, by: &[BorrowedFd<'_>]) -> Result<Served> {
+/// Serves until all is there, or nobody is left who wants it, or one of those who stand by has died. `claim` is that of
+/// whoever follows the program.
+pub fn serve(work: &Work<'_>, by: &[BorrowedFd<'_>], claim: &mut Claim) -> Result<Served> {
     work.board.add(Count::Servers, 1);
     let (urgent, leave) = (AtomicUsize::new(0), AtomicBool::new(false));
     let free = Mutex::new(Instant::now());
@@ -141,6 +155,8 @@ pub fn serve(work: &Work<'_>, by: &[BorrowedFd<'_>]) -> Result<Served> {
         free,
         touched,
         wanted,
+        records: AtomicBool::new(false),
+        moves: claim.moves().clone(),
     };
     for number in work.board.spaces() {
         server.adopt(number)?;
@@ -148,14 +164,14 @@ pub fn serve(work: &Work<'_>, by: &[BorrowedFd<'_>]) -> Result<Served> {
     let fillers = std::thread::available_parallelism().map_or(1, usize::from);
     std::thread::scope(|scope| {
         let fillers: Vec<_> = (0..fillers).map(|_| scope.spawn(|| server.fill())).collect();
-        let served = server.attend(by);
+        let served = server.attend(scope, by, claim);
         server.leave.store(true, Ordering::Relaxed);
         let mut result = served;
         for filler in fillers {
             let filled = filler.join().unwrap_or_else(|_| Err(Error::Failed("a loader failed".into())));
             result = result.and_then(|served| filled.map(|()| served));
         }
-        if matches!(result, Ok(Served::All)) {
+        if matches!(result, Ok(Served::All)) && !server.records.load(Ordering::Relaxed) {
             server.record();
         }
         result
@@ -178,6 +194,9 @@ struct Server<'a> {
     touched: AtomicUsize,
     /// What was waited for, in order.
     wanted: Mutex<Wanted>,
+    /// It is told, or has been.
+    records: AtomicBool,
+    moves: Moves,
 }
 
 /// What the program waited for.
@@ -273,7 +292,12 @@ impl<'a> Server<'a> {
     }
 
     /// Reads what happens, and serves those who wait.
-    fn attend(&self, by: &[BorrowedFd<'_>]) -> Result<Served> {
+    fn attend<'s>(
+        &'s self,
+        scope: &'s Scope<'s, '_>,
+        by: &[BorrowedFd<'_>],
+        claim: &mut Claim,
+    ) -> Result<Served> {
         // Those who could not be served yet.
         let mut waiting: Vec<(Arc<Space<'a>>, RemoteAddr)> = Vec::new();
         let mut told_that_it_lacks = false;
@@ -287,9 +311,13 @@ impl<'a> Server<'a> {
             }
             let spaces = self.read_spaces();
             for space in spaces {
-                if space.has_ended() || self.is_complete(&space) {
+                let is_complete = !space.has_ended() && self.is_complete(&space);
+                if is_complete && space.number == 0 {
+                    self.loaded(scope);
+                }
+                if space.has_ended() || is_complete && (space.number != 0 || self.may_leave(claim)) {
                     waiting.retain(|(s, _)| s.number != space.number);
-                    self.finish(space)?;
+                    self.finish(space, claim)?;
                 }
             }
             let spaces = self.read_spaces();
@@ -303,6 +331,9 @@ impl<'a> Server<'a> {
             polled.push(PollFd::new(&self.work.program, program));
             polled
                 .extend(spaces.iter().map(|s| PollFd::from_borrowed_fd(s.userfault.as_fd(), PollFlags::IN)));
+            let line = self.work.line.as_ref();
+            let calls = claim.sources(line).into_iter();
+            polled.extend(calls.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
             // Those who have to go on first need a processor.
             let pause = if waiting.is_empty() { PAUSE } else { PAUSE / 200 };
             let pause = Timespec::try_from(pause).ok();
@@ -318,9 +349,18 @@ impl<'a> Server<'a> {
             if told[0] {
                 spaces[0].ended.store(true, Ordering::Relaxed);
             }
-            for (space, _) in spaces.iter().zip(&told[1..]).filter(|(_, told)| **told) {
-                let pages = self.read_events(space)?;
+            let (programs, calls) = told[1..].split_at(spaces.len());
+            for (space, _) in spaces.iter().zip(programs).filter(|(_, told)| **told) {
+                let (pages, _) = self.read_events(space)?;
                 waiting.extend(pages.into_iter().map(|page| (Arc::clone(space), page)));
+            }
+            if calls.contains(&true) {
+                let space = spaces.first().filter(|s| s.number == 0);
+                while let Some(request) = claim.request() {
+                    let pages = self.comply(request, space, claim)?;
+                    waiting.extend(space.into_iter().flat_map(|s| pages.iter().map(|p| (Arc::clone(s), *p))));
+                }
+                claim.take_calls(line);
             }
             self.urgent.store(waiting.len(), Ordering::Relaxed);
             let mut left = Vec::new();
@@ -334,17 +374,109 @@ impl<'a> Server<'a> {
         }
     }
 
-    /// Reads events of a space; returns the pages that are waited for.
-    fn read_events(&self, space: &Space<'a>) -> Result<Vec<RemoteAddr>> {
+    /// All of the program's memory is there. What it wanted first is told by another thread, which may take a while.
+    fn loaded<'s>(&'s self, scope: &'s Scope<'s, '_>) {
+        let board = &self.work.board;
+        if self.records.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        if board.get(Count::LoadedUs) == 0 {
+            let us = monotonic_us() - board.get(Count::BeganUs);
+            board.add(Count::LoadedUs, us.max(1));
+        }
+        scope.spawn(|| {
+            Turn::Others.take();
+            self.record();
+            board.add(Count::Recorded, 1);
+        });
+    }
+
+    /// Whether nobody follows the program from now on, or somebody does already.
+    fn may_leave(&self, claim: &Claim) -> bool {
+        let board = &self.work.board;
+        let since = || monotonic_us() - board.get(Count::BeganUs) - board.get(Count::LoadedUs);
+        let is_expected = || self.work.is_followed && board.get(Count::Claims) == 0 && since() < EXPECTED_US;
+        claim.is_taken() || !claim.is_made() && !is_expected()
+    }
+
+    /// Does what whoever follows the program asks for; returns the pages that are waited for.
+    fn comply(
+        &self,
+        request: Request,
+        space: Option<&Arc<Space<'a>>>,
+        claim: &mut Claim,
+    ) -> Result<Vec<RemoteAddr>> {
+        let mut waiting = Vec::new();
+        match (request, space) {
+            (Request::Claim, _) => {
+                self.work.board.add(Count::Claims, 1);
+                let (job, id) = self.work.origin.clone();
+                claim
+                    .tell(|c| c.tell_origin(&Origin { job, id, claims: self.work.board.get(Count::Claims) }));
+            }
+            (Request::State, Some(space)) => {
+                // All that has happened until now is part of it.
+                loop {
+                    let (pages, told) = self.read_events(space)?;
+                    waiting.extend(pages);
+                    if told == 0 {
+                        break;
+                    }
+                }
+                let state = self.state(space);
+                claim.tell(|c| c.tell_state(&state));
+            }
+            (Request::LetGo { start, end }, Some(space)) => {
+                let done = space.userfault.unregister(RemoteAddr(start), RemoteAddr(end)).is_ok();
+                claim.tell(|c| c.tell_done(done));
+            }
+            (Request::Taken, _) => {
+                claim.take();
+                claim.tell(|c| c.tell_done(true));
+            }
+            // The program has ended.
+            (_, None) => claim.hang_up(),
+        }
+        Ok(waiting)
+    }
+
+    fn state(&self, space: &Space<'a>) -> State {
+        let placement = space.read();
+        let plan = &self.work.plan;
+        let mut missing: Vec<Piece> = Vec::new();
+        for piece in placement.pieces() {
+            for index in plan.extents_in(piece.then, piece.then_end()) {
+                let extent = &plan.later[index];
+                let (from, to) = (piece.then.max(extent.address), piece.then_end().min(extent.end()));
+                let (mut at, end) = (plan.page(index, from), plan.page(index, to));
+                let first = at;
+                while let Some(run) = space.settled.unset(at..end) {
+                    at = run.end;
+                    let then = from + (run.start - first) * PAGE;
+                    let now = piece.now + (then - piece.then);
+                    let len = (run.end - run.start) * PAGE;
+                    match missing.last_mut() {
+                        Some(last) if last.now_end() == now && last.then_end() == then => last.len += len,
+                        _ => missing.push(Piece { then, now, len }),
+                    }
+                }
+            }
+        }
+        let (pieces, moved) = (placement.pieces().to_vec(), self.moves.take());
+        State { is_complete: missing.is_empty(), pieces, moved, missing }
+    }
+
+    /// Reads events of a space; returns the pages that are waited for, and how many events there were.
+    fn read_events(&self, space: &Space<'a>) -> Result<(Vec<RemoteAddr>, usize)> {
         // A copy of the process needs a place of its own; without one, it waits.
         let room = self.work.board.free().take(EVENTS).count() * EVENT_WORDS;
         if room == 0 {
             self.bury();
-            return Ok(Vec::new());
+            return Ok((Vec::new(), 0));
         }
         let mut placement = space.write();
-        space.userfault.log_events(&self.work.board.space(space.number).log()[..room])?;
-        self.apply_log(space, &mut placement)
+        let told = space.userfault.log_events(&self.work.board.space(space.number).log()[..room])?;
+        Ok((self.apply_log(space, &mut placement)?, told))
     }
 
     /// Applies what is in the log of a space; returns the pages that are waited for.
@@ -358,6 +490,9 @@ impl<'a> Server<'a> {
                 Event::Dropped { start, end } => self.forget(space, placement, start.0, end.0),
                 Event::Moved { from, to, len } => {
                     placement.move_to(from.0, to.0, len);
+                    if space.number == 0 {
+                        self.moves.note(to.0, len);
+                    }
                     self.work.board.space(space.number).set_placement(placement)?;
                 }
                 Event::Forked(descriptor) => self.begin_copy(space, placement, descriptor)?,
@@ -450,15 +585,12 @@ impl<'a> Server<'a> {
     }
 
     /// Lets go of a space in which there is nothing left to do.
-    fn finish(&self, space: Arc<Space<'a>>) -> Result<()> {
-        if !space.has_ended() {
+    fn finish(&self, space: Arc<Space<'a>>, claim: &Claim) -> Result<()> {
+        let is_taken = space.number == 0 && claim.is_taken();
+        if !space.has_ended() && !is_taken {
             for piece in space.read().pieces() {
                 space.userfault.release_gently(RemoteAddr(piece.now), RemoteAddr(piece.now + piece.len));
             }
-        }
-        if space.number == 0 && !space.has_ended() {
-            let us = monotonic_us() - self.work.board.get(Count::BeganUs);
-            self.work.board.add(Count::LoadedUs, us.max(1));
         }
         self.write_spaces().retain(|s| s.number != space.number);
         self.work.board.space(space.number).end();

@@ -1,0 +1,198 @@
+//! A program whose memory is still being loaded behind it, or has just been: those who load it follow its writes from
+//! its first instruction on.
+//!
+//! What is missing is in the checkpoint that the program was restored from, and what was not written since it came is as
+//! it is there. So a checkpoint can be taken meanwhile that refers to the one for what is missing and is relative to it in
+//! all else. When all is there, whoever takes checkpoints follows the program by a descriptor of their own, and those
+//! who loaded leave.
+
+use super::tracking::Found;
+use crate::regions::within;
+use crate::{Error, Result};
+use stillpoint_image::{Extent, Range};
+use stillpoint_linux::RemoteAddr;
+use stillpoint_linux::line::{Line, Origin, Piece, State};
+
+/// A claim to such a program.
+#[derive(Debug)]
+pub(crate) struct Loading {
+    line: Line,
+    /// The checkpoint (job and number) that has what is missing.
+    pub source: (String, u64),
+    /// Where memory was in that one.
+    at_source: Places,
+    /// Whether it has been looked at, by us.
+    has_looked: bool,
+    /// Whether what is not marked as written is as it was at the last look, or in the checkpoint before the first one.
+    is_trusted: bool,
+    /// When it was asked last.
+    now: State,
+    /// Where memory has been moved to since the last look.
+    moved: Vec<Range>,
+    /// What was missing at some look, and has not been referred to since. It may have come by now.
+    missing: Vec<Piece>,
+}
+
+/// Where memory was at some time.
+#[derive(Clone, Debug)]
+enum Places {
+    /// Where it was in the checkpoint that the program was restored from.
+    AsThen,
+    /// Moved about since.
+    Moved(Vec<Piece>),
+}
+
+impl Places {
+    /// Where the parts of a piece of the checkpoint were, and where they are now: address, and the part.
+    fn parts(&self, piece: Piece) -> Vec<(u64, Piece)> {
+        let Places::Moved(pieces) = self else { return vec![(piece.then, piece)] };
+        let mut parts: Vec<(u64, Piece)> = pieces
+            .iter()
+            .filter_map(|was| {
+                let (from, to) = (was.then.max(piece.then), was.then_end().min(piece.then_end()));
+                let part = || Piece { then: from, now: piece.now + (from - piece.then), len: to - from };
+                (from < to).then(|| (was.now + (from - was.then), part()))
+            })
+            .collect();
+        parts.sort_unstable_by_key(|(_, part)| part.now);
+        parts
+    }
+}
+
+impl Loading {
+    /// Claims a process whose memory is being loaded; none if it is not, or if somebody else has claimed it.
+    pub fn claim(pid: u32) -> Option<Self> {
+        let mut line = Line::call(pid)?;
+        let Origin { job, id, claims } = line.claim().ok()?;
+        Some(Self {
+            line,
+            source: (job, id),
+            at_source: Places::AsThen,
+            has_looked: false,
+            // Whoever claimed it before may have looked, and looking takes the marks away.
+            is_trusted: claims == 1,
+            now: State::default(),
+            moved: Vec::new(),
+            missing: Vec::new(),
+        })
+    }
+
+    /// Whether what is not marked as written is as it is in the source.
+    pub fn is_trusted(&self) -> bool {
+        self.is_trusted
+    }
+
+    /// There is no checkpoint any more that has what was not written.
+    pub fn distrust(&mut self) {
+        self.is_trusted = false;
+    }
+
+    /// Whether nothing is missing any more.
+    ///
+    /// # Errors
+    /// [`Error::Loading`]: those who load cannot be asked, as for all that follows.
+    pub fn is_complete(&mut self) -> Result<bool> {
+        self.ask().map(|()| self.now.is_complete)
+    }
+
+    /// Begins a look: asks what is missing. What comes until memory is looked at is found to be there as well, and is the same.
+    pub fn ask(&mut self) -> Result<()> {
+        self.now = self.line.state().map_err(|_| Error::Loading)?;
+        self.moved.extend(self.now.moved.iter().map(|&(start, len)| Range { start, len }));
+        Ok(())
+    }
+
+    /// Ends a look: what is missing is the program's own, too, and what has been moved since the last one counts as
+    /// written.
+    pub fn amend(&mut self, found: &mut Found) {
+        for Range { start, len } in self.moved() {
+            let inside = within(&found.own, start, start.saturating_add(len));
+            found.dirty.extend(inside.into_iter().map(|range| (range, false)));
+        }
+        // Some have come since they were told to be missing, and may have been written and saved.
+        let missing: Vec<Piece> =
+            self.now.missing.iter().flat_map(|missing| without(*missing, &found.own)).collect();
+        found.own.extend(missing.iter().map(|p| Range { start: p.now, len: p.len }));
+        self.missing.extend(missing);
+        found.own.sort_unstable_by_key(|r| r.start);
+        found.own.dedup_by(|next, last| {
+            let joins = next.start <= last.end();
+            if joins {
+                last.len = last.len.max(next.end() - last.start);
+            }
+            joins
+        });
+        self.has_looked = true;
+        self.is_trusted = true;
+    }
+
+    /// Where memory has been moved to since the last look.
+    fn moved(&mut self) -> Vec<Range> {
+        let mut moved = std::mem::take(&mut self.moved);
+        if !self.has_looked {
+            // Since it was restored: by then nothing was marked as not written but what came from the checkpoint.
+            let elsewhere = self.now.pieces.iter().filter(|p| p.then != p.now);
+            moved.extend(elsewhere.map(|p| Range { start: p.now, len: p.len }));
+        }
+        moved
+    }
+
+    /// Where the pages are stored that have been missing at looks since this was asked last; `source` is what the source has.
+    /// They must be referred to before what those looks found to be written is saved: what comes later is not marked as
+    /// written, wherever it has been moved to before.
+    pub fn references(&mut self, source: &[Extent]) -> Vec<Extent> {
+        let mut references = Vec::new();
+        for missing in std::mem::take(&mut self.missing) {
+            for (was, part) in self.at_source.parts(missing) {
+                let first = source.partition_point(|e| e.end() <= was);
+                for extent in source[first..].iter().take_while(|e| e.address < was + part.len) {
+                    let (from, to) = (extent.address.max(was), extent.end().min(was + part.len));
+                    let part_of = extent.part(from, to);
+                    references.push(Extent { address: part.now + (from - was), ..part_of });
+                }
+            }
+        }
+        references
+    }
+
+    /// A checkpoint has been taken of what the last look found.
+    pub fn is_saved_in(&mut self, checkpoint: (String, u64)) {
+        self.source = checkpoint;
+        self.at_source = Places::Moved(self.now.pieces.clone());
+    }
+
+    /// The first part, of at most so many bytes, of what those who load follow from an address on, and where memory has
+    /// been moved to since the last time. The program stands still.
+    ///
+    /// # Errors
+    /// As [`Loading::ask`].
+    pub fn next_part(&mut self, from: u64, most: u64) -> Result<(Option<Range>, Vec<Range>)> {
+        self.ask()?;
+        let mut rest = self.now.pieces.iter().filter_map(|p| p.within(from, u64::MAX));
+        let part = rest.next().map(|p| Range { start: p.now, len: p.len.min(most) });
+        Ok((part, self.moved()))
+    }
+
+    /// Has them no longer follow a range.
+    pub fn let_go(&mut self, range: Range) -> Result<()> {
+        self.line.let_go(RemoteAddr(range.start), RemoteAddr(range.end())).map_err(|_| Error::Loading)
+    }
+
+    /// All of it is followed by us.
+    pub fn taken(mut self) {
+        // They notice when we hang up, too.
+        let _ = self.line.taken();
+    }
+}
+
+/// The parts of a piece that are now outside of `others`, which are ascending.
+fn without(piece: Piece, others: &[Range]) -> Vec<Piece> {
+    let (mut parts, mut at) = (Vec::new(), piece.now);
+    let first = others.partition_point(|o| o.end() <= piece.now);
+    for other in others[first..].iter().take_while(|o| o.start < piece.now_end()) {
+        parts.extend(piece.within(at, other.start));
+        at = other.end();
+    }
+    parts.extend(piece.within(at, u64::MAX));
+    parts
+}
