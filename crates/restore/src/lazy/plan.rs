@@ -1,6 +1,7 @@
 //! Which pages are there before the program runs, and which come later.
 
 use super::placement::{Piece, Placement};
+use crate::loader::block;
 use stillpoint_image::{AddressSpace, Backing, Extent, Mapping, MappingFlags, PAGE, Process, Range};
 
 /// Of a thread's stack so much is there before it runs, bytes above its stack pointer …
@@ -86,6 +87,13 @@ impl Plan {
             self.later.push(extent.part(from, to));
             self.before.push(before + (to - from) / PAGE);
         }
+    }
+
+    /// The extents that come later, in the order in which they are stored.
+    pub fn order(&self) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..self.later.len()).collect();
+        order.sort_by_key(|&i| block(&self.later[i]));
+        order
     }
 
     /// Pages that come later.
