@@ -2,6 +2,7 @@
 
 use crate::args::{Common, Files, Periodic, Restore};
 use crate::checkpointer::Beside;
+use crate::commands::clones;
 use crate::commands::private::{self, Inside};
 use crate::commands::run::Record;
 use crate::detach::{Answer, Detached, detach};
@@ -26,6 +27,9 @@ use stillpoint_store::{Checkpoint, Claim, Store};
 
 /// Runs the command.
 pub fn run(common: &Common, args: &Restore) -> Result<ExitCode> {
+    if args.clone {
+        return clones::run(common, args);
+    }
     if !args.detach {
         return in_foreground(common, args);
     }
