@@ -93,4 +93,14 @@ static void listens(void) {
   note("results", "good\n");
 }
 
-SCENARIOS({"compute", compute}, {"locked", locked}, {"listens", listens})
+// More memory than there is for many, of which little is stored.
+static void large(void) {
+  make();
+  size_t bytes = (size_t)sysconf(_SC_PHYS_PAGES) * PAGE / 100;
+  char *all = map_anon(bytes);
+  for (size_t at = 0; at < bytes; at += PAGE)
+    all[at] = 1;
+  cut();
+}
+
+SCENARIOS({"compute", compute}, {"locked", locked}, {"listens", listens}, {"large", large})

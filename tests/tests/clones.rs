@@ -115,12 +115,18 @@ fn go(directory: &Path) {
     fs::write(directory.join("go"), "").expect("go");
 }
 
+fn is_server(pid: &u32) -> bool {
+    let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+    ["stillpoint page", "page keeper"].contains(&name.trim()) && kernel::alive(*pid)
+}
+
+/// The page servers of this test.
+fn servers_near(scratch: &Scratch) -> Vec<u32> {
+    scratch.processes().into_iter().filter(is_server).collect()
+}
+
 /// The page servers of a process.
 fn servers_of(pid: u32) -> Vec<u32> {
-    let is_server = |pid: &u32| {
-        let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-        ["stillpoint page", "page keeper"].contains(&name.trim()) && kernel::alive(*pid)
-    };
     let line = format!("Pid:\t{pid}");
     let serves = |server: &u32| {
         let folder = fs::read_dir(format!("/proc/{server}/fdinfo"));
@@ -471,6 +477,57 @@ fn refusals() {
         Command::new("chown").args(["-R", "65534:65534"]).arg(theirs.parent().expect("a folder")).status();
     assert!(given.is_ok_and(|s| s.success()));
     stillpoint.run_as_nobody(&["restore", &name, "--clone", "--detach"]).fails(3, &["namespace"]);
+}
+
+/// Before the machine runs out of memory.
+#[test]
+fn too_many() {
+    let Some(saved) = Saved::new("large") else { return };
+    let Killed { scratch, stillpoint, checkpoint, .. } = saved.killed();
+    stillpoint.run(&arguments(&checkpoint.name(), "200", &["--detach"])).fails(3, &["memory"]);
+    scratch.nothing_is_left("in the end");
+}
+
+/// Every way to touch memory that is missing, by several programs at once; copies that they make of themselves, too.
+#[test]
+fn touching_what_is_missing() {
+    if undisturbed_only() {
+        return;
+    }
+    if !kernel::is_root() {
+        return skipped("needs private pid namespaces");
+    }
+    for scenario in ["whole", "calls", "changes", "children"] {
+        let scratch = Scratch::new();
+        let directory = scratch.directory("target");
+        let target = Target::new("lazy", scenario, Build::Dynamic).expect("cc");
+        let original = target.start(&directory, scratch.path());
+        let stillpoint = scratch.stillpoint();
+        let checkpoint = stillpoint.checkpoint(original.pid, "job", &[]);
+        original.kill();
+        go(&directory);
+        stillpoint.run(&arguments(&checkpoint.name(), "3", &[])).ok();
+        // With servers that are killed again and again.
+        let limit = ["--limit-bandwidth", "60MB/s"];
+        let mut front = in_front(&scratch, &stillpoint, &arguments(&checkpoint.name(), "3", &limit));
+        let mut killed = 0;
+        let status = loop {
+            if let Some(status) = front.try_wait().expect("wait") {
+                break status;
+            }
+            let servers = servers_near(&scratch);
+            if servers.len() > 2 && killed < kills() / 3 {
+                let any = servers[scratch.random().below(servers.len() as u64) as usize];
+                kernel::kill(any, kernel::SIGKILL);
+                kernel::wait_gone(any, PATIENCE);
+                killed += 1;
+            }
+            std::thread::sleep(Duration::from_micros(scratch.random().below(6_000)));
+        };
+        let said = fs::read_to_string(directory.join("out")).unwrap_or_default();
+        assert!(status.success(), "{scenario}: {status} after {killed} kills: {said}");
+        scratch.nothing_is_left(scenario);
+    }
 }
 
 /// Files are nobody's own: a clone leaves those of the others as they are.

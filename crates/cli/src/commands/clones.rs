@@ -16,9 +16,9 @@ use crate::args::{Common, Files, Periodic, Restore};
 use crate::checkpointer::Beside;
 use crate::detach::{Answer, Detached, detach};
 use crate::failure::{Failure, Result};
-use crate::jobs;
 use crate::loading::{Loading, Tell};
 use crate::supervise::{End, GiveUp, Supervisor, is_for_job, let_go, stop_at, wait_for};
+use crate::{jobs, output};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use rustix::process::{Signal, pidfd_send_signal};
@@ -27,10 +27,12 @@ use serde_json::{Value, json};
 use std::io::{PipeReader, PipeWriter, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::process::ExitCode;
-use stillpoint_image::Meta;
+use stillpoint_image::{Meta, PAGE};
 use stillpoint_linux::descriptors::{pidfd_open, raise_descriptor_limit};
 use stillpoint_linux::fdinfo::{self, Detail};
+use stillpoint_linux::headroom::headroom;
 use stillpoint_linux::passing;
+use stillpoint_linux::proc::Proc;
 use stillpoint_linux::spawn::reap;
 use stillpoint_linux::supervise::{Change, Child, Private, Signals, forward, private_namespace, wait};
 use stillpoint_restore::{Coming, Error, Lazily, Pager, Place, Restored, Stdio, Template, Waiting};
@@ -276,7 +278,16 @@ impl Host {
                 Ok(Some(restored))
             }
             Err(e) => {
-                let _ = self.say(&Word::Failed(failure(e, &again.checkpoint.image.meta)), &[]);
+                let meta = &again.checkpoint.image.meta;
+                let failure = match e {
+                    Error::PidTaken(pid) => Failure::refused(format!(
+                        "cannot restore {}@{}: process id {pid} (or the id of one of its threads) is taken in a new pid \
+                         namespace, too",
+                        meta.job, meta.id
+                    )),
+                    e => failure(e, meta),
+                };
+                let _ = self.say(&Word::Failed(failure), &[]);
                 Ok(None)
             }
         }
@@ -348,6 +359,7 @@ impl Flock {
         raise_descriptor_limit()?;
         let again = Again { store: &store, checkpoint: &checkpoint, args, stdio, quiet: true };
         let count = args.count.unwrap_or(1) as usize;
+        check_room(&checkpoint.image.meta, count)?;
         let of = |e: Error| failure(e, &checkpoint.image.meta);
         let template = match args.eager {
             true => None,
@@ -464,6 +476,19 @@ impl Flock {
 fn not_to_be_had(why: &stillpoint_linux::Error) -> Failure {
     Failure::refused(format!("clones live in pid namespaces of their own, which are not to be had: {why}"))
         .hint("stillpoint doctor tells which privileges are missing")
+}
+
+/// In the end each has all of its memory to itself. Were there too little, the kernel would kill them, or others.
+fn check_room(meta: &Meta, count: usize) -> Result<()> {
+    let needed = meta.pages * PAGE * count as u64;
+    let left = Proc::process(std::process::id()).and_then(|own| headroom(&own)).unwrap_or(u64::MAX);
+    if count == 1 || needed <= left {
+        return Ok(());
+    }
+    let (name, needed, left) =
+        (format!("{}@{}", meta.job, meta.id), output::bytes(needed), output::bytes(left));
+    Err(Failure::refused(format!("{count} clones of {name} take {needed} of memory, and {left} are left"))
+        .hint("ask for fewer"))
 }
 
 /// Names for the clones.
