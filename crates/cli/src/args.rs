@@ -24,7 +24,7 @@ const EXIT_CODES: &str = "Exit codes:
   1  failed; the target is unharmed
   2  usage or bad input
   3  refused: something cannot be captured or put back; each thing is named with the reason
-run and restore in the foreground exit as the job exits.";
+run and restore in the foreground exit as the job exits; of clones, as the first that did not exit with 0.";
 
 /// Options of every command.
 #[derive(Debug, Args)]
