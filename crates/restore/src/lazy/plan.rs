@@ -152,6 +152,12 @@ fn wanted(process: &Process) -> Vec<Range> {
         if let Some(regs) = stillpoint_linux::arch::Regs::from_bytes(&thread.regs.0) {
             ranges.push(around(regs.sp(), STACK_BELOW, STACK_ABOVE));
             ranges.push(around(regs.thread_pointer(), PAGE, PAGE));
+            let call = thread.blocked.map_or(regs.orig_rax, |call| call.nr);
+            if call == libc::SYS_futex as u64 {
+                // Where the kernel itself writes to the word (locks that inherit priorities), it does not wait but fails.
+                let [word, _, _, _, other, _] = regs.call_args();
+                ranges.extend([around(word, 0, 4), around(other, 0, 4)]);
+            }
         }
         ranges.push(around(thread.clear_child_tid, 0, 4));
         ranges.push(around(thread.robust_list.start, 0, thread.robust_list.len));
@@ -177,6 +183,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
     use stillpoint_image::{Owner, Place, Thread};
+    use stillpoint_linux::arch::Regs;
 
     fn mapping(start: u64, end: u64, flags: MappingFlags) -> Mapping {
         let (prot, backing) = (3, Backing::Anonymous);
@@ -186,6 +193,22 @@ mod tests {
 
     fn extent(address: u64, pages: u32) -> Extent {
         Extent { owner: Owner::Space(0), address, pages, place: Place::Zero }
+    }
+
+    #[test]
+    fn the_word_that_a_thread_waits_for_is_there() {
+        let (word, other) = ((1 << 20) + 3 * PAGE + 8, (1 << 20) + 9 * PAGE);
+        let first_of = |nr: i64| {
+            let regs = Regs { orig_rax: nr as u64, rdi: word, r8: other, ..Regs::default() };
+            let thread = Thread { regs: regs.to_bytes().into(), ..Thread::default() };
+            let process = Process { threads: vec![thread], ..Process::default() };
+            let mappings = vec![mapping(1 << 20, (1 << 20) + 16 * PAGE, MappingFlags::empty())];
+            let space = AddressSpace { mappings, ..AddressSpace::default() };
+            let plan = Plan::lazy(&space, &process, &[extent(1 << 20, 16)]);
+            plan.touch.iter().map(|e| (e.address, e.pages)).collect::<Vec<_>>()
+        };
+        assert_eq!(first_of(libc::SYS_futex), [(word - 8, 1), (other, 1)]);
+        assert_eq!(first_of(libc::SYS_pause), []);
     }
 
     proptest! {
