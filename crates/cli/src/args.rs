@@ -24,7 +24,7 @@ const EXIT_CODES: &str = "Exit codes:
   1  failed; the target is unharmed
   2  usage or bad input
   3  refused: something cannot be captured or put back; each thing is named with the reason
-run and restore in the foreground exit as the job exits.";
+run and restore in the foreground exit as the job exits; of clones, as the first that did not exit with 0.";
 
 /// Options of every command.
 #[derive(Debug, Args)]
@@ -194,6 +194,10 @@ pub struct Checkpointer {
     pub periodic: Periodic,
 }
 
+/// Most clones of one restore. Each takes five descriptors of the process that supervises them, which may have 1024 on most
+/// systems.
+pub const MOST_CLONES: i64 = 200;
+
 /// `stillpoint restore`
 #[derive(Debug, Args)]
 pub struct Restore {
@@ -212,11 +216,22 @@ pub struct Restore {
     /// Read what is loaded behind the program no faster than this: 7MB/s, 100MiB/s
     #[arg(long, value_name = "RATE", value_parser = crate::units::rate)]
     pub limit_bandwidth: Option<u64>,
-    /// What to do about files that the program writes and that changed since the checkpoint
-    #[arg(long, value_name = "POLICY", default_value = "rollback")]
+    /// Bring back a copy beside the original: in a pid namespace of its own, where it has its old process ids
+    #[arg(long)]
+    pub clone: bool,
+    /// How many clones there are to be, all loaded at once [default: 1]
+    #[arg(long, value_name = "N", requires = "clone", value_parser = clap::value_parser!(u32).range(1..=MOST_CLONES))]
+    pub count: Option<u32>,
+    /// What to do about files that the program writes and that changed since the checkpoint; clones keep them
+    #[arg(
+        long,
+        value_name = "POLICY",
+        default_value = "rollback",
+        default_value_if("clone", "true", "keep")
+    )]
     pub files: Files,
     /// Refuse unless the program gets back its process id in this pid namespace
-    #[arg(long, value_name = "same")]
+    #[arg(long, value_name = "same", conflicts_with = "clone")]
     pub pid: Option<PidPolicy>,
     /// Checkpoints as time passes.
     #[command(flatten)]

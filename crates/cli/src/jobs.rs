@@ -166,17 +166,25 @@ fn process(store: &Store, text: &str) -> Result<Target> {
     }
     let pid = pid as u32;
     let stat = stat_of(pid).ok_or_else(no_such)?;
+    let mut supervised = Vec::new();
     for job in store.jobs().map_err(store_failure)? {
         let Some(record) = running(store, &job)? else { continue };
         if record.pid == pid {
             return Ok(Target::of_job(job, record));
         }
-        // What a shell knows of a job (`$!`) is its supervisor.
         if record.supervisor_pid == pid && record.supervisor_start_time == stat.start_time {
-            let note =
-                format!("process {pid} is the supervisor of job {job}, which is process {}", record.pid);
-            return Ok(Target { note: Some(note), ..Target::of_job(job, record) });
+            supervised.push((job, record));
         }
+    }
+    if supervised.len() > 1 {
+        let jobs: Vec<String> = supervised.into_iter().map(|(job, _)| job).collect();
+        return Err(Failure::usage(format!("process {pid} is the supervisor of several jobs"))
+            .hint(format!("name one of them: {}", jobs.join(", "))));
+    }
+    // What a shell knows of a job (`$!`) is its supervisor.
+    if let Some((job, record)) = supervised.pop() {
+        let note = format!("process {pid} is the supervisor of job {job}, which is process {}", record.pid);
+        return Ok(Target { note: Some(note), ..Target::of_job(job, record) });
     }
     Ok(Target {
         pid,

@@ -5,16 +5,16 @@ use rustix::fd::{AsFd, BorrowedFd};
 use serde_json::{Value, json};
 use std::time::Duration;
 use stillpoint_linux::supervise::{Change, wait};
-use stillpoint_restore::Pager;
-use stillpoint_restore::lazy::board::Count;
+use stillpoint_restore::lazy::board::{Count, Tally};
+use stillpoint_restore::{Coming, Pager};
 
 /// Between two looks at what is loaded.
 const PERIOD: Duration = Duration::from_millis(20);
 
 /// Hears when all is loaded, or will not be any more.
-pub type Tell = Box<dyn FnOnce(&Pager)>;
+pub type Tell = Box<dyn FnOnce()>;
 
-/// The loading of a program.
+/// The loading of a program, or of many clones.
 pub struct Loading {
     pager: Pager,
     /// The one of its processes that is our child has ended: others may go on.
@@ -51,7 +51,7 @@ impl Loading {
 
     /// Whether all of the program's memory is there.
     pub fn is_loaded(&self) -> bool {
-        self.pager.board.get(Count::Recorded) > 0
+        self.pager.coming.tally(Tally::Recorded) > 0
     }
 
     /// Looks how far it is; whether it goes on.
@@ -65,7 +65,7 @@ impl Loading {
             self.tell();
         }
         // Its last word is that it is done.
-        self.pager.board.get(Count::Done) == 0
+        self.pager.coming.count(Count::Done) == 0
     }
 
     /// It is over, or nobody needs it any more.
@@ -75,22 +75,22 @@ impl Loading {
 
     fn tell(&mut self) {
         if let Some(tell) = self.tell.take() {
-            tell(&self.pager);
+            tell();
         }
     }
 }
 
-/// Figures for `--json`. Without a pager all was loaded at once.
-pub fn figures(pager: Option<&Pager>, pages: u64, running_ms: f64) -> Value {
-    let Some(pager) = pager else {
+/// Figures for `--json`. Where nothing comes later all was loaded at once.
+pub fn figures(coming: Option<&Coming>, pages: u64, running_ms: f64) -> Value {
+    let Some(coming) = coming else {
         return json!({"lazy": false, "touch_set_pages": pages, "loaded_ms": running_ms, "demand_faults": 0,
             "demand_pages": 0, "zero_faults": 0, "prefetched_pages": 0, "page_servers": 0});
     };
-    let get = |count| pager.board.get(count);
-    let loaded = get(Count::LoadedUs);
+    let tally = |tally| coming.tally(tally);
+    let loaded = tally(Tally::LoadedUs);
     let loaded = (loaded > 0).then(|| output::ms(Duration::from_micros(loaded)));
-    json!({"lazy": true, "touch_set_pages": pages - pager.pages, "loaded_ms": loaded,
-        "demand_faults": get(Count::Demands), "demand_pages": get(Count::Demanded),
-        "zero_faults": get(Count::ZeroDemands), "prefetched_pages": get(Count::Ahead),
-        "page_servers": get(Count::Servers), "failed": pager.board.failure()})
+    json!({"lazy": true, "touch_set_pages": pages - coming.pages, "loaded_ms": loaded,
+        "demand_faults": tally(Tally::Demands), "demand_pages": tally(Tally::Demanded),
+        "zero_faults": tally(Tally::ZeroDemands), "prefetched_pages": tally(Tally::Ahead),
+        "page_servers": coming.count(Count::Servers), "failed": coming.failure()})
 }

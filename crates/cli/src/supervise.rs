@@ -86,11 +86,6 @@ impl Supervisor {
         Self { loading, ..self }
     }
 
-    /// Whether what the terminal sends to our process group has reached the job already.
-    fn in_our_group(&self) -> bool {
-        relations(self.pid).zip(relations(std::process::id())).is_none_or(|(job, ours)| job.pgrp == ours.pgrp)
-    }
-
     /// Passes signals and stops through until the job ends.
     pub fn watch(mut self) -> Result<End> {
         self.give_terminal();
@@ -118,21 +113,10 @@ impl Supervisor {
             sources.extend(self.checkpointer.as_ref().and_then(Beside::source));
             wait_for(&sources, self.loading.as_ref().and_then(Loading::period))?;
             while let Some(signal) = self.signals.next()? {
-                if self.is_for_job(&signal) {
+                if is_for_job(&signal, self.pid, self.stopped) {
                     forward(self.pidfd.as_fd(), &signal)?;
                 }
             }
-        }
-    }
-
-    /// Whether the job has not got this signal already.
-    fn is_for_job(&self, signal: &Received) -> bool {
-        match signal.signal {
-            libc_signal::CHLD => false,
-            // The shell continues the whole group; a second SIGCONT would run the job's handler twice.
-            libc_signal::CONT => self.stopped,
-            _ if signal.sender == self.pid => false, // it signalled its own group, or its parent
-            _ => !(signal.from_kernel && self.in_our_group()),
         }
     }
 
@@ -178,6 +162,29 @@ impl Supervisor {
         {
             terminal.continue_group();
         }
+    }
+}
+
+/// Whether a job that is process `pid` has not got this signal already.
+pub fn is_for_job(signal: &Received, pid: u32, is_stopped: bool) -> bool {
+    match signal.signal {
+        libc_signal::CHLD => false,
+        // The shell continues the whole group; a second SIGCONT would run the job's handler twice.
+        libc_signal::CONT => is_stopped,
+        _ if signal.sender == pid => false, // it signalled its own group, or its parent
+        _ => !(signal.from_kernel && in_our_group(pid)),
+    }
+}
+
+/// Whether what the terminal sends to our process group has reached a job already.
+fn in_our_group(pid: u32) -> bool {
+    relations(pid).zip(relations(std::process::id())).is_none_or(|(job, ours)| job.pgrp == ours.pgrp)
+}
+
+/// Stops us, if this is the terminal's Ctrl-Z.
+pub fn stop_at(signal: &Received) {
+    if signal.from_kernel && signal.signal == libc_signal::TSTP {
+        stop_like(signal.signal);
     }
 }
 
@@ -303,7 +310,8 @@ fn give_up(signals: &Signals, stopped: &PipeReader, relay: Option<&OwnedFd>) {
     }
 }
 
-fn wait_for(sources: &[BorrowedFd<'_>], period: Option<Duration>) -> Result<()> {
+/// Waits until one of the sources has something, or for a period.
+pub fn wait_for(sources: &[BorrowedFd<'_>], period: Option<Duration>) -> Result<()> {
     let mut polled: Vec<PollFd<'_>> =
         sources.iter().map(|&fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
     let period = period.and_then(|p| Timespec::try_from(p).ok());

@@ -23,6 +23,7 @@ pub mod memfd;
 pub mod memory;
 pub mod pagemap;
 pub mod pager;
+pub mod passing;
 pub mod pipes;
 pub mod probe;
 pub mod proc;

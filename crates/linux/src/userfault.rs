@@ -256,6 +256,11 @@ impl Userfault {
         SharedUserfault(ManuallyDrop::new(Userfault { fd, pid: 0 }))
     }
 
+    /// The descriptor, to be handed to somebody else.
+    pub fn into_fd(self) -> OwnedFd {
+        self.fd
+    }
+
     /// Follows a mapping from now on: all of `[start, end)`, which must lie in mappings, and be private or shared memory.
     /// Its pages count as written until they are protected. Doing it twice changes nothing.
     pub fn register(&self, start: RemoteAddr, end: RemoteAddr) -> Result<()> {

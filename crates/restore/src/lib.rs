@@ -12,7 +12,8 @@ pub mod rebuild;
 pub mod space;
 
 pub use error::{Error, Result};
-pub use rebuild::{Heard, Options, Pager, Progress, Restored, restore};
+pub use lazy::{Coming, Pager, Place, Template, Waiting};
+pub use rebuild::{Heard, Lazily, Options, Progress, Restored, restore};
 
 /// What to do about files that the program had open for writing and that changed since (`--files`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -5,13 +5,11 @@
 
 use crate::attributes::{credentials, last, outside, process as of_process, thread as of_thread};
 use crate::files::{Contents, OpenFiles};
-use crate::lazy::Later;
-use crate::lazy::board::{Board, Count};
+use crate::lazy::{Later, Pager, Place, Template};
 use crate::space::{self, Backings, Filled};
 use crate::{Error, FilesPolicy, Result, Stdio, burial, clock, files, loader};
 use std::cell::Cell;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 use stillpoint_image::{AddressSpace, Extent, Image, Owner, Process, Range, Terminal, Thread};
 use stillpoint_linux::arch::{self, Interrupted, Regs};
@@ -21,7 +19,6 @@ use stillpoint_linux::program::{Arg, Program, Run};
 use stillpoint_linux::ptrace::{Seized, Stopped, options as trace};
 use stillpoint_linux::remote::Remote;
 use stillpoint_linux::spawn::{self, CloneArgs, Shell};
-use stillpoint_linux::supervise::Child;
 use stillpoint_linux::{RemoteAddr, host};
 use stillpoint_store::{Checkpoint, Reader};
 
@@ -65,15 +62,14 @@ pub struct Restored {
     pub notes: Vec<String>,
 }
 
-/// What loads memory behind a program that runs already.
-#[derive(Debug)]
-pub struct Pager {
-    /// Our child, which ends when all is there.
-    pub child: Child,
-    /// How far it is.
-    pub board: Arc<Board>,
-    /// Pages that were not there when the program began.
-    pub pages: u64,
+/// Whether memory may come when the program runs already, and who brings it.
+pub enum Lazily<'a> {
+    /// All of it comes first.
+    Not,
+    /// Processes of its own.
+    Alone(Heard<'a>),
+    /// Those that serve all clones of the template; it is the one with this number.
+    Clone(&'a Template, usize, &'a dyn Place),
 }
 
 /// Who hears of what happens while memory comes later. They are called in another process, a copy of this one, with nothing
@@ -94,14 +90,14 @@ pub trait Progress: Sync {
 }
 
 /// Rebuilds the program of a checkpoint and lets it run, as a child of this process. To be called from the main
-/// thread, which must live on until the program is waited for. `ready` hears its process id just before it runs. With
-/// `lazily`, most of its memory comes when it runs already.
+/// thread, which must live on until the program is waited for. `ready` hears its process id just before it runs; if it
+/// fails, there is no program.
 pub fn restore(
     checkpoint: &Checkpoint,
     options: &Options,
-    lazily: Option<Heard<'_>>,
+    lazily: Lazily<'_>,
     cut_tail: &mut files::KeepTail<'_>,
-    ready: &mut dyn FnMut(u32),
+    ready: &mut dyn FnMut(u32) -> Result<()>,
     progress: &dyn Progress,
 ) -> Result<Restored> {
     let image = &checkpoint.image;
@@ -129,12 +125,8 @@ pub fn restore(
     space::map(&mut remote, space, &filled, &Sources { open: &open })?;
     space::advise_before(&mut remote, space)?;
     let skeleton = start.elapsed();
-    let mut later = match lazily {
-        Some(heard) => {
-            Later::begin(checkpoint, process, space, &mut remote, newborn.pidfd()?, options, heard)?
-        }
-        None => Err(None),
-    };
+    let pidfd = newborn.pidfd()?;
+    let mut later = Later::begin(checkpoint, process, space, &mut remote, pidfd, options, lazily)?;
     match &mut later {
         Ok(later) => later.load_first(&memory, progress)?,
         Err(why) => {
@@ -150,7 +142,7 @@ pub fn restore(
     open.install(image, process.table, &mut remote)?;
     let mut threads = make_threads(&memory, remote, process)?;
     // Its processes have ids too, which are not to be those of the program's threads.
-    let pager = match later {
+    let coming = match later {
         Ok(later) => Some(later.start(&memory, process, newborn.pidfd()?, start)?),
         Err(_) => None,
     };
@@ -163,12 +155,13 @@ pub fn restore(
     if process.stopped.is_some() {
         spawn::tgkill(newborn.pid(), newborn.pid(), libc::SIGSTOP)?;
     }
-    ready(newborn.pid());
+    ready(newborn.pid())?;
     for (tid, signal) in last::late_signals(process) {
         spawn::tgkill(newborn.pid(), tid.unwrap_or(newborn.pid()), signal as i32)?;
     }
     let_go(threads)?;
-    pager.iter().for_each(|pager| pager.board.add(Count::Runs, 1));
+    coming.iter().for_each(|(coming, _)| coming.runs());
+    let pager = coming.and_then(|(coming, child)| Some(Pager { child: child?, coming }));
     let shell = newborn.live();
     notes.extend(open.notes());
     Ok(Restored {
@@ -186,7 +179,7 @@ pub fn restore(
 }
 
 /// The process and its address space. Trees of more than one are refused when they are captured.
-fn only_process(image: &Image) -> Result<(&Process, &AddressSpace)> {
+pub(crate) fn only_process(image: &Image) -> Result<(&Process, &AddressSpace)> {
     let [process] = image.processes.as_slice() else {
         return Err(Error::Refused(vec![format!("it is a tree of {} processes", image.processes.len())]));
     };

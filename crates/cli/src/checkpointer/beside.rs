@@ -105,6 +105,13 @@ impl Beside {
         let _ = self.errand.store.set_trouble(&self.errand.job, &Trouble { failing, slow: None });
     }
 
+    /// The job has ended: whether it has, too. A checkpoint that the job has lived long enough for is brought to its end.
+    pub fn has_left(&mut self) -> bool {
+        let Some(process) = &mut self.process else { return true };
+        let _ = pidfd_send_signal(&process.pidfd, Signal::CONT); // as in `finish`
+        !matches!(process.child.try_wait(), Ok(None))
+    }
+
     /// Waits for its end after that of the job: a checkpoint that the job has lived long enough for is brought to its
     /// end. A signal that would end us has no patience.
     pub fn finish(self, signals: &Signals) {

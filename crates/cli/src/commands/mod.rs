@@ -3,6 +3,7 @@
 pub mod adopt;
 pub mod checkpoint;
 pub mod checkpointer;
+pub mod clones;
 pub mod doctor;
 pub mod list;
 pub mod private;

@@ -26,13 +26,17 @@ impl Inside {
 
     /// How the program ended, where process 1 could not end in the same way.
     pub fn end(mut self, seen: End) -> End {
-        let said = self.line().and_then(|line| line.trim().strip_prefix("killed ")?.parse().ok());
-        said.map_or(seen, End::Killed)
+        heard_end(seen, self.line())
     }
 }
 
 /// Splits off process 1 of a new namespace, which restores the program there and tells us about it.
-pub(super) fn revive(again: &Again<'_>, signals: Signals, relay: Option<BorrowedFd<'_>>) -> Result<Revived> {
+pub(super) fn revive(
+    again: &Again<'_>,
+    job: &str,
+    signals: Signals,
+    relay: Option<BorrowedFd<'_>>,
+) -> Result<Revived> {
     let (reader, writer) = std::io::pipe().map_err(|e| Failure::failed(format!("pipe: {e}")))?;
     let taken = again.checkpoint.image.processes.first().map_or(0, |p| p.pid);
     match private_namespace() {
@@ -42,7 +46,7 @@ pub(super) fn revive(again: &Again<'_>, signals: Signals, relay: Option<Borrowed
         ))),
         Ok(Private::Inside) => {
             drop(reader);
-            let code = inside(again, signals, writer).unwrap_or(crate::failure::FAILED.into());
+            let code = inside(again, job, signals, writer).unwrap_or(crate::failure::FAILED.into());
             std::process::exit(code)
         }
         Ok(Private::Outside(child)) => {
@@ -54,7 +58,7 @@ pub(super) fn revive(again: &Again<'_>, signals: Signals, relay: Option<Borrowed
             let word: Word = serde_json::from_str(&word).map_err(|_| {
                 Failure::failed("the restore in a private pid namespace ended without a word")
             })?;
-            outside(again, signals, child, line, word)
+            outside(again, job, signals, child, line, word)
         }
     }
 }
@@ -73,7 +77,14 @@ impl Word {
     }
 }
 
-fn outside(again: &Again<'_>, signals: Signals, child: Child, line: Inside, word: Word) -> Result<Revived> {
+fn outside(
+    again: &Again<'_>,
+    job: &str,
+    signals: Signals,
+    child: Child,
+    line: Inside,
+    word: Word,
+) -> Result<Revived> {
     let mut back = match word {
         Word::Failed { code, what, hint } => return Err(Failure { code, what, hint }),
         Word::Back(back) => back,
@@ -97,13 +108,13 @@ fn outside(again: &Again<'_>, signals: Signals, child: Child, line: Inside, word
         signals,
         meta: again.checkpoint.image.meta.clone(),
         stdio: again.stdio,
-        job: again.job.to_string(),
+        job: job.to_string(),
         periodic: again.args.periodic.clone(),
     })
 }
 
 /// Process 1: restores the program, tells the outside, and supervises it to its end. Returns its exit code.
-fn inside(again: &Again<'_>, signals: Signals, mut line: PipeWriter) -> Result<i32> {
+fn inside(again: &Again<'_>, job: &str, signals: Signals, line: PipeWriter) -> Result<i32> {
     let inherited = inherited_streams()?;
     let watch = GiveUp::watch(&signals, None)?;
     let restored = again.restore(&mut |_| {});
@@ -117,16 +128,17 @@ fn inside(again: &Again<'_>, signals: Signals, mut line: PipeWriter) -> Result<i
         }
     };
     let mut r = restored;
-    let (mut notes, listener) = (std::mem::take(&mut r.notes), control::listen(again.store, again.job));
+    let (mut notes, listener) = (std::mem::take(&mut r.notes), control::listen(again.store, job));
     let listener = listener.map_err(|e| notes.push(all_complete(&e))).ok();
     let mut back = Back::of(&r, notes);
     let mut loading = r.pager.take().map(|pager| (pager, None));
     match &mut loading {
         // Its figures are known when all is there.
-        Some((_, tell)) if again.quiet => {
+        Some((pager, tell)) if again.quiet => {
             let line = line.try_clone().map_err(|e| Failure::failed(format!("pipe: {e}")))?;
-            let told: Tell = Box::new(move |pager| {
-                back.load(Some(pager));
+            let coming = pager.coming.clone();
+            let told: Tell = Box::new(move || {
+                back.load(Some(&coming));
                 Word::Back(back).say(line);
             });
             *tell = Some(told);
@@ -136,17 +148,30 @@ fn inside(again: &Again<'_>, signals: Signals, mut line: PipeWriter) -> Result<i
     let loading = loading.map(|(pager, tell)| Loading::watch(pager, tell));
     let_go(r.stdin_pump.is_some())?;
     r.stdin_pump.map(start_pump).transpose()?;
-    let (store, job) = (again.store.clone(), again.job.to_string());
+    let (store, job) = (again.store.clone(), job.to_string());
     let errand = Errand { store, job, pid: r.pid, inherited, periodic: again.args.periodic.clone() };
     let checkpointer = Beside::new(errand, listener);
     let supervisor = Supervisor::new(signals, r.pid, r.pidfd).with_checkpointer(Some(checkpointer));
     let supervisor = supervisor.with_loading(loading);
-    let end = supervisor.with_orphans().watch()?;
+    Ok(last_word(supervisor.with_orphans().watch()?, line))
+}
+
+/// Process 1 cannot end by any signal: it says by which one the program ended. Returns its exit code.
+pub(super) fn last_word(end: End, mut line: impl Write) -> i32 {
     match end {
-        End::Exited(code) => Ok(code),
+        End::Exited(code) => code,
         End::Killed(signal) => {
-            let _ = writeln!(line, "killed {signal}");
-            Ok(128 + signal)
+            let _ = writeln!(line, "{KILLED}{signal}");
+            128 + signal
         }
     }
 }
+
+/// How the program ended, if process 1, which ended as was seen, said so in its last line.
+pub(super) fn heard_end(seen: End, line: Option<String>) -> End {
+    let said = line.and_then(|line| line.trim().strip_prefix(KILLED)?.parse().ok());
+    said.map_or(seen, End::Killed)
+}
+
+/// What it says then.
+const KILLED: &str = "killed ";

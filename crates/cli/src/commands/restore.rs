@@ -2,6 +2,7 @@
 
 use crate::args::{Common, Files, Periodic, Restore};
 use crate::checkpointer::Beside;
+use crate::commands::clones;
 use crate::commands::private::{self, Inside};
 use crate::commands::run::Record;
 use crate::detach::{Answer, Detached, detach};
@@ -19,11 +20,16 @@ use std::process::ExitCode;
 use std::time::Duration;
 use stillpoint_image::{Meta, Range, Terminal};
 use stillpoint_linux::supervise::{Child, Signals};
-use stillpoint_restore::{Error, FilesPolicy, Heard, Options, Pager, Restored, Stdio, restore};
+use stillpoint_restore::{
+    Coming, Error, FilesPolicy, Heard, Lazily, Options, Pager, Restored, Stdio, restore,
+};
 use stillpoint_store::{Checkpoint, Claim, Store};
 
 /// Runs the command.
 pub fn run(common: &Common, args: &Restore) -> Result<ExitCode> {
+    if args.clone {
+        return clones::run(common, args);
+    }
     if !args.detach {
         return in_foreground(common, args);
     }
@@ -103,8 +109,7 @@ impl Revived {
         let (claim, mut notes) = claim(&store, &name.job)?;
         let signals = Signals::take()?;
         let job = claim.job().to_string();
-        let again =
-            Again { store: &store, job: &job, checkpoint: &checkpoint, args, stdio, quiet: common.json };
+        let again = Again { store: &store, checkpoint: &checkpoint, args, stdio, quiet: common.json };
         let watch = GiveUp::watch(&signals, relay)?;
         let record_of = |pid| {
             let command = checkpoint.image.meta.command.clone();
@@ -116,7 +121,7 @@ impl Revived {
         });
         drop(watch);
         let mut revived = match restored {
-            Err(Error::PidTaken(_)) if args.pid.is_none() => private::revive(&again, signals, relay)?,
+            Err(Error::PidTaken(_)) if args.pid.is_none() => private::revive(&again, &job, signals, relay)?,
             other => {
                 let r = other.map_err(|e| failure(e, &checkpoint.image.meta))?;
                 let back = Back::of(&r, r.notes.clone());
@@ -160,9 +165,9 @@ impl Revived {
     ) -> Result<ExitCode> {
         let loading = match (self.pager.take(), json) {
             (Some(pager), true) => {
-                let (mut back, name) = (self.back.clone(), self.name());
-                let told: Tell = Box::new(move |pager| {
-                    back.load(Some(pager));
+                let (mut back, name, coming) = (self.back.clone(), self.name(), pager.coming.clone());
+                let told: Tell = Box::new(move || {
+                    back.load(Some(&coming));
                     tell(back.answer(&name));
                 });
                 Some(Loading::watch(pager, Some(told)))
@@ -196,10 +201,11 @@ impl Revived {
 }
 
 /// What was restored, and under which name it runs.
-struct Name {
-    job: String,
-    from: String,
-    id: u64,
+#[derive(Clone)]
+pub(super) struct Name {
+    pub(super) job: String,
+    pub(super) from: String,
+    pub(super) id: u64,
 }
 
 /// What a restore brought back; it also travels from inside a private pid namespace to the outside.
@@ -221,16 +227,16 @@ impl Back {
         let (skeleton_ms, running_ms) = (output::ms(skeleton), output::ms(running));
         let mut back =
             Self { pid, private_pid: None, pages, skeleton_ms, running_ms, figures: Value::Null, notes };
-        back.load(restored.pager.as_ref());
+        back.load(restored.pager.as_ref().map(|pager| &pager.coming));
         back
     }
 
     /// Takes over how far loading is.
-    pub(super) fn load(&mut self, pager: Option<&Pager>) {
-        self.figures = figures(pager, self.pages, self.running_ms);
+    pub(super) fn load(&mut self, coming: Option<&Coming>) {
+        self.figures = figures(coming, self.pages, self.running_ms);
     }
 
-    fn answer(&self, name: &Name) -> Answer {
+    pub(super) fn answer(&self, name: &Name) -> Answer {
         let Back { pid, private_pid, pages, .. } = *self;
         let bytes = pages * stillpoint_image::PAGE;
         let seen = private_pid.map_or(String::new(), |p| format!(" (it sees itself as {p})"));
@@ -269,8 +275,6 @@ fn short(ms: f64) -> String {
 /// All that a restore needs; it may be tried a second time.
 pub(super) struct Again<'a> {
     pub(super) store: &'a Store,
-    /// The name that it runs under.
-    pub(super) job: &'a str,
     pub(super) checkpoint: &'a Checkpoint,
     pub(super) args: &'a Restore,
     pub(super) stdio: Stdio,
@@ -279,12 +283,34 @@ pub(super) struct Again<'a> {
 
 impl Again<'_> {
     pub(super) fn restore(&self, ready: &mut dyn FnMut(u32)) -> std::result::Result<Restored, Error> {
+        let mut ready = |pid| {
+            ready(pid);
+            Ok(())
+        };
+        match self.args.eager {
+            true => self.rebuild(Lazily::Not, &mut ready),
+            false => self.with_heard(|heard| self.rebuild(Lazily::Alone(heard), &mut ready)),
+        }
+    }
+
+    /// The restore itself.
+    pub(super) fn rebuild(
+        &self,
+        lazily: Lazily<'_>,
+        ready: &mut dyn FnMut(u32) -> stillpoint_restore::Result<()>,
+    ) -> std::result::Result<Restored, Error> {
         let bar = Bar::new("restore", self.quiet);
         let Meta { job, id, .. } = &self.checkpoint.image.meta;
         let mut keep_tail = |path: &Path, offset: u64, tail: &mut dyn Read| {
             self.store.keep_tail(job, *id, path, offset, tail).map_err(Error::Store)?;
             Ok(())
         };
+        restore(self.checkpoint, &self.options(), lazily, &mut keep_tail, ready, &bar)
+    }
+
+    /// Who hears of memory that comes later.
+    pub(super) fn with_heard<T>(&self, act: impl FnOnce(Heard<'_>) -> T) -> T {
+        let Meta { job, id, .. } = &self.checkpoint.image.meta;
         let name = format!("{job}@{id}");
         let (store, checkpoint) = (self.store, self.checkpoint);
         let failed = move |why: &str| {
@@ -293,8 +319,11 @@ impl Again<'_> {
         };
         // What is not kept is recorded anew the next time.
         let wanted = |runs: &[Range]| drop(store.keep_touch_set(checkpoint, runs));
-        let lazily = (!self.args.eager).then_some(Heard { failed: &failed, wanted: &wanted });
-        restore(self.checkpoint, &options(self.args, self.stdio), lazily, &mut keep_tail, ready, &bar)
+        act(Heard { failed: &failed, wanted: &wanted })
+    }
+
+    pub(super) fn options(&self) -> Options {
+        options(self.args, self.stdio)
     }
 }
 

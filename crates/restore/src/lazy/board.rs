@@ -8,27 +8,41 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use stillpoint_linux::shared::SharedWords;
 use stillpoint_linux::userfault::EVENT_WORDS;
 
-/// Address spaces at a time: that of the program, and of copies that it made of itself.
-pub const SPACES: usize = 256;
+/// Copies that programs make of themselves, at a time.
+const COPIES: usize = 255;
 /// Events that are read at a time.
 pub const EVENTS: usize = 64;
 
-/// Words in front of the spaces: counts, handles of the last processes that were made to serve, the text of a failure, the
-/// descriptor of each space (one more than its number).
-const HEAD: usize = DESCRIPTORS + SPACES;
+/// Words in front of the programs: counts, handles of the last processes that were made to serve.
+const PROGRAMS: usize = 64;
 const PROCESSES: usize = 16;
 /// In place of the handle of a process that has ended.
 const ENDED: i32 = -1;
-const TEXT: usize = 64;
-const DESCRIPTORS: usize = 128;
+/// Words of a program: counts, the text of a failure. Behind the programs is the descriptor of each space (one more than its
+/// number), then come the spaces.
+const PROGRAM: usize = TEXT + 64;
+const TEXT: usize = 16;
 /// Words of a space before its events.
 const SPACE_HEAD: usize = 8;
 
-/// Things that are counted.
+/// Things that are counted once for all programs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Count {
     /// Page servers that were started.
     Servers,
+    /// Servers that ended by themselves, because of a failure inside.
+    Broken,
+    /// Processes that were ever made to serve.
+    Enlisted,
+    /// Whether there is nothing left to do.
+    Done,
+    /// How many of the programs run.
+    Runs,
+}
+
+/// Things that are counted for each program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tally {
     /// Times that somebody waited for pages of the checkpoint.
     Demands,
     /// Times that somebody waited for pages that are zeros.
@@ -47,14 +61,10 @@ pub enum Count {
     Claims,
     /// Length of the text that tells why loading failed, bytes; 0 if it did not.
     Failure,
-    /// Servers that ended by themselves, because of a failure inside.
-    Broken,
-    /// Processes that were ever made to serve.
-    Enlisted,
-    /// Whether there is nothing left to do.
-    Done,
-    /// Whether the program runs.
-    Runs,
+    /// Runs of the touch set that had to be there first, and were.
+    Head,
+    /// Runs of the touch set that were there when the page servers began.
+    Touched,
 }
 
 /// The board.
@@ -64,14 +74,17 @@ pub struct Board {
     pages: u64,
     /// Most pieces of a placement.
     room: usize,
+    programs: usize,
 }
 
 impl Board {
-    /// For so many pages in so many mappings.
-    pub fn new(pages: u64, mappings: usize) -> Result<Self> {
+    /// For so many pages in so many mappings of each of so many programs.
+    pub fn new(pages: u64, mappings: usize, programs: usize) -> Result<Self> {
         let room = (4 * mappings).max(1 << 12);
-        let words = SharedWords::new(HEAD + SPACES * words_of_space(pages, room))?;
-        Ok(Board { words, pages, room })
+        let spaces = programs + COPIES;
+        let head = PROGRAMS + programs * PROGRAM + spaces;
+        let words = SharedWords::new(head + spaces * words_of_space(pages, room))?;
+        Ok(Board { words, pages, room, programs })
     }
 
     /// Adds to a count.
@@ -108,51 +121,91 @@ impl Board {
     /// Numbers that were taken so recently that their processes are known.
     pub fn recent(&self) -> Range<u64> {
         let end = self.get(Count::Enlisted);
-        end.saturating_sub((TEXT - PROCESSES) as u64)..end
+        end.saturating_sub((PROGRAMS - PROCESSES) as u64)..end
     }
 
     fn process(&self, number: u64) -> &AtomicU64 {
-        &self.words[PROCESSES + number as usize % (TEXT - PROCESSES)]
+        &self.words[PROCESSES + number as usize % (PROGRAMS - PROCESSES)]
     }
 
-    /// Notes why loading failed; false if it was noted before.
-    pub fn fail(&self, why: &str) -> bool {
-        if self.get(Count::Failure) > 0 {
-            return false;
-        }
-        let room = (DESCRIPTORS - TEXT) * 8;
-        let why = &why.as_bytes()[..why.len().min(room)];
-        for (word, bytes) in self.words[TEXT..DESCRIPTORS].iter().zip(why.chunks(8)) {
-            let mut whole = [0; 8];
-            whole[..bytes.len()].copy_from_slice(bytes);
-            word.store(u64::from_le_bytes(whole), Ordering::Relaxed);
-        }
-        self.words[Count::Failure as usize].swap(why.len() as u64, Ordering::AcqRel) == 0
+    /// How many programs there are.
+    pub fn programs(&self) -> usize {
+        self.programs
     }
 
-    /// Why loading failed, if it did.
-    pub fn failure(&self) -> Option<String> {
-        let len = self.get(Count::Failure) as usize;
-        let text = self.words[TEXT..DESCRIPTORS].iter();
-        let bytes: Vec<u8> = text.flat_map(|w| w.load(Ordering::Relaxed).to_le_bytes()).take(len).collect();
-        (len > 0).then(|| String::from_utf8_lossy(&bytes).into_owned())
+    /// A program.
+    pub fn program(&self, number: usize) -> Program<'_> {
+        let from = PROGRAMS + number * PROGRAM;
+        Program(&self.words[from..from + PROGRAM])
     }
 
-    /// A space, whether it is in use or not.
+    fn descriptors(&self) -> &[AtomicU64] {
+        let from = PROGRAMS + self.programs * PROGRAM;
+        &self.words[from..from + self.programs + COPIES]
+    }
+
+    /// A space, whether it is in use or not. That of each program has the number of the program; the others are for copies
+    /// that they make of themselves.
     pub fn space(&self, number: usize) -> Space<'_> {
+        let descriptors = self.descriptors();
         let len = words_of_space(self.pages, self.room);
-        let words = &self.words[HEAD + number * len..HEAD + (number + 1) * len];
-        Space { descriptor: &self.words[DESCRIPTORS + number], words, room: self.room }
+        let from = PROGRAMS + self.programs * PROGRAM + descriptors.len() + number * len;
+        Space { descriptor: &descriptors[number], words: &self.words[from..from + len], room: self.room }
     }
 
     /// Numbers of the spaces in use.
     pub fn spaces(&self) -> impl Iterator<Item = usize> {
-        (0..SPACES).filter(|&n| self.space(n).descriptor().is_some())
+        self.numbers(0, true)
     }
 
-    /// Numbers that are free.
+    /// Numbers of spaces that are free for copies.
     pub fn free(&self) -> impl Iterator<Item = usize> {
-        (0..SPACES).filter(|&n| self.space(n).descriptor().is_none())
+        self.numbers(self.programs, false)
+    }
+
+    fn numbers(&self, from: usize, used: bool) -> impl Iterator<Item = usize> {
+        let descriptors = self.descriptors().iter().enumerate().skip(from);
+        let is_used = |word: &AtomicU64| word.load(Ordering::Acquire) != 0;
+        descriptors.filter(move |(_, word)| is_used(word) == used).map(|(number, _)| number)
+    }
+}
+
+/// What is known of one program.
+#[derive(Clone, Copy, Debug)]
+pub struct Program<'a>(&'a [AtomicU64]);
+
+impl Program<'_> {
+    /// Adds to a count.
+    pub fn add(&self, tally: Tally, more: u64) {
+        self.0[tally as usize].fetch_add(more, Ordering::Relaxed);
+    }
+
+    /// A count.
+    pub fn get(&self, tally: Tally) -> u64 {
+        self.0[tally as usize].load(Ordering::Acquire)
+    }
+
+    /// Notes why loading failed; false if it was noted before.
+    pub fn fail(&self, why: &str) -> bool {
+        if self.get(Tally::Failure) > 0 {
+            return false;
+        }
+        let room = (PROGRAM - TEXT) * 8;
+        let why = &why.as_bytes()[..why.len().min(room)];
+        for (word, bytes) in self.0[TEXT..].iter().zip(why.chunks(8)) {
+            let mut whole = [0; 8];
+            whole[..bytes.len()].copy_from_slice(bytes);
+            word.store(u64::from_le_bytes(whole), Ordering::Relaxed);
+        }
+        self.0[Tally::Failure as usize].swap(why.len() as u64, Ordering::AcqRel) == 0
+    }
+
+    /// Why loading failed, if it did.
+    pub fn failure(&self) -> Option<String> {
+        let len = self.get(Tally::Failure) as usize;
+        let text = self.0[TEXT..].iter();
+        let bytes: Vec<u8> = text.flat_map(|w| w.load(Ordering::Relaxed).to_le_bytes()).take(len).collect();
+        (len > 0).then(|| String::from_utf8_lossy(&bytes).into_owned())
     }
 }
 
@@ -172,6 +225,7 @@ pub struct Space<'a> {
 // Words of the head.
 const ACTIVE: usize = 0; // which of the two placements holds
 const LENGTHS: usize = 1; // and 2: number of their pieces
+const OF: usize = 3; // the program
 
 impl<'a> Space<'a> {
     /// The descriptor that follows it; none if it is not in use.
@@ -179,9 +233,15 @@ impl<'a> Space<'a> {
         self.descriptor.load(Ordering::Acquire).checked_sub(1).map(|fd| fd as i32)
     }
 
-    /// Begins to use it; all else must be in place.
-    pub fn begin(&self, descriptor: i32) {
+    /// Begins to use it for a program or a copy of it; all else must be in place.
+    pub fn begin(&self, descriptor: i32, program: usize) {
+        self.words[OF].store(program as u64, Ordering::Relaxed);
         self.descriptor.store(descriptor as u64 + 1, Ordering::Release);
+    }
+
+    /// Whose it is: the program's own, or that of a copy of it.
+    pub fn program(&self) -> usize {
+        self.words[OF].load(Ordering::Relaxed) as usize
     }
 
     /// It is not used any more.
@@ -302,7 +362,7 @@ mod tests {
             steps in prop::collection::vec((0u64..200, 0u64..140), 1..12),
             asked in (0u64..200, 0u64..200),
         ) {
-            let board = Board::new(340, 1).unwrap();
+            let board = Board::new(340, 1, 2).unwrap();
             let bits = board.space(3).settled();
             let mut model = [false; 340];
             for (from, len) in steps {
@@ -323,7 +383,7 @@ mod tests {
 
     #[test]
     fn processes_have_numbers() {
-        let board = Board::new(1, 1).unwrap();
+        let board = Board::new(1, 1, 1).unwrap();
         for number in 0..100 {
             assert_eq!(board.enlist(1000 + number as i32), number);
             assert_eq!(board.enlisted(number), Some(Some(1000 + number as i32)));
@@ -337,9 +397,9 @@ mod tests {
 
     #[test]
     fn spaces_keep_what_they_are_told() {
-        let board = Board::new(10, 1).unwrap();
-        assert_eq!((board.spaces().count(), board.free().next()), (0, Some(0)));
-        let space = board.space(0);
+        let board = Board::new(10, 1, 3).unwrap();
+        assert_eq!((board.spaces().count(), board.free().next()), (0, Some(3)));
+        let space = board.space(1);
         let piece = |then, now, len| Piece { then, now, len };
         for count in [2, 1, 3] {
             let placement = Placement::new((0..count).map(|i| piece(i * 100, 5000 - i * 200, 50)));
@@ -348,13 +408,30 @@ mod tests {
         }
         let many = Placement::new((0..5000).map(|i| piece(i * 2, i * 2, 1)));
         assert!(space.set_placement(&many).is_err());
-        space.begin(0);
-        assert_eq!(
-            (board.spaces().next(), space.descriptor(), board.free().next()),
-            (Some(0), Some(0), Some(1))
-        );
-        assert_eq!(board.failure(), None);
-        assert!(board.fail("it was so") && !board.fail("or so"));
-        assert_eq!(board.failure().as_deref(), Some("it was so"));
+        space.begin(0, 1);
+        let copy = board.space(3);
+        copy.begin(7, 1);
+        assert_eq!(board.spaces().collect::<Vec<_>>(), [1, 3]);
+        assert_eq!((space.descriptor(), copy.descriptor(), copy.program()), (Some(0), Some(7), 1));
+        // Those of programs are nobody else's, also when they are not used any more.
+        space.end();
+        assert_eq!((board.spaces().next(), board.free().next()), (Some(3), Some(4)));
+        assert_eq!(board.free().count(), COPIES - 1);
+    }
+
+    #[test]
+    fn programs_fail_one_by_one() {
+        let board = Board::new(10, 1, 2).unwrap();
+        let (one, other) = (board.program(0), board.program(1));
+        assert_eq!(one.failure(), None);
+        assert!(one.fail("it was so") && !one.fail("or so"));
+        assert_eq!(one.failure().as_deref(), Some("it was so"));
+        assert_eq!(other.failure(), None);
+        let long = "x".repeat(2000);
+        assert!(other.fail(&long));
+        assert_eq!(other.failure().map(|text| text.len()), Some(512));
+        other.add(Tally::Demands, 3);
+        assert_eq!((one.get(Tally::Demands), other.get(Tally::Demands)), (0, 3));
+        assert_eq!(one.failure().as_deref(), Some("it was so"));
     }
 }

@@ -1,4 +1,4 @@
-//! Processes that keep a program's memory in reach: one serves its pages, and others stand by to serve when that one is
+//! Processes that keep the memory of programs in reach: one serves their pages, and others stand by to serve when that one is
 //! killed.
 //!
 //! They share a table of descriptors, so that what follows the program's memory stays open as long as any of them lives:
@@ -6,12 +6,12 @@
 //! others waits for the ends of all that were made before it. Who serves sees to it that others stand by. Those have
 //! another name: whoever kills all that is called stillpoint does not mean the program that it brought back.
 
-use super::board::{Board, Count};
+use super::board::{Board, Count, Tally};
 use super::claim::Claim;
 use super::server::{self, Served, Work, monotonic_us};
 use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd};
+use rustix::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};
 use rustix::process::setsid;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -20,7 +20,7 @@ use stillpoint_linux::descriptors::pidfd_open;
 use stillpoint_linux::pager::{self, Role};
 use stillpoint_linux::split::{self, Split};
 use stillpoint_linux::supervise::{Child, wait};
-use stillpoint_linux::userfault::{EVENT_WORDS, Event, Userfault, logged};
+use stillpoint_linux::userfault::{EVENT_WORDS, Event, logged};
 
 /// How many stand by.
 const BY: usize = 2;
@@ -29,22 +29,27 @@ const BROKEN: u64 = 5;
 /// Between two tries of what may work in a moment.
 const PAUSE: Duration = Duration::from_millis(1);
 
-/// Begins to serve the memory that `userfault` follows, in processes of their own; returns the first of them. To be called
-/// while no other thread of ours holds a lock. `elapsed` is how long ago the restore began.
-pub fn start(work: &Work<'_>, userfault: Userfault, elapsed: Duration) -> Result<Child> {
-    work.board.space(0).begin(userfault.as_fd().as_raw_fd());
+/// Begins to serve the memory that userfaults follow, each that of the program of this number, in processes of their own;
+/// returns the first of them. To be called while no other thread of ours holds a lock. `elapsed` is how long ago the restore
+/// began, unless each program has told.
+pub fn start(work: &Work<'_>, followed: Vec<(usize, OwnedFd)>, elapsed: Option<Duration>) -> Result<Child> {
+    for (program, userfault) in &followed {
+        work.board.space(*program).begin(userfault.as_raw_fd(), *program);
+    }
     match split::copy()? {
         Split::Original(child) => {
-            // From now on it is theirs: when the last of them closes it, nobody else holds it.
-            drop(userfault);
+            // From now on they are theirs: when the last of them closes one, nobody else holds it.
+            drop(followed);
             Ok(child)
         }
         Split::Copy => {
             let _ = setsid(); // neither the terminal nor a shell's job control is its concern
             leave_streams(work.is_heard);
-            std::mem::forget(userfault);
-            let began = monotonic_us().saturating_sub(elapsed.as_micros() as u64);
-            work.board.add(Count::BeganUs, began);
+            std::mem::forget(followed);
+            if let Some(elapsed) = elapsed {
+                let began = monotonic_us().saturating_sub(elapsed.as_micros() as u64);
+                work.board.program(0).add(Tally::BeganUs, began);
+            }
             keep(work)
         }
     }
@@ -109,7 +114,7 @@ fn keep(work: &Work<'_>) -> ! {
                 Err(e) => {
                     work.board.add(Count::Broken, 1);
                     if work.board.get(Count::Broken) >= BROKEN {
-                        work.give_up(&e);
+                        work.give_up_all(&e);
                     }
                     split::leave(1)
                 }

@@ -1,12 +1,13 @@
 //! Setting lazy loading up in a process that is being built.
 
-use super::board::Board;
+use super::board::{Board, Count, Tally};
 use super::keepers;
 use super::plan::Plan;
-use super::server::{Touch, Work};
-use crate::rebuild::{Heard, Options, Pager, Progress};
+use super::server::{Touch, Work, monotonic_us};
+use super::template::Place;
+use crate::rebuild::{Heard, Lazily, Options, Progress};
 use crate::{Error, Result, Stdio, loader};
-use rustix::fd::BorrowedFd;
+use rustix::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::Instant;
 use stillpoint_image::{AddressSpace, Extent, FileKind, Image, Owner, PAGE, Process, Range};
@@ -16,6 +17,7 @@ use stillpoint_linux::line;
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::program::Run;
 use stillpoint_linux::remote::Remote;
+use stillpoint_linux::supervise::Child;
 use stillpoint_linux::userfault::{self, Mode, Put, Userfault};
 use stillpoint_store::{Checkpoint, Reader, TouchSet};
 
@@ -26,18 +28,72 @@ const ROBUST: usize = 2048;
 
 /// A process whose memory waits for pages, none of which is there yet.
 pub struct Later<'a> {
-    plan: Plan,
+    plan: Arc<Plan>,
     reader: &'a Reader,
     touch: Option<&'a TouchSet>,
     userfault: Userfault,
     board: Arc<Board>,
+    /// Its number on the board.
+    program: usize,
+    served: Served<'a>,
     limit: Option<u64>,
-    heard: Heard<'a>,
     is_heard: bool,
     is_followed: bool,
     origin: (String, u64),
     /// Runs of the touch set that had to be there first.
     head: usize,
+}
+
+/// Who serves it.
+enum Served<'a> {
+    /// Processes of its own.
+    Alone(Heard<'a>),
+    /// Those that serve all clones.
+    Together(&'a dyn Place),
+}
+
+/// The memory of a program that comes while it runs: how far it is.
+#[derive(Clone, Debug)]
+pub struct Coming {
+    board: Arc<Board>,
+    program: usize,
+    /// Pages that were not there when the program began.
+    pub pages: u64,
+}
+
+impl Coming {
+    pub(super) fn new(board: &Arc<Board>, program: usize, pages: u64) -> Self {
+        Coming { board: Arc::clone(board), program, pages }
+    }
+
+    /// Of this program.
+    pub fn tally(&self, tally: Tally) -> u64 {
+        self.board.program(self.program).get(tally)
+    }
+
+    /// Of all programs that are served together.
+    pub fn count(&self, count: Count) -> u64 {
+        self.board.get(count)
+    }
+
+    /// Why a page could not be had.
+    pub fn failure(&self) -> Option<String> {
+        self.board.program(self.program).failure()
+    }
+
+    /// The program runs.
+    pub(crate) fn runs(&self) {
+        self.board.add(Count::Runs, 1);
+    }
+}
+
+/// What loads memory behind a program, or many, that run already.
+#[derive(Debug)]
+pub struct Pager {
+    /// Our child, which ends when all is there.
+    pub child: Child,
+    /// How far it is.
+    pub coming: Coming,
 }
 
 impl<'a> Later<'a> {
@@ -50,10 +106,19 @@ impl<'a> Later<'a> {
         remote: &mut Remote<'_>,
         pidfd: BorrowedFd<'_>,
         options: &Options,
-        heard: Heard<'a>,
+        lazily: Lazily<'a>,
     ) -> Result<Result<Self, Option<String>>> {
-        let extents = checkpoint.pages.of(Owner::Space(process.space));
-        let plan = Plan::lazy(space, process, extents);
+        let (plan, board, program, served) = match lazily {
+            Lazily::Not => return Ok(Err(None)),
+            Lazily::Alone(heard) => {
+                let plan = Plan::lazy(space, process, checkpoint.pages.of(Owner::Space(process.space)));
+                (Arc::new(plan), None, 0, Served::Alone(heard))
+            }
+            Lazily::Clone(template, number, place) => {
+                let (plan, board) = template.parts();
+                (plan, Some(board), number, Served::Together(place))
+            }
+        };
         if plan.later.is_empty() || plan.pages() * PAGE < options.eager_below {
             return Ok(Err(None));
         }
@@ -76,7 +141,10 @@ impl<'a> Later<'a> {
         for mapping in &plan.mappings {
             userfault.register_missing(RemoteAddr(mapping.start), RemoteAddr(mapping.end()))?;
         }
-        let board = Arc::new(Board::new(plan.pages(), plan.mappings.len())?);
+        let board = match board {
+            Some(board) => board,
+            None => Arc::new(Board::new(plan.pages(), plan.mappings.len(), 1)?),
+        };
         let (reader, touch, limit) = (&checkpoint.reader, checkpoint.touch.as_ref(), options.limit);
         let is_heard = options.stdio == Stdio::Current;
         let meta = &checkpoint.image.meta;
@@ -86,8 +154,9 @@ impl<'a> Later<'a> {
             touch,
             userfault,
             board,
+            program,
+            served,
             limit,
-            heard,
             is_heard,
             is_followed: options.is_followed,
             origin: (meta.job.clone(), meta.id),
@@ -171,7 +240,7 @@ impl<'a> Later<'a> {
         if touch.read(runs.clone(), &mut bytes).is_err() {
             return head;
         }
-        let settled = self.board.space(0).settled();
+        let settled = self.board.space(self.program).settled();
         let mut at = 0;
         for run in runs.clone().map(|run| touch.run(run)) {
             for index in self.plan.extents_in(run.start, run.end()) {
@@ -190,52 +259,44 @@ impl<'a> Later<'a> {
         runs.end
     }
 
-    /// Begins to load the rest. `began` is when the restore did.
+    /// Begins to load the rest. `began` is when the restore did. Returns the first process that does, if it is ours.
     pub fn start(
         self,
         memory: &Memory,
         process: &Process,
         pidfd: BorrowedFd<'_>,
         began: Instant,
-    ) -> Result<Pager> {
-        let touched = self.load_touched();
-        let Later {
-            plan,
-            reader,
-            touch,
-            userfault,
-            board,
-            limit,
-            heard,
-            is_heard,
-            is_followed,
-            origin,
-            head,
-        } = self;
-        let pages = plan.pages();
-        let placement = plan.placement();
-        board.space(0).set_placement(&placement)?;
-        let mut order: Vec<usize> = (0..plan.later.len()).collect();
-        order.sort_by_key(|&i| loader::block(&plan.later[i]));
-        let program = pidfd.try_clone_to_owned().map_err(|e| Error::Failed(format!("dup: {e}")))?;
-        let touch = touch.map(|set| Touch { set, head, done: touched });
-        let work = Work {
-            plan,
-            order,
-            reader,
-            touch,
-            limit,
-            board: Arc::clone(&board),
-            line: line::listen(pidfd),
-            program,
-            heard,
-            is_heard,
-            is_followed,
-            origin,
+    ) -> Result<(Coming, Option<Child>)> {
+        let done = self.load_touched();
+        let Later { plan, reader, touch, userfault, board, program, served, limit, .. } = self;
+        let (is_heard, is_followed, origin, head) = (self.is_heard, self.is_followed, self.origin, self.head);
+        board.space(program).set_placement(&plan.placement())?;
+        let coming = Coming::new(&board, program, plan.pages());
+        let child = match served {
+            Served::Alone(heard) => {
+                let handle = pidfd.try_clone_to_owned().map_err(|e| Error::Failed(format!("dup: {e}")))?;
+                let touch = touch.map(|set| Touch { set, head, done });
+                let (order, programs, line) = (plan.order(), vec![Some(handle)], line::listen(pidfd));
+                #[rustfmt::skip]
+                let work = Work {
+                    plan, order, reader, touch, limit, board, programs, heard, is_heard, is_followed, origin, line,
+                };
+                Some(keepers::start(&work, vec![(0, userfault.into_fd())], Some(began.elapsed()))?)
+            }
+            Served::Together(place) => {
+                let tallies = board.program(program);
+                tallies.add(Tally::Head, head as u64);
+                tallies.add(Tally::Touched, done as u64);
+                tallies
+                    .add(Tally::BeganUs, monotonic_us().saturating_sub(began.elapsed().as_micros() as u64));
+                place.be_served(userfault.as_fd(), pidfd)?;
+                // From now on it is theirs.
+                drop(userfault);
+                None
+            }
         };
-        let child = keepers::start(&work, userfault, began.elapsed())?;
         touch_robust_lists(memory, process)?;
-        Ok(Pager { child, board, pages })
+        Ok((coming, child))
     }
 }
 

@@ -12,5 +12,8 @@ mod later;
 pub mod placement;
 pub mod plan;
 mod server;
+mod template;
 
 pub(crate) use later::Later;
+pub use later::{Coming, Pager};
+pub use template::{Place, Template, Waiting};

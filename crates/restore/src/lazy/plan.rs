@@ -1,6 +1,7 @@
 //! Which pages are there before the program runs, and which come later.
 
 use super::placement::{Piece, Placement};
+use crate::loader::block;
 use stillpoint_image::{AddressSpace, Backing, Extent, Mapping, MappingFlags, PAGE, Process, Range};
 
 /// Of a thread's stack so much is there before it runs, bytes above its stack pointer …
@@ -88,6 +89,13 @@ impl Plan {
         }
     }
 
+    /// The extents that come later, in the order in which they are stored.
+    pub fn order(&self) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..self.later.len()).collect();
+        order.sort_by_key(|&i| block(&self.later[i]));
+        order
+    }
+
     /// Pages that come later.
     pub fn pages(&self) -> u64 {
         self.before.last().copied().unwrap_or(0)
@@ -144,6 +152,12 @@ fn wanted(process: &Process) -> Vec<Range> {
         if let Some(regs) = stillpoint_linux::arch::Regs::from_bytes(&thread.regs.0) {
             ranges.push(around(regs.sp(), STACK_BELOW, STACK_ABOVE));
             ranges.push(around(regs.thread_pointer(), PAGE, PAGE));
+            let call = thread.blocked.map_or(regs.orig_rax, |call| call.nr);
+            if call == libc::SYS_futex as u64 {
+                // Where the kernel itself writes to the word (locks that inherit priorities), it does not wait but fails.
+                let [word, _, _, _, other, _] = regs.call_args();
+                ranges.extend([around(word, 0, 4), around(other, 0, 4)]);
+            }
         }
         ranges.push(around(thread.clear_child_tid, 0, 4));
         ranges.push(around(thread.robust_list.start, 0, thread.robust_list.len));
@@ -169,6 +183,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
     use stillpoint_image::{Owner, Place, Thread};
+    use stillpoint_linux::arch::Regs;
 
     fn mapping(start: u64, end: u64, flags: MappingFlags) -> Mapping {
         let (prot, backing) = (3, Backing::Anonymous);
@@ -178,6 +193,22 @@ mod tests {
 
     fn extent(address: u64, pages: u32) -> Extent {
         Extent { owner: Owner::Space(0), address, pages, place: Place::Zero }
+    }
+
+    #[test]
+    fn the_word_that_a_thread_waits_for_is_there() {
+        let (word, other) = ((1 << 20) + 3 * PAGE + 8, (1 << 20) + 9 * PAGE);
+        let first_of = |nr: i64| {
+            let regs = Regs { orig_rax: nr as u64, rdi: word, r8: other, ..Regs::default() };
+            let thread = Thread { regs: regs.to_bytes().into(), ..Thread::default() };
+            let process = Process { threads: vec![thread], ..Process::default() };
+            let mappings = vec![mapping(1 << 20, (1 << 20) + 16 * PAGE, MappingFlags::empty())];
+            let space = AddressSpace { mappings, ..AddressSpace::default() };
+            let plan = Plan::lazy(&space, &process, &[extent(1 << 20, 16)]);
+            plan.touch.iter().map(|e| (e.address, e.pages)).collect::<Vec<_>>()
+        };
+        assert_eq!(first_of(libc::SYS_futex), [(word - 8, 1), (other, 1)]);
+        assert_eq!(first_of(libc::SYS_pause), []);
     }
 
     proptest! {

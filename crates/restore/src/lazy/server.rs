@@ -3,7 +3,7 @@
 //! One thread reads what happens and serves those who wait; others fill in the rest. What each needs to know outlives it
 //! on the [`Board`].
 
-use super::board::{Bits, Board, Count, EVENTS};
+use super::board::{Bits, Board, Count, EVENTS, Tally};
 use super::claim::{Claim, Moves};
 use super::placement::{Piece, Placement};
 use super::plan::Plan;
@@ -59,7 +59,7 @@ const PAUSE: Duration = Duration::from_millis(10);
 /// All that page servers work with.
 pub struct Work<'a> {
     /// What comes later.
-    pub plan: Plan,
+    pub plan: Arc<Plan>,
     /// Its extents, in the order in which they are put in ahead.
     pub order: Vec<usize>,
     /// Reads it.
@@ -70,8 +70,8 @@ pub struct Work<'a> {
     pub limit: Option<u64>,
     /// What outlives a server.
     pub board: Arc<Board>,
-    /// The program.
-    pub program: OwnedFd,
+    /// The programs that wait for pages, by their numbers.
+    pub programs: Vec<Option<OwnedFd>>,
     /// Who hears of it.
     pub heard: Heard<'a>,
     /// Whether standard error leads to somebody.
@@ -100,21 +100,40 @@ impl Work<'_> {
     pub(super) fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
         let mut all = self.reader.descriptors();
         all.extend(self.touch.map(|touch| touch.set.descriptor()));
-        all.push(self.program.as_fd());
+        all.extend((0..self.programs.len()).filter_map(|number| self.program(number)));
         all.extend(self.line.as_ref().map(AsFd::as_fd));
         all
     }
 
-    /// The program must not go on without what cannot be had.
-    pub(super) fn give_up(&self, why: &Error) {
-        self.fail(&why.to_string());
+    /// A program, until its memory is all there: its handle is closed then.
+    fn program(&self, number: usize) -> Option<BorrowedFd<'_>> {
+        self.board.space(number).descriptor()?;
+        self.programs.get(number)?.as_ref().map(AsFd::as_fd)
+    }
+
+    /// Of which program it is noted what it wants: the first that waits for pages.
+    fn noted(&self) -> usize {
+        self.programs.iter().position(Option::is_some).unwrap_or(0)
+    }
+
+    /// A program must not go on without what cannot be had.
+    fn give_up(&self, program: usize, why: &Error) {
+        self.fail(program, &why.to_string());
         // Fails if it has ended by itself.
-        let _ = pidfd_send_signal(&self.program, Signal::KILL);
+        let _ = self.program(program).map(|handle| pidfd_send_signal(handle, Signal::KILL));
+    }
+
+    /// No program that still waits for pages must go on.
+    pub(super) fn give_up_all(&self, why: &Error) {
+        let all = (0..self.programs.len()).filter(|&number| self.program(number).is_some());
+        all.for_each(|program| self.give_up(program, why));
     }
 
     /// Tells once that a page cannot be had.
-    fn fail(&self, why: &str) {
-        if self.board.fail(why) {
+    fn fail(&self, program: usize, why: &str) {
+        let is_told =
+            (0..self.programs.len()).any(|n| self.board.program(n).failure().as_deref() == Some(why));
+        if self.board.program(program).fail(why) && !is_told {
             (self.heard.failed)(why);
         }
     }
@@ -155,6 +174,7 @@ pub fn serve(work: &Work<'_>, by: &[BorrowedFd<'_>], claim: &mut Claim) -> Resul
         free,
         touched,
         wanted,
+        next: AtomicUsize::new(0),
         records: AtomicBool::new(false),
         moves: claim.moves().clone(),
     };
@@ -194,16 +214,19 @@ struct Server<'a> {
     touched: AtomicUsize,
     /// What was waited for, in order.
     wanted: Mutex<Wanted>,
-    /// It is told, or has been.
+    /// The next extent to be put in ahead where the programs miss it.
+    next: AtomicUsize,
+    /// What was waited for is told, or has been.
     records: AtomicBool,
     moves: Moves,
 }
 
-/// What the program waited for.
+/// What programs waited for.
 #[derive(Debug, Default)]
 struct Wanted {
-    /// What of each extent was put in last.
-    extents: HashMap<usize, Range>,
+    /// What of each extent was put in last, for each space.
+    extents: HashMap<(usize, usize), Range>,
+    /// What one program waited for, in order.
     runs: Vec<Range>,
     bytes: u64,
     /// Done away with before all was there.
@@ -213,6 +236,10 @@ struct Wanted {
 /// An address space that is being filled.
 struct Space<'a> {
     number: usize,
+    /// Whose it is.
+    program: usize,
+    /// The program, where this is its own.
+    handle: Option<BorrowedFd<'a>>,
     userfault: SharedUserfault,
     /// Nobody needs it any more.
     done: AtomicBool,
@@ -222,7 +249,7 @@ struct Space<'a> {
     settled: Bits<'a>,
     /// It is no more.
     ended: AtomicBool,
-    /// The next extent to be put in ahead.
+    /// The next extent to be put in ahead, if it is that of a copy.
     next: AtomicUsize,
     /// All pages before this one are settled.
     low: AtomicU64,
@@ -233,6 +260,8 @@ impl Drop for Space<'_> {
         // Whoever comes after us needs it, unless all is done. The last filler has let go of it.
         if self.done.load(Ordering::Acquire) {
             split::close_shared(self.userfault.as_fd().as_raw_fd());
+            // Whoever looks for servers of the program finds none from now on.
+            self.handle.iter().for_each(|handle| split::close_shared(handle.as_raw_fd()));
         }
     }
 }
@@ -248,6 +277,16 @@ impl Space<'_> {
 
     fn has_ended(&self) -> bool {
         self.ended.load(Ordering::Relaxed)
+    }
+
+    /// Whether it is the program's own, and not that of a copy.
+    fn is_own(&self) -> bool {
+        self.number == self.program
+    }
+
+    /// Whether some of these pages are still to come.
+    fn misses(&self, pages: std::ops::Range<u64>) -> bool {
+        !self.has_ended() && self.settled.unset(pages).is_some()
     }
 }
 
@@ -265,9 +304,12 @@ impl<'a> Server<'a> {
         let space = self.work.board.space(number);
         let Some(descriptor) = space.descriptor() else { return Ok(()) };
         let userfault = Userfault::from_shared(descriptor);
-        let (placement, settled) = (space.placement(), space.settled());
+        let (placement, settled, program) = (space.placement(), space.settled(), space.program());
+        let handle = self.work.program(number);
         let space = Arc::new(Space {
             number,
+            program,
+            handle,
             userfault,
             placement: RwLock::new(placement),
             settled,
@@ -312,10 +354,10 @@ impl<'a> Server<'a> {
             let spaces = self.read_spaces();
             for space in spaces {
                 let is_complete = !space.has_ended() && self.is_complete(&space);
-                if is_complete && space.number == 0 {
-                    self.loaded(scope);
+                if is_complete && space.is_own() {
+                    self.loaded(&space, scope);
                 }
-                if space.has_ended() || is_complete && (space.number != 0 || self.may_leave(claim)) {
+                if space.has_ended() || is_complete && self.may_leave(&space, claim) {
                     waiting.retain(|(s, _)| s.number != space.number);
                     self.finish(space, claim)?;
                 }
@@ -324,13 +366,13 @@ impl<'a> Server<'a> {
             if spaces.is_empty() {
                 return Ok(Served::All);
             }
-            // Of the program's end there is nothing more to learn once its memory is done with.
-            let program = if spaces[0].number == 0 { PollFlags::IN } else { PollFlags::empty() };
+            // Of a program's end there is nothing more to learn once its memory is done with.
+            let programs = spaces.iter().filter_map(|space| Some((space, space.handle?)));
+            let programs: Vec<_> = programs.collect();
+            let all = by.iter().copied().chain(programs.iter().map(|(_, handle)| *handle));
+            let all = all.chain(spaces.iter().map(|space| space.userfault.as_fd()));
             let mut polled: Vec<PollFd<'_>> =
-                by.iter().map(|process| PollFd::from_borrowed_fd(*process, PollFlags::IN)).collect();
-            polled.push(PollFd::new(&self.work.program, program));
-            polled
-                .extend(spaces.iter().map(|s| PollFd::from_borrowed_fd(s.userfault.as_fd(), PollFlags::IN)));
+                all.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
             let line = self.work.line.as_ref();
             let calls = claim.sources(line).into_iter();
             polled.extend(calls.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
@@ -346,16 +388,17 @@ impl<'a> Server<'a> {
             if deserted.contains(&true) {
                 return Ok(Served::Deserted);
             }
-            if told[0] {
-                spaces[0].ended.store(true, Ordering::Relaxed);
+            let (ended, told) = told.split_at(programs.len());
+            for ((space, _), _) in programs.iter().zip(ended).filter(|(_, ended)| **ended) {
+                space.ended.store(true, Ordering::Relaxed);
             }
-            let (programs, calls) = told[1..].split_at(spaces.len());
-            for (space, _) in spaces.iter().zip(programs).filter(|(_, told)| **told) {
+            let (told, calls) = told.split_at(spaces.len());
+            for (space, _) in spaces.iter().zip(told).filter(|(_, told)| **told) {
                 let (pages, _) = self.read_events(space)?;
                 waiting.extend(pages.into_iter().map(|page| (Arc::clone(space), page)));
             }
             if calls.contains(&true) {
-                let space = spaces.first().filter(|s| s.number == 0);
+                let space = spaces.iter().find(|s| s.number == 0);
                 while let Some(request) = claim.request() {
                     let pages = self.comply(request, space, claim)?;
                     waiting.extend(space.into_iter().flat_map(|s| pages.iter().map(|p| (Arc::clone(s), *p))));
@@ -374,29 +417,30 @@ impl<'a> Server<'a> {
         }
     }
 
-    /// All of the program's memory is there. What it wanted first is told by another thread, which may take a while.
-    fn loaded<'s>(&'s self, scope: &'s Scope<'s, '_>) {
-        let board = &self.work.board;
-        if self.records.swap(true, Ordering::Relaxed) {
-            return;
+    /// All of a program's memory is there. What it wanted first is told by another thread, which may take a while; that of many
+    /// programs, when all of them have theirs.
+    fn loaded<'s>(&'s self, space: &Space<'a>, scope: &'s Scope<'s, '_>) {
+        let program = self.work.board.program(space.program);
+        if program.get(Tally::LoadedUs) == 0 {
+            let us = monotonic_us().saturating_sub(program.get(Tally::BeganUs));
+            program.add(Tally::LoadedUs, us.max(1));
         }
-        if board.get(Count::LoadedUs) == 0 {
-            let us = monotonic_us() - board.get(Count::BeganUs);
-            board.add(Count::LoadedUs, us.max(1));
+        if self.work.programs.len() == 1 && !self.records.swap(true, Ordering::Relaxed) {
+            scope.spawn(move || {
+                Turn::Others.take();
+                self.record();
+                program.add(Tally::Recorded, 1);
+            });
         }
-        scope.spawn(|| {
-            Turn::Others.take();
-            self.record();
-            board.add(Count::Recorded, 1);
-        });
     }
 
-    /// Whether nobody follows the program from now on, or somebody does already.
-    fn may_leave(&self, claim: &Claim) -> bool {
-        let board = &self.work.board;
-        let since = || monotonic_us() - board.get(Count::BeganUs) - board.get(Count::LoadedUs);
-        let is_expected = || self.work.is_followed && board.get(Count::Claims) == 0 && since() < EXPECTED_US;
-        claim.is_taken() || !claim.is_made() && !is_expected()
+    /// Whether nobody follows a program, of which all is there, from now on, or somebody does already.
+    fn may_leave(&self, space: &Space<'a>, claim: &Claim) -> bool {
+        let program = self.work.board.program(space.program);
+        let since = || monotonic_us() - program.get(Tally::BeganUs) - program.get(Tally::LoadedUs);
+        let is_expected =
+            || self.work.is_followed && program.get(Tally::Claims) == 0 && since() < EXPECTED_US;
+        space.number != 0 || claim.is_taken() || !claim.is_made() && !is_expected()
     }
 
     /// Does what whoever follows the program asks for; returns the pages that are waited for.
@@ -409,10 +453,10 @@ impl<'a> Server<'a> {
         let mut waiting = Vec::new();
         match (request, space) {
             (Request::Claim, _) => {
-                self.work.board.add(Count::Claims, 1);
+                let program = self.work.board.program(0);
+                program.add(Tally::Claims, 1);
                 let (job, id) = self.work.origin.clone();
-                claim
-                    .tell(|c| c.tell_origin(&Origin { job, id, claims: self.work.board.get(Count::Claims) }));
+                claim.tell(|c| c.tell_origin(&Origin { job, id, claims: program.get(Tally::Claims) }));
             }
             (Request::State, Some(space)) => {
                 // All that has happened until now is part of it.
@@ -506,7 +550,7 @@ impl<'a> Server<'a> {
     fn forget(&self, space: &Space<'a>, placement: &Placement, start: u64, end: u64) {
         for piece in placement.inside(start, end) {
             self.settle(space, piece.then, piece.then + piece.len);
-            if space.number == 0 {
+            if space.number == self.work.noted() {
                 self.wanted().forgotten.push(Range { start: piece.then, len: piece.len });
             }
         }
@@ -561,7 +605,7 @@ impl<'a> Server<'a> {
         let copy = board.space(number);
         copy.settled().become_as(space.settled);
         copy.set_placement(placement)?;
-        copy.begin(descriptor);
+        copy.begin(descriptor, space.program);
         self.adopt(number)
     }
 
@@ -599,7 +643,7 @@ impl<'a> Server<'a> {
     }
 
     /// Puts in a page that is waited for, and those beside it.
-    fn serve(&self, space: &Space<'a>, page: RemoteAddr) -> Result<Did> {
+    fn serve(&self, space: &Arc<Space<'a>>, page: RemoteAddr) -> Result<Did> {
         let plan = &self.work.plan;
         let then = space.read().then(page.0);
         let wanted = then.and_then(|then| {
@@ -607,41 +651,58 @@ impl<'a> Server<'a> {
             let number = plan.page(index, then);
             (!space.settled.is_set(number)).then_some(index)
         });
-        let Some(index) = wanted else {
-            self.work.board.add(Count::ZeroDemands, 1);
-            return self.put_zeros(space, page);
-        };
-        self.work.board.add(Count::Demands, 1);
+        let Some(index) = wanted else { return self.put_zeros(space, page) };
+        self.count(space, Tally::Demands, 1);
         self.demanded_us.store(monotonic_us(), Ordering::Relaxed);
         let mut bytes = vec![0; plan.later[index].len() as usize];
         let asked = Instant::now();
         self.travel(bytes.len() as u64, true);
-        if let Err(why) = self.read_patiently(space, index, &mut bytes) {
+        if let Err(why) = self.read_patiently(std::slice::from_ref(space), index, &mut bytes) {
             return self.fail(space, page, &why);
         }
         let extent = &plan.later[index];
         let around = {
             let mut wanted = self.wanted();
-            let around = around(extent, then.unwrap_or_default(), wanted.extents.get(&index).copied());
-            wanted.extents.insert(index, around);
+            let place = (space.number, index);
+            let around = around(extent, then.unwrap_or_default(), wanted.extents.get(&place).copied());
+            wanted.extents.insert(place, around);
             around
         };
-        if space.number == 0 {
+        if space.number == self.work.noted() {
             self.wanted().note(around, self.work.plan.pages() * PAGE);
         }
         let part = (around.start - extent.address) as usize..(around.end() - extent.address) as usize;
         let is_slow = asked.elapsed() > SLOW;
-        let mut did = self.install(space, around, &bytes[part], Count::Demanded)?;
+        let mut did = self.install(space, around, &bytes[part.clone()], Tally::Demanded)?;
         if did == Did::All && is_slow {
             // To come back for the rest would take longer than to put it in.
             let all = Range { start: extent.address, len: extent.len() };
-            did = self.install(space, all, &bytes, Count::Demanded)?;
+            did = self.install(space, all, &bytes, Tally::Demanded)?;
         }
         if did == Did::All {
             // Whoever put it in before us has not woken who came later.
             space.userfault.wake(page, RemoteAddr(page.0 + PAGE))?;
+            self.share(space, around, &bytes[part])?;
         }
         Ok(did)
+    }
+
+    /// What one clone waited for the others will want in the next moment, and reading it takes longer than putting it in.
+    fn share(&self, space: &Space<'a>, range: Range, bytes: &[u8]) -> Result<()> {
+        if self.work.programs.len() == 1 || !space.is_own() {
+            return Ok(());
+        }
+        for other in self.read_spaces() {
+            if other.is_own() && other.number != space.number && !other.has_ended() {
+                // One in which something happens that has to be read first will ask for it.
+                self.install(&other, range, bytes, Tally::Ahead)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn count(&self, space: &Space<'a>, tally: Tally, more: u64) {
+        self.work.board.program(space.program).add(tally, more);
     }
 
     /// Takes as long as so many bytes take on a way to the store that is limited. What is urgent goes first.
@@ -667,11 +728,12 @@ impl<'a> Server<'a> {
         }
     }
 
-    fn read_patiently(&self, space: &Space<'a>, index: usize, bytes: &mut [u8]) -> Result<()> {
+    fn read_patiently(&self, spaces: &[Arc<Space<'a>>], index: usize, bytes: &mut [u8]) -> Result<()> {
         let began = Instant::now();
+        let is_wanted = || began.elapsed() < PATIENCE && spaces.iter().any(|space| !space.has_ended());
         loop {
             match self.work.reader.read(&self.work.plan.later[index], bytes) {
-                Err(_) if began.elapsed() < PATIENCE && !space.has_ended() => std::thread::sleep(PAUSE),
+                Err(_) if is_wanted() => std::thread::sleep(PAUSE),
                 other => return Ok(other?),
             }
         }
@@ -679,10 +741,10 @@ impl<'a> Server<'a> {
 
     /// A page that is waited for cannot be had: the program must not go on without it.
     fn fail(&self, space: &Space<'a>, page: RemoteAddr, why: &Error) -> Result<Did> {
-        if space.number == 0 {
-            self.work.give_up(why);
+        if space.is_own() {
+            self.work.give_up(space.program, why);
         } else {
-            self.work.fail(&why.to_string());
+            self.work.fail(space.program, &why.to_string());
             space.userfault.poison(page, RemoteAddr(page.0 + PAGE))?;
         }
         Ok(Did::All)
@@ -701,10 +763,12 @@ impl<'a> Server<'a> {
                 Put::Changing(0) => return Ok(Did::NotYet),
                 Put::Unmapped(0) if end > page.0 + PAGE => continue,
                 Put::Ended => space.ended.store(true, Ordering::Relaxed),
+                // It came while it was waited for.
                 Put::Unmapped(0) | Put::Present(0) => {
+                    self.count(space, Tally::Demands, 1);
                     space.userfault.wake(page, RemoteAddr(page.0 + PAGE))?;
                 }
-                _ => {}
+                _ => self.count(space, Tally::ZeroDemands, 1),
             }
             break;
         }
@@ -712,7 +776,7 @@ impl<'a> Server<'a> {
     }
 
     /// Puts in what of a range of the checkpoint, whose contents these are, is still wanted.
-    fn install(&self, space: &Space<'a>, range: Range, bytes: &[u8], count: Count) -> Result<Did> {
+    fn install(&self, space: &Space<'a>, range: Range, bytes: &[u8], tally: Tally) -> Result<Did> {
         let placement = space.read();
         let plan = &self.work.plan;
         for index in plan.extents_in(range.start, range.end()) {
@@ -727,7 +791,7 @@ impl<'a> Server<'a> {
                     let len = (run.end - run.start) * PAGE;
                     let piece = Piece { then: part.then + skip, now: part.now + skip, len };
                     let from = (piece.then - range.start) as usize;
-                    if self.put(space, piece, &bytes[from..from + len as usize], count)? == Did::NotYet {
+                    if self.put(space, piece, &bytes[from..from + len as usize], tally)? == Did::NotYet {
                         return Ok(Did::NotYet);
                     }
                 }
@@ -736,7 +800,7 @@ impl<'a> Server<'a> {
         Ok(Did::All)
     }
 
-    fn put(&self, space: &Space<'a>, piece: Piece, bytes: &[u8], count: Count) -> Result<Did> {
+    fn put(&self, space: &Space<'a>, piece: Piece, bytes: &[u8], tally: Tally) -> Result<Did> {
         let mut done = 0;
         // As much at a time as lies in one mapping.
         let mut step = bytes.len() as u64;
@@ -758,30 +822,31 @@ impl<'a> Server<'a> {
                 }
             };
             let new = self.settle(space, piece.then + done, piece.then + done + settled);
-            self.work.board.add(count, if is_new { new } else { 0 });
+            self.count(space, tally, if is_new { new } else { 0 });
             done += settled;
         }
         Ok(Did::All)
     }
 
-    /// Puts in ahead what nobody waits for yet: what was wanted first the last time, then the rest of the program's own
-    /// pages, then those of its copies.
+    /// Puts in ahead what nobody waits for yet: what was wanted first the last time, then the rest of the programs' own
+    /// pages, each for all of them at once, then those of their copies.
     fn fill(&self) -> Result<()> {
         // Where processors are few, the program should not have to wait for one, but for what it is sure to want.
         let mut turn = Turn::Ours;
         turn.take();
         while self.work.board.get(Count::Runs) == 0 && !self.leave.load(Ordering::Relaxed) {
-            std::thread::sleep(PAUSE / 50);
+            // Clones are waited for until all of them stand.
+            std::thread::sleep(if self.work.programs.len() == 1 { PAUSE / 50 } else { PAUSE / 10 });
         }
         let (mut bytes, mut idle_since, began) = (Vec::new(), Instant::now(), monotonic_us());
         while !self.leave.load(Ordering::Relaxed) {
-            let Some(space) = self.read_spaces().into_iter().find(|s| !s.has_ended() && self.is_left(s))
-            else {
+            let Some(whose) = self.unfilled() else {
                 std::thread::sleep(PAUSE);
                 self.begin_again(&mut idle_since);
                 continue;
             };
-            if space.number == 0 && self.fill_touched(&space, &mut bytes)? {
+            let is_own = whose[0].is_own();
+            if is_own && self.fill_touched(&whose, &mut bytes)? {
                 continue;
             }
             if turn == Turn::Ours {
@@ -792,9 +857,10 @@ impl<'a> Server<'a> {
                 std::thread::sleep(PAUSE / 20);
                 continue;
             }
-            let turn = space.next.fetch_add(1, Ordering::Relaxed);
+            let next = if is_own { &self.next } else { &whose[0].next };
+            let turn = next.fetch_add(1, Ordering::Relaxed);
             let Some(&index) = self.work.order.get(turn) else { continue };
-            self.fill_in(&space, index, &mut bytes)?;
+            self.fill_in(&whose, index, &mut bytes)?;
         }
         Ok(())
     }
@@ -806,17 +872,26 @@ impl<'a> Server<'a> {
         }
         *since = Instant::now();
         if self.lacking.swap(false, Ordering::Relaxed) {
+            self.next.store(0, Ordering::Relaxed);
             self.read_spaces().iter().for_each(|space| space.next.store(0, Ordering::Relaxed));
         }
     }
 
-    /// Whether there are extents of a space that nobody has taken on.
-    fn is_left(&self, space: &Space<'a>) -> bool {
-        space.next.load(Ordering::Relaxed) < self.work.order.len()
+    /// The spaces of which there are extents that nobody has taken on: those of the programs, or one of a copy.
+    fn unfilled(&self) -> Option<Vec<Arc<Space<'a>>>> {
+        let is_left = |next: &AtomicUsize| next.load(Ordering::Relaxed) < self.work.order.len();
+        let mut spaces = self.read_spaces();
+        spaces.retain(|space| !space.has_ended());
+        if is_left(&self.next) && spaces.iter().any(|space| space.is_own()) {
+            spaces.retain(|space| space.is_own());
+            return Some(spaces);
+        }
+        let copy = spaces.into_iter().find(|space| !space.is_own() && is_left(&space.next));
+        copy.map(|copy| vec![copy])
     }
 
     /// Puts in some of the touch set; false if all of it has been taken on.
-    fn fill_touched(&self, space: &Space<'a>, bytes: &mut Vec<u8>) -> Result<bool> {
+    fn fill_touched(&self, whose: &[Arc<Space<'a>>], bytes: &mut Vec<u8>) -> Result<bool> {
         let Some(touch) = self.work.touch.map(|touch| touch.set) else { return Ok(false) };
         let from = self.touched.fetch_add(TOGETHER, Ordering::Relaxed);
         if from >= touch.len() {
@@ -832,27 +907,33 @@ impl<'a> Server<'a> {
         for run in runs.map(|run| touch.run(run)) {
             let (now, later) = rest.split_at(run.len as usize);
             rest = later;
-            self.fill_range(space, run, now, Turn::Ours)?;
+            for space in whose {
+                self.fill_range(space, run, now, Turn::Ours)?;
+            }
         }
         Ok(true)
     }
 
-    fn fill_in(&self, space: &Space<'a>, index: usize, bytes: &mut Vec<u8>) -> Result<()> {
+    /// Reads an extent once, and puts it in wherever it is missing.
+    fn fill_in(&self, whose: &[Arc<Space<'a>>], index: usize, bytes: &mut Vec<u8>) -> Result<()> {
         let plan = &self.work.plan;
         let extent = &plan.later[index];
         let pages = plan.page(index, extent.address)..plan.page(index, extent.end());
-        if space.settled.unset(pages).is_none() {
+        let missing: Vec<_> = whose.iter().filter(|space| space.misses(pages.clone())).cloned().collect();
+        if missing.is_empty() {
             return Ok(());
         }
         bytes.resize(extent.len() as usize, 0);
         self.travel(extent.len(), false);
-        if let Err(why) = self.read_patiently(space, index, bytes) {
+        if let Err(why) = self.read_patiently(&missing, index, bytes) {
             // It may never be wanted. If it is, the program is told then.
-            self.work.fail(&why.to_string());
+            let why = why.to_string();
+            missing.iter().for_each(|space| self.work.fail(space.program, &why));
             self.lacking.store(true, Ordering::Relaxed);
             return Ok(());
         }
-        self.fill_range(space, Range { start: extent.address, len: extent.len() }, bytes, Turn::Others)
+        let range = Range { start: extent.address, len: extent.len() };
+        missing.iter().try_for_each(|space| self.fill_range(space, range, bytes, Turn::Others))
     }
 
     fn fill_range(&self, space: &Space<'a>, range: Range, bytes: &[u8], turn: Turn) -> Result<()> {
@@ -862,7 +943,7 @@ impl<'a> Server<'a> {
             loop {
                 let did = {
                     let _prompt = Prompt::begin(turn);
-                    self.install(space, part_range, part, Count::Ahead)?
+                    self.install(space, part_range, part, Tally::Ahead)?
                 };
                 if did == Did::All {
                     break;

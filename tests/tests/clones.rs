@@ -1,0 +1,587 @@
+//! Many restores of one checkpoint at once: they all come to the right end beside each other and beside the original,
+//! whoever is killed meanwhile, and where one cannot be brought back there is none.
+#![allow(missing_docs)]
+
+use serde_json::Value;
+use std::fs;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+use stillpoint_tests::programs::{installed, source};
+use stillpoint_tests::scratch::MARK;
+use stillpoint_tests::target::{Running, alone};
+use stillpoint_tests::{
+    Build, Checkpoint, Scratch, Stillpoint, Target, kernel, skipped, undisturbed_only, wait_for,
+};
+
+const PATIENCE: Duration = Duration::from_secs(90);
+
+/// Nothing is too small to come later.
+const LAZY: [&str; 2] = ["--eager-below", "0"];
+
+/// How often a test kills.
+fn kills() -> u64 {
+    std::env::var("STILLPOINT_KILLS").ok().and_then(|k| k.parse().ok()).unwrap_or(300)
+}
+
+/// A target of which there is a checkpoint.
+struct Saved {
+    scratch: Scratch,
+    stillpoint: Stillpoint,
+    checkpoint: Checkpoint,
+    directory: PathBuf,
+    original: Running,
+}
+
+impl Saved {
+    /// Nothing where clones cannot be had, or only undisturbed runs are asked for.
+    fn new(scenario: &str) -> Option<Self> {
+        let target = Target::new("clones", scenario, Build::Dynamic).expect("cc");
+        let scratch = Scratch::new();
+        let directory = scratch.directory("target");
+        let mut command = target.command(&directory, scratch.path());
+        // Its input comes from outside.
+        let child = command.stdin(Stdio::piped()).spawn().expect("setsid");
+        let original = Running::new(child, &directory);
+        original.await_ready();
+        if undisturbed_only() {
+            original.finish("undisturbed");
+            return None;
+        }
+        if !kernel::is_root() {
+            skipped("needs private pid namespaces");
+            return None;
+        }
+        let stillpoint = scratch.stillpoint();
+        let checkpoint = stillpoint.checkpoint(original.pid, "job", &[]);
+        Some(Saved { scratch, stillpoint, checkpoint, directory, original })
+    }
+
+    /// The original is no more.
+    fn killed(self) -> Killed {
+        let Saved { scratch, stillpoint, checkpoint, directory, original } = self;
+        let pid = original.pid;
+        original.kill();
+        Killed { scratch, stillpoint, checkpoint, directory, pid }
+    }
+}
+
+/// The same, without the original.
+struct Killed {
+    scratch: Scratch,
+    stillpoint: Stillpoint,
+    checkpoint: Checkpoint,
+    directory: PathBuf,
+    pid: u32,
+}
+
+fn arguments<'a>(checkpoint: &'a str, count: &'a str, extra: &[&'a str]) -> Vec<&'a str> {
+    [&["restore", checkpoint, "--clone", "--count", count], &LAZY[..], extra].concat()
+}
+
+/// Restores so many clones in the background; gives their process ids as soon as they run.
+#[track_caller]
+fn clones(stillpoint: &Stillpoint, checkpoint: &Checkpoint, count: usize, extra: &[&str]) -> Vec<u32> {
+    let (name, count_text) = (checkpoint.name(), count.to_string());
+    let output = stillpoint.run(&arguments(&name, &count_text, &[&["--detach"], extra].concat())).ok();
+    let pid = |line: &str| line.split("restored as pid ").nth(1)?.split(' ').next()?.parse().ok();
+    let pids: Vec<u32> = output.stdout.lines().filter_map(pid).collect();
+    assert_eq!(pids.len(), count, "{output}");
+    assert!(pids.iter().all(|&pid| kernel::alive(pid)), "{output}");
+    pids
+}
+
+/// What is noted of results, once there are so many.
+#[track_caller]
+fn results(directory: &Path, count: usize) -> Vec<String> {
+    let read = || fs::read_to_string(directory.join("results")).unwrap_or_default();
+    let lines = || read().lines().map(str::to_owned).collect::<Vec<_>>();
+    wait_for(&format!("{count} results"), PATIENCE, || (lines().len() >= count).then_some(()));
+    lines()
+}
+
+#[track_caller]
+fn all_are_good(directory: &Path, count: usize) {
+    let lines = results(directory, count);
+    assert_eq!(lines.len(), count, "{lines:?}");
+    assert!(lines.iter().all(|line| line.starts_with("good") && *line == lines[0]), "{lines:?}");
+    for file in ["results", "go"] {
+        let _ = fs::remove_file(directory.join(file));
+    }
+}
+
+fn go(directory: &Path) {
+    fs::write(directory.join("go"), "").expect("go");
+}
+
+fn is_server(pid: &u32) -> bool {
+    let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+    ["stillpoint page", "page keeper"].contains(&name.trim()) && kernel::alive(*pid)
+}
+
+/// The page servers of this test.
+fn servers_near(scratch: &Scratch) -> Vec<u32> {
+    scratch.processes().into_iter().filter(is_server).collect()
+}
+
+/// The page servers of a process.
+fn servers_of(pid: u32) -> Vec<u32> {
+    let line = format!("Pid:\t{pid}");
+    let serves = |server: &u32| {
+        let folder = fs::read_dir(format!("/proc/{server}/fdinfo"));
+        let mut entries = folder.into_iter().flatten().flatten();
+        entries.any(|e| fs::read_to_string(e.path()).is_ok_and(|text| text.lines().any(|l| l == line)))
+    };
+    kernel::processes().into_iter().filter(is_server).filter(serves).collect()
+}
+
+fn parent(pid: u32) -> u32 {
+    kernel::status(pid, "PPid").and_then(|p| p.parse().ok()).unwrap_or_default()
+}
+
+/// The names of the jobs that run.
+fn running(stillpoint: &Stillpoint) -> Vec<String> {
+    let list = stillpoint.run(&["ls", "--json"]).ok().json();
+    let jobs = list.as_array().expect("a list").iter().filter(|job| !job["running"].is_null());
+    jobs.map(|job| job["job"].as_str().expect("a name").to_owned()).collect()
+}
+
+fn number(value: &Value) -> u64 {
+    value.as_u64().unwrap_or_else(|| panic!("no number: {value}"))
+}
+
+#[test]
+fn beside_the_original() {
+    let Some(saved) = Saved::new("compute") else { return };
+    let Saved { scratch, stillpoint, checkpoint, directory, original } = saved;
+    let (name, pid) = (checkpoint.name(), original.pid);
+    let output = stillpoint.run(&arguments(&name, "5", &["--detach", "--json"])).ok();
+    let json = output.json();
+    let all = json["clones"].as_array().expect("clones").clone();
+    assert_eq!(all.len(), 5, "{json}");
+    let (mut pids, mut jobs) = (Vec::new(), Vec::new());
+    for clone in &all {
+        let outside = number(&clone["pid"]) as u32;
+        let inside = kernel::status(outside, "NSpid").unwrap_or_default();
+        assert_eq!(inside.split_whitespace().last(), Some(pid.to_string().as_str()), "{clone}");
+        assert_eq!(number(&clone["private_pid"]), u64::from(pid), "{clone}");
+        assert_eq!((clone["from"].as_str(), number(&clone["id"])), (Some("job"), checkpoint.id), "{clone}");
+        assert_eq!(clone["lazy"], true, "{clone}");
+        assert_eq!(clone["failed"], Value::Null, "{clone}");
+        // All pages came, for each of them.
+        let came = ["demand_pages", "prefetched_pages", "touch_set_pages"].map(|key| number(&clone[key]));
+        assert_eq!(came.iter().sum::<u64>(), number(&clone["pages"]), "{clone}");
+        assert!(clone["loaded_ms"].as_f64() >= clone["running_ms"].as_f64(), "{clone}");
+        pids.push(outside);
+        jobs.push(clone["job"].as_str().expect("a name").to_owned());
+        assert!(servers_of(outside).is_empty(), "{clone}");
+    }
+    pids.sort_unstable();
+    pids.dedup();
+    jobs.sort_unstable();
+    jobs.dedup();
+    assert_eq!((pids.len(), jobs.len()), (5, 5), "{json}");
+    let mut listed = running(&stillpoint);
+    listed.sort_unstable();
+    assert_eq!(listed, jobs);
+    go(&directory);
+    all_are_good(&directory, 6);
+    original.finish("the original");
+    scratch.nothing_is_left("in the end");
+    assert!(running(&stillpoint).is_empty());
+}
+
+/// With a store that is fast, one that is slow, and all loaded before.
+#[test]
+fn beside_each_other() {
+    let Some(saved) = Saved::new("compute") else { return };
+    let Killed { scratch, stillpoint, checkpoint, directory, .. } = saved.killed();
+    for extra in [&[][..], &["--limit-bandwidth", "30MB/s"], &["--eager"], &["--files", "keep"]] {
+        clones(&stillpoint, &checkpoint, 3, extra);
+        go(&directory);
+        all_are_good(&directory, 3);
+        scratch.nothing_is_left(&format!("{extra:?}"));
+    }
+    // One alone is a clone, too: it does not have the process id to itself.
+    let pids = clones(&stillpoint, &checkpoint, 1, &[]);
+    assert_ne!(parent(parent(pids[0])), 0);
+    go(&directory);
+    all_are_good(&directory, 1);
+    scratch.nothing_is_left("in the end");
+}
+
+/// The servers of all clones are killed at random moments, one at a time.
+#[test]
+fn killed_servers() {
+    let Some(saved) = Saved::new("compute") else { return };
+    let Killed { scratch, stillpoint, checkpoint, directory, .. } = saved.killed();
+    let mut killed = 0;
+    while killed < kills() / 6 {
+        let pids = clones(&stillpoint, &checkpoint, 3, &["--limit-bandwidth", "30MB/s"]);
+        if scratch.random().below(2) == 0 {
+            go(&directory);
+        }
+        let until = Instant::now() + Duration::from_millis(800);
+        while Instant::now() < until {
+            let whose = pids[scratch.random().below(3) as usize];
+            let servers = servers_of(whose);
+            if servers.is_empty() {
+                break;
+            }
+            // Alone, it is about to start another one.
+            if servers.len() > 1 {
+                let any = servers[scratch.random().below(servers.len() as u64) as usize];
+                kernel::kill(any, kernel::SIGKILL);
+                killed += 1;
+                wait_for("another server", Duration::from_secs(20), || {
+                    let now = servers_of(whose);
+                    (now.is_empty() || (now.len() > 1 && !now.contains(&any))).then_some(())
+                });
+            }
+            std::thread::sleep(Duration::from_micros(scratch.random().below(8_000)));
+        }
+        go(&directory);
+        all_are_good(&directory, 3);
+        scratch.nothing_is_left(&format!("after {killed} kills"));
+    }
+}
+
+/// A clone, and the first process of the namespace of another one, are killed while they are loaded, and later.
+#[test]
+fn one_is_killed() {
+    let Some(saved) = Saved::new("compute") else { return };
+    let Killed { scratch, stillpoint, checkpoint, directory, .. } = saved.killed();
+    for extra in [&[][..], &["--limit-bandwidth", "30MB/s"]] {
+        let pids = clones(&stillpoint, &checkpoint, 4, extra);
+        kernel::kill(pids[1], kernel::SIGKILL);
+        kernel::kill(parent(pids[2]), kernel::SIGKILL);
+        for pid in &pids[1..3] {
+            kernel::wait_gone(*pid, PATIENCE);
+        }
+        wait_for("two jobs", PATIENCE, || (running(&stillpoint).len() == 2).then_some(()));
+        assert!(kernel::alive(pids[0]) && kernel::alive(pids[3]));
+        go(&directory);
+        all_are_good(&directory, 2);
+        scratch.nothing_is_left("in the end");
+    }
+}
+
+/// A checkpoint of a clone is one like any other, also of one that is still being loaded.
+#[test]
+fn a_checkpoint_of_a_clone() {
+    let Some(saved) = Saved::new("compute") else { return };
+    let Killed { scratch, stillpoint, mut checkpoint, directory, pid } = saved.killed();
+    let pids = clones(&stillpoint, &checkpoint, 3, &["--limit-bandwidth", "60MB/s"]);
+    assert!(!servers_of(pids[2]).is_empty());
+    let jobs = running(&stillpoint);
+    assert_eq!(jobs.len(), 3);
+    let first = stillpoint.checkpoint(&jobs[0], &jobs[0], &[]);
+    let second = stillpoint.checkpoint(&jobs[0], &jobs[0], &["--incremental"]);
+    assert_eq!(first.json["bytes"], second.json["bytes"]);
+    assert_eq!(second.json["incremental"], true, "{}", second.json);
+    // By its process id out here, too.
+    let other = stillpoint.checkpoint(number(&first.json["pid"]), "other", &[]);
+    // All of them have one supervisor: it does not tell which is meant.
+    let supervisor = parent(parent(pids[0])).to_string();
+    stillpoint.run(&["checkpoint", &supervisor]).fails(2, &["several"]);
+    go(&directory);
+    all_are_good(&directory, 3);
+    scratch.nothing_is_left("the clones");
+    for next in [second, other] {
+        checkpoint = next;
+        // Under its old process id, then as clones of a clone.
+        kernel::wait_free(pid);
+        let restored = stillpoint.restore_at_once(&checkpoint.name(), &LAZY);
+        assert_eq!(restored, pid);
+        clones(&stillpoint, &checkpoint, 2, &[]);
+        go(&directory);
+        all_are_good(&directory, 3);
+        scratch.nothing_is_left("the clones of a clone");
+    }
+}
+
+/// Starts the command in the foreground, with its output in files.
+fn in_front(scratch: &Scratch, stillpoint: &Stillpoint, arguments: &[&str]) -> std::process::Child {
+    let open = |name: &str| fs::File::create(scratch.path().join(name)).expect("open");
+    let mut command = alone(stillpoint_tests::stillpoint::binary());
+    command
+        .args(arguments)
+        .envs(stillpoint.command::<&str>(&[]).get_envs().filter_map(|(k, v)| Some((k, v?))));
+    command.stdin(Stdio::piped()).stdout(open("front.out")).stderr(open("front.err"));
+    command.spawn().expect("spawn")
+}
+
+#[test]
+fn in_the_foreground() {
+    let Some(saved) = Saved::new("listens") else { return };
+    let Killed { scratch, stillpoint, checkpoint, directory, .. } = saved.killed();
+    let name = checkpoint.name();
+    for json in [false, true] {
+        let options = if json { vec!["--json"] } else { vec![] };
+        let mut front = in_front(&scratch, &stillpoint, &arguments(&name, "3", &options));
+        let said = || fs::read_to_string(scratch.path().join("front.err")).unwrap_or_default();
+        wait_for("the report", PATIENCE, || said().ends_with('\n').then_some(()));
+        match json {
+            false => assert_eq!(said().matches("restored as pid").count(), 3, "{}", said()),
+            true => {
+                let json: Value = serde_json::from_str(said().trim()).expect("json");
+                assert_eq!(json["clones"].as_array().map(Vec::len), Some(3), "{json}");
+            }
+        }
+        // Their input has ended, though ours has not.
+        go(&directory);
+        all_are_good(&directory, 3);
+        assert!(front.wait().expect("wait").success());
+        scratch.nothing_is_left("in the end");
+    }
+    // The first that does not end well tells.
+    let mut front = in_front(&scratch, &stillpoint, &arguments(&name, "3", &[]));
+    let pids = wait_for("the clones", PATIENCE, || {
+        let list = stillpoint.run(&["ls", "--json"]).ok().json();
+        let pids: Vec<u64> =
+            list.as_array()?.iter().filter_map(|job| job["running"]["pid"].as_u64()).collect();
+        (pids.len() == 3).then_some(pids)
+    });
+    kernel::kill(pids[1] as u32, kernel::SIGKILL);
+    kernel::wait_gone(pids[1] as u32, PATIENCE);
+    go(&directory);
+    all_are_good(&directory, 2);
+    use std::os::unix::process::ExitStatusExt;
+    assert_eq!(front.wait().expect("wait").signal(), Some(9));
+    // A signal for the command is one for all of them.
+    let mut front = in_front(&scratch, &stillpoint, &arguments(&name, "3", &[]));
+    wait_for("the clones", PATIENCE, || (running(&stillpoint).len() == 3).then_some(()));
+    kernel::kill(front.id(), rustix::process::Signal::TERM);
+    assert_eq!(front.wait().expect("wait").signal(), Some(15));
+    scratch.nothing_is_left("in the end");
+}
+
+/// All are brought back, or none, and no name is left taken.
+#[test]
+fn all_or_none() {
+    let Some(saved) = Saved::new("locked") else { return };
+    let Saved { scratch, stillpoint, checkpoint, directory, original } = saved;
+    // The original has the lock.
+    let name = checkpoint.name();
+    for count in ["1", "3"] {
+        let refused = stillpoint.run(&arguments(&name, count, &["--detach"]));
+        let code = refused.code();
+        assert!(matches!(code, 1 | 3), "{refused}");
+        refused.fails(code, &["lock"]);
+    }
+    original.kill();
+    // One of several has it.
+    for options in [&["--detach"][..], &["--detach", "--json"], &[]] {
+        let refused = stillpoint.run(&arguments(&name, "3", options));
+        let code = refused.code();
+        assert!(matches!(code, 1 | 3), "{refused}");
+        refused.fails(code, &["lock"]);
+        scratch.nothing_is_left("where there is no clone");
+        assert!(running(&stillpoint).is_empty());
+    }
+    clones(&stillpoint, &checkpoint, 1, &[]);
+    assert_eq!(running(&stillpoint), ["job-2"]);
+    go(&directory);
+    all_are_good(&directory, 1);
+    scratch.nothing_is_left("in the end");
+}
+
+/// The command is killed at a random moment: then all of the clones run, or none.
+#[test]
+fn the_command_is_killed() {
+    let Some(saved) = Saved::new("listens") else { return };
+    let Killed { scratch, stillpoint, checkpoint, directory, .. } = saved.killed();
+    let name = checkpoint.name();
+    let (mut none, mut all) = (0, 0);
+    for turn in 0..kills() / 10 {
+        let mut front =
+            in_front(&scratch, &stillpoint, &arguments(&name, "3", &["--limit-bandwidth", "60MB/s"]));
+        std::thread::sleep(Duration::from_micros(scratch.random().below(120_000)));
+        front.kill().and_then(|()| front.wait()).expect("kill");
+        // What is not complete ends soon.
+        let is_clone = |pid: &u32| {
+            fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name.starts_with("clones"))
+        };
+        let left = || scratch.processes().into_iter().filter(is_clone).count();
+        let mut seen = Vec::new();
+        wait_for("all or none", Duration::from_secs(20), || {
+            std::thread::sleep(Duration::from_millis(20));
+            seen.push(left());
+            let steady = seen.len() > 5 && seen[seen.len() - 5..].iter().all(|&n| n == seen[seen.len() - 1]);
+            (steady && matches!(seen.last(), Some(0 | 3))).then_some(())
+        });
+        match seen.last() {
+            Some(0) => none += 1,
+            _ => {
+                all += 1;
+                let jobs = running(&stillpoint);
+                assert_eq!(jobs.len(), 3, "turn {turn}");
+                if all == 1 {
+                    stillpoint.checkpoint(&jobs[1], &jobs[1], &[]);
+                }
+                go(&directory);
+                all_are_good(&directory, 3);
+            }
+        }
+        scratch.nothing_is_left(&format!("turn {turn}"));
+        let _ = fs::remove_file(directory.join("go"));
+    }
+    println!("{none} times none, {all} times all");
+}
+
+/// A page that cannot be had ends whoever waits for it, and is told of once.
+#[test]
+fn a_damaged_page() {
+    let Some(saved) = Saved::new("compute") else { return };
+    let Killed { scratch, stillpoint, checkpoint, directory, .. } = saved.killed();
+    let is_segment = |path: &&PathBuf| path.components().any(|c| c.as_os_str() == "segments");
+    let files = stillpoint.files();
+    let segment = files.iter().filter(is_segment).max_by_key(|p| fs::metadata(p).map_or(0, |m| m.len()));
+    let segment = fs::File::options().read(true).write(true).open(segment.expect("a segment")).expect("open");
+    let middle = segment.metadata().expect("metadata").len() / 2;
+    let mut byte = [0];
+    segment.read_exact_at(&mut byte, middle).expect("read");
+    segment.write_all_at(&[byte[0] ^ 1], middle).expect("write");
+    go(&directory);
+    let output = stillpoint.run(&arguments(&checkpoint.name(), "3", &[]));
+    assert_eq!(output.stderr.matches("checksum").count(), 1, "{output}");
+    output.fails(137, &["checksum"]);
+    assert!(!directory.join("results").exists());
+    scratch.nothing_is_left("in the end");
+}
+
+#[test]
+fn refusals() {
+    let Some(saved) = Saved::new("listens") else { return };
+    let Killed { scratch, stillpoint, checkpoint, .. } = saved.killed();
+    let name = checkpoint.name();
+    for (options, words) in [
+        (&["--clone", "--count", "0"][..], &["1..=200"][..]),
+        (&["--clone", "--count", "201"], &["1..=200"]),
+        (&["--clone", "--count", "many"], &["invalid"]),
+        (&["--count", "2"], &["--clone"]),
+        (&["--clone", "--pid", "same"], &["--pid"]),
+        (&["--clone", "--files", "rollback"], &["keep"]),
+        (&["--clone", "--files", "refuse"], &["keep"]),
+    ] {
+        stillpoint.run(&[&["restore", &name], options].concat()).fails(2, words);
+    }
+    stillpoint.run(&["restore", "nobody", "--clone"]).fails(2, &["nobody"]);
+    scratch.nothing_is_left("in the end");
+    // Somebody else's checkpoint, and no rights.
+    if kernel::which("setpriv").is_none() {
+        return skipped("setpriv is not installed");
+    }
+    let theirs = scratch.path().join("nobodys/store");
+    fs::create_dir_all(theirs.parent().expect("a folder")).expect("mkdir");
+    let copied = Command::new("cp").arg("-r").arg(stillpoint.store()).arg(&theirs).status();
+    assert!(copied.is_ok_and(|s| s.success()));
+    let given =
+        Command::new("chown").args(["-R", "65534:65534"]).arg(theirs.parent().expect("a folder")).status();
+    assert!(given.is_ok_and(|s| s.success()));
+    stillpoint.run_as_nobody(&["restore", &name, "--clone", "--detach"]).fails(3, &["namespace"]);
+}
+
+/// Before the machine runs out of memory.
+#[test]
+fn too_many() {
+    let Some(saved) = Saved::new("large") else { return };
+    let Killed { scratch, stillpoint, checkpoint, .. } = saved.killed();
+    stillpoint.run(&arguments(&checkpoint.name(), "200", &["--detach"])).fails(3, &["memory"]);
+    scratch.nothing_is_left("in the end");
+}
+
+/// Every way to touch memory that is missing, by several programs at once; copies that they make of themselves, too.
+#[test]
+fn touching_what_is_missing() {
+    if undisturbed_only() {
+        return;
+    }
+    if !kernel::is_root() {
+        return skipped("needs private pid namespaces");
+    }
+    for scenario in ["whole", "calls", "changes", "children"] {
+        let scratch = Scratch::new();
+        let directory = scratch.directory("target");
+        let target = Target::new("lazy", scenario, Build::Dynamic).expect("cc");
+        let original = target.start(&directory, scratch.path());
+        let stillpoint = scratch.stillpoint();
+        let checkpoint = stillpoint.checkpoint(original.pid, "job", &[]);
+        original.kill();
+        go(&directory);
+        stillpoint.run(&arguments(&checkpoint.name(), "3", &[])).ok();
+        // With servers that are killed again and again.
+        let limit = ["--limit-bandwidth", "60MB/s"];
+        let mut front = in_front(&scratch, &stillpoint, &arguments(&checkpoint.name(), "3", &limit));
+        let mut killed = 0;
+        let status = loop {
+            if let Some(status) = front.try_wait().expect("wait") {
+                break status;
+            }
+            let servers = servers_near(&scratch);
+            if servers.len() > 2 && killed < kills() / 3 {
+                let any = servers[scratch.random().below(servers.len() as u64) as usize];
+                kernel::kill(any, kernel::SIGKILL);
+                kernel::wait_gone(any, PATIENCE);
+                killed += 1;
+            }
+            std::thread::sleep(Duration::from_micros(scratch.random().below(6_000)));
+        };
+        let said = fs::read_to_string(directory.join("out")).unwrap_or_default();
+        assert!(status.success(), "{scenario}: {status} after {killed} kills: {said}");
+        scratch.nothing_is_left(scenario);
+    }
+}
+
+/// Files are nobody's own: a clone leaves those of the others as they are.
+#[test]
+fn files_stay_as_they_are() {
+    let Some(saved) = Saved::new("compute") else { return };
+    let Saved { scratch, stillpoint, checkpoint, directory, original } = saved;
+    // What the original has written since: alone, it would be cut back.
+    let grown = "said by the original since\n".repeat(100);
+    let before = fs::read(directory.join("out")).expect("read");
+    fs::write(directory.join("out"), [&before, grown.as_bytes()].concat()).expect("write");
+    clones(&stillpoint, &checkpoint, 2, &[]);
+    let after = fs::read(directory.join("out")).expect("read");
+    assert_eq!(after, [&before, grown.as_bytes()].concat());
+    go(&directory);
+    all_are_good(&directory, 3);
+    let after = fs::metadata(directory.join("out")).expect("metadata").len() as usize;
+    assert_eq!(after, before.len() + grown.len());
+    drop(original);
+    scratch.nothing_is_left("in the end");
+}
+
+/// Python with threads, whose clones say what it would have said.
+#[test]
+fn python_with_threads() {
+    let Some(python) = installed(&["/usr/bin/python3", "python3"], "python3") else { return };
+    if !kernel::is_root() {
+        return skipped("needs private pid namespaces");
+    }
+    let scratch = Scratch::new();
+    let start = || {
+        let mut command = alone(&python);
+        command.arg(source("clones.py")).arg("1500").env(MARK, scratch.path());
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command.spawn().expect("python")
+    };
+    let expected = start().wait_with_output().expect("wait");
+    assert!(expected.status.success());
+    if undisturbed_only() {
+        return;
+    }
+    let mut original = start();
+    let mut ready = [0; 6];
+    std::io::Read::read_exact(original.stderr.as_mut().expect("stderr"), &mut ready).expect("ready");
+    let stillpoint = scratch.stillpoint();
+    let checkpoint = stillpoint.checkpoint(original.id(), "job", &[]);
+    let output = stillpoint.run(&arguments(&checkpoint.name(), "5", &[])).ok();
+    let line = String::from_utf8_lossy(&expected.stdout).into_owned();
+    assert_eq!(output.stdout, line.repeat(5), "{output}");
+    let original = original.wait_with_output().expect("wait");
+    assert_eq!(String::from_utf8_lossy(&original.stdout), line);
+    scratch.nothing_is_left("in the end");
+}
