@@ -21,7 +21,9 @@ const MOST: usize = 4;
 pub fn send(socket: impl AsFd, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> Result<()> {
     let mut room = [MaybeUninit::uninit(); cmsg_space!(ScmRights(MOST))];
     let mut ancillary = SendAncillaryBuffer::new(&mut room);
-    if !descriptors.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(descriptors)) {
+    // There may be room for one more, as it happens to be aligned.
+    let mut push = || ancillary.push(SendAncillaryMessage::ScmRights(descriptors));
+    if !descriptors.is_empty() && (descriptors.len() > MOST || !push()) {
         return Err(Error::Other(format!("{} descriptors are too many for a message", descriptors.len())));
     }
     let mut rest = bytes;
