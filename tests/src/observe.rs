@@ -143,7 +143,9 @@ impl Facts {
                 at = format!("map {range}");
                 self.0.insert(at.clone(), format!("{access} {offset} {name} {identity}"));
             } else if let Some(flags) = line.strip_prefix("VmFlags:") {
-                self.0.insert(format!("{at} flags"), flags.trim().to_owned());
+                // A program that was restored is followed from then on.
+                let own = flags.split_whitespace().filter(|flag| !WATCHED.contains(flag));
+                self.0.insert(format!("{at} flags"), own.collect::<Vec<_>>().join(" "));
             }
         }
     }

@@ -392,7 +392,7 @@ static void protection_keys(void) {
 
 // --- flags
 
-// The VmFlags of the mapping that begins at an address.
+// The VmFlags of the mapping that begins at an address, besides those that tell that somebody follows it.
 static char *flags_at(void *address) {
   char *all = contents("/proc/self/smaps", 0), start[32], *flags = 0;
   snprintf(start, sizeof start, "\n%lx-", (unsigned long)(uintptr_t)address);
@@ -400,6 +400,11 @@ static char *flags_at(void *address) {
   if (at && (at = strstr(at, "VmFlags:")))
     flags = strndup(at, strcspn(at, "\n"));
   free(all);
+  for (int i = 0; flags && i < 2; i++) {
+    char *own = strstr(flags, i ? " um" : " uw");
+    if (own)
+      memmove(own, own + 3, strlen(own + 3) + 1);
+  }
   return flags ? flags : strdup("none");
 }
 

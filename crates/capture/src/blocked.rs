@@ -196,14 +196,38 @@ pub fn unbroken(regs: &Regs, deliverable: bool) -> Regs {
 }
 
 fn waits_for_ever(regs: &Regs) -> bool {
-    let args = regs.call_args();
-    match regs.orig_rax as i64 {
+    fails_when_stopped(regs.orig_rax as i64, &regs.call_args()) == Some(Wait::ForEver)
+}
+
+/// How long a call waits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Wait {
+    ForEver,
+    ForATime,
+}
+
+/// How long a call waits that fails with `EINTR` when a thread is stopped in it; none of other calls.
+fn fails_when_stopped(nr: i64, args: &[u64; 6]) -> Option<Wait> {
+    let for_ever = match nr {
         libc::SYS_epoll_wait | libc::SYS_epoll_pwait => (args[3] as i32) < 0,
         libc::SYS_epoll_pwait2 | libc::SYS_semtimedop => args[3] == 0,
         libc::SYS_rt_sigtimedwait => args[2] == 0,
         libc::SYS_semop => true,
+        libc::SYS_io_getevents | libc::SYS_io_uring_enter => false,
+        _ => return None,
+    };
+    Some(if for_ever { Wait::ForEver } else { Wait::ForATime })
+}
+
+/// Whether a stop of this process would be noticed now: a thread waits in a call that would fail.
+pub fn would_be_noticed(process: &Proc) -> bool {
+    let fails = |tid: u32| match process.sibling(tid).and_then(|thread| thread.syscall()) {
+        Ok(CurrentCall::Inside { nr, args, .. }) => {
+            fails_when_stopped(nr as i64, &args) == Some(Wait::ForATime)
+        }
         _ => false,
-    }
+    };
+    process.threads().is_ok_and(|threads| threads.into_iter().any(fails))
 }
 
 #[cfg(test)]

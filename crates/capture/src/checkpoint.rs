@@ -1,6 +1,6 @@
 //! Taking a checkpoint, from the first look at the target to the commit.
 
-use crate::blocked::Earlier;
+use crate::blocked::{self, Earlier};
 use crate::engine::fork::Fork;
 use crate::engine::precopy::{Behind, Precopy};
 use crate::engine::stop::Stop;
@@ -107,8 +107,9 @@ pub struct Session {
 struct Followed {
     tracking: Option<Tracking>,
     armed: Option<Armed>,
-    /// A claim to a program that is not followed yet, and is still being loaded.
+    /// A claim to a program that is not followed yet, and is still being loaded, or has been since then.
     loading: Option<Loading>,
+    loaded: Option<Instant>,
     /// All of it is waited for: it could not be saved before it was loaded.
     waits: bool,
     /// What its threads were waiting for when it was stopped between two checkpoints.
@@ -204,6 +205,8 @@ const FRESH: Duration = Duration::from_millis(30);
 const READ_AT_THE_CUT: u64 = 4 << 20;
 /// Between two looks whether the memory of a program that was just restored is all there.
 const LOADING: Duration = Duration::from_millis(10);
+/// So long a moment is waited for in which the program does not notice that it is stopped, before its first checkpoint.
+const UNNOTICED: Duration = Duration::from_secs(30);
 /// How long another of us may take who has stopped the program.
 const BUSY: Duration = Duration::from_secs(1);
 /// How often a process may become another program while it is being checkpointed, before that is given up.
@@ -289,6 +292,12 @@ fn tend(pid: u32, followed: &mut Followed) -> Result<bool> {
     let target = Target::open(pid)?;
     if followed.space.as_ref().is_some_and(Pagemap::is_of_the_past) {
         return Err(Error::Replaced);
+    }
+    if followed.tracking.is_none() && blocked::would_be_noticed(&target.process) {
+        // Nobody has asked for a checkpoint yet.
+        let since = *followed.loaded.get_or_insert_with(Instant::now);
+        followed.loading.take_if(|_| since.elapsed() > UNNOTICED);
+        return Ok(followed.loading.is_some());
     }
     let mut earlier = followed.earlier.take().unwrap_or_default();
     if let Some(loading) = followed.loading.take() {

@@ -170,17 +170,17 @@ impl Line {
         State::of(&self.ask(Request::State)?).ok_or_else(garbled)
     }
 
-    /// Lets the memory of `[start, end)` be followed no longer; what was not written since looks as if it was.
-    pub fn let_go(&mut self, start: RemoteAddr, end: RemoteAddr) -> Result<()> {
-        match self.ask(Request::LetGo { start: start.0, end: end.0 })?.as_slice() {
-            [0] => Ok(()),
-            _ => Err(Error::Other(format!("memory at {start} cannot be let go of"))),
-        }
+    /// Lets the memory of `[start, end)` be followed no longer; what was not written since looks as if it was. Whether that
+    /// could be done.
+    pub fn let_go(&mut self, start: RemoteAddr, end: RemoteAddr) -> Result<bool> {
+        Ok(self.ask(Request::LetGo { start: start.0, end: end.0 })? == [0])
     }
 
-    /// There is nothing left to do.
-    pub fn taken(&mut self) -> Result<()> {
-        self.ask(Request::Taken).map(|_| ())
+    /// There is nothing left to do; waits for a while until they have left.
+    pub fn taken(mut self) -> Result<()> {
+        self.ask(Request::Taken)?;
+        let gone = self.0.read(&mut [0]);
+        gone.map(|_| ()).map_err(|e| Error::call("wait for those who load the program's memory", e))
     }
 
     fn ask(&mut self, request: Request) -> Result<Vec<u64>> {
@@ -331,8 +331,8 @@ mod tests {
             let mut line = Line::call(std::process::id()).unwrap();
             assert_eq!(line.claim().unwrap(), told);
             assert_eq!(line.state().unwrap(), known);
-            line.let_go(RemoteAddr(4096), RemoteAddr(8192)).unwrap();
-            assert!(line.let_go(RemoteAddr(0), RemoteAddr(8192)).is_err());
+            assert!(line.let_go(RemoteAddr(4096), RemoteAddr(8192)).unwrap());
+            assert!(!line.let_go(RemoteAddr(0), RemoteAddr(8192)).unwrap());
             line.taken().unwrap();
         });
         let mut caller = loop {
@@ -345,11 +345,15 @@ mod tests {
                 Ok(Some(Request::Claim)) => caller.tell_origin(&origin).unwrap(),
                 Ok(Some(Request::State)) => caller.tell_state(&state).unwrap(),
                 Ok(Some(Request::LetGo { start, .. })) => caller.tell_done(start > 0).unwrap(),
-                Ok(Some(Request::Taken)) => caller.tell_done(true).unwrap(),
+                Ok(Some(Request::Taken)) => {
+                    caller.tell_done(true).unwrap();
+                    break;
+                }
                 Ok(None) => std::thread::sleep(Duration::from_micros(50)),
                 Err(_) => break,
             }
         }
+        drop(caller);
         asking.join().unwrap();
         drop(listener);
         assert!(Line::call(std::process::id()).is_none());

@@ -161,25 +161,35 @@ impl Loading {
         self.at_source = Places::Moved(self.now.pieces.clone());
     }
 
-    /// The first part, of at most so many bytes, of what those who load follow from an address on, and where memory has
-    /// been moved to since the last time. The program stands still.
+    /// In how many pieces it lies.
+    pub fn pieces(&self) -> usize {
+        self.now.pieces.len()
+    }
+
+    /// The first parts, of at most `bytes` together and at most `count`, of what those who load follow from an address on; and
+    /// where memory has been moved to since the last time. The program stands still.
     ///
     /// # Errors
     /// As [`Loading::ask`].
-    pub fn next_part(&mut self, from: u64, most: u64) -> Result<(Option<Range>, Vec<Range>)> {
+    pub fn next_parts(&mut self, from: u64, bytes: u64, count: usize) -> Result<(Vec<Range>, Vec<Range>)> {
         self.ask()?;
-        let mut rest = self.now.pieces.iter().filter_map(|p| p.within(from, u64::MAX));
-        let part = rest.next().map(|p| Range { start: p.now, len: p.len.min(most) });
-        Ok((part, self.moved()))
+        let mut left = bytes;
+        let rest = self.now.pieces.iter().filter_map(|p| p.within(from, u64::MAX));
+        let parts = rest.map_while(|p| {
+            let part = Range { start: p.now, len: p.len.min(left) };
+            left -= part.len;
+            (part.len > 0).then_some(part)
+        });
+        Ok((parts.take(count).collect(), self.moved()))
     }
 
-    /// Has them no longer follow a range.
-    pub fn let_go(&mut self, range: Range) -> Result<()> {
+    /// Has them no longer follow a range; false if they do not follow all of it.
+    pub fn let_go(&mut self, range: Range) -> Result<bool> {
         self.line.let_go(RemoteAddr(range.start), RemoteAddr(range.end())).map_err(|_| Error::Loading)
     }
 
-    /// All of it is followed by us.
-    pub fn taken(mut self) {
+    /// All of it is followed by us, and they can leave; waits until they have.
+    pub fn taken(self) {
         // They notice when we hang up, too.
         let _ = self.line.taken();
     }

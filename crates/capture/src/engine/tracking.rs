@@ -1,7 +1,7 @@
 //! What a process has written since its last checkpoint, as the kernel notes it.
 
 use super::{Loading, Running};
-use crate::blocked::Earlier;
+use crate::blocked::{Earlier, would_be_noticed};
 use crate::brief::stop_briefly;
 use crate::checkpoint::Target;
 use crate::freeze::Frozen;
@@ -29,8 +29,15 @@ pub(crate) const WORTH_HELPERS: u64 = 2 << 30;
 const FEW: usize = 256;
 /// Of fewer own pages all are looked at in less time than two looks take, bytes.
 const MANY: u64 = 8 << 20;
-/// So much is taken over in one brief stop, bytes.
+/// So much is taken over in one brief stop, bytes …
 const TAKEN: u64 = 64 << 20;
+/// … in so many pieces.
+const TOGETHER: usize = 16;
+/// How often, and after how long, it is looked again whether a stop would be noticed.
+const TRIES: usize = 100;
+const TRY: Duration = Duration::from_millis(2);
+/// Of more pieces, to take them over would take too many stops.
+const PIECES: usize = 512;
 /// Written pages this close to each other are looked at together, bytes: a look at so much takes as long as one more call.
 const NEAR: u64 = 256 * PAGE;
 
@@ -140,12 +147,20 @@ impl Tracking {
         if !loading.is_complete()? {
             return Err(Error::Loading);
         }
-        let (mut at, mut followed) = (0, Vec::new());
-        loop {
-            let (part, _) = stop_briefly(target, earlier, |_| self.take_over_part(target, &mut loading, at))?;
-            let Some(part) = part else { break };
-            at = part.end();
-            push(&mut followed, part);
+        if loading.pieces() > PIECES {
+            return Err(Error::Failed("its memory lies in too many pieces".into()));
+        }
+        let (mut at, mut followed) = (Some(0), Vec::new());
+        while let Some(from) = at {
+            // Nobody has asked for a checkpoint: the program may as well be spared for a moment.
+            for _ in 0..TRIES {
+                if !would_be_noticed(&target.process) {
+                    break;
+                }
+                std::thread::sleep(TRY);
+            }
+            let part = |_: &mut Frozen| self.take_over_parts(target, &mut loading, from, &mut followed);
+            (at, _) = stop_briefly(target, earlier, part)?;
         }
         self.followed = replaced(&self.followed, &followed, followed.clone());
         self.seen = Vec::new();
@@ -153,25 +168,35 @@ impl Tracking {
         Ok(())
     }
 
-    /// Takes over some of it, from an address on, and tells what; the program stands still.
-    fn take_over_part(&mut self, target: &Target, loading: &mut Loading, at: u64) -> Result<Option<Range>> {
+    /// Takes over some of it from an address on; tells where to go on. The program stands still.
+    fn take_over_parts(
+        &mut self,
+        target: &Target,
+        loading: &mut Loading,
+        from: u64,
+        followed: &mut Vec<Range>,
+    ) -> Result<Option<u64>> {
         // What has been moved about meanwhile is not where its marks say that it is as it was.
-        let (part, moved) = loading.next_part(at, TAKEN)?;
+        let (parts, moved) = loading.next_parts(from, TAKEN, TOGETHER)?;
         self.owed.extend(moved);
-        let Some(part) = part else { return Ok(None) };
-        let (start, end) = (RemoteAddr(part.start), RemoteAddr(part.end()));
-        let any = Category::PRESENT | Category::SWAPPED;
-        let query = Query { any, all: Category::WRITTEN, none: Category::ZERO, report: Category::empty() };
-        let mut written = Vec::new();
-        target.pagemap.scan(start, end, query, &mut written)?;
-        self.owed.extend(written.iter().map(range));
-        loading.let_go(part)?;
-        self.userfault.register(start, end)?;
-        let all = Query { any, ..Query::default() };
-        match target.pagemap.scan_and_protect(start, end, all, &mut Vec::new())? {
-            true => Ok(Some(part)),
-            false => Err(Error::Failed("it is not followed any more".into())),
+        for &part in &parts {
+            let (start, end) = (RemoteAddr(part.start), RemoteAddr(part.end()));
+            let any = Category::PRESENT | Category::SWAPPED;
+            let query =
+                Query { any, all: Category::WRITTEN, none: Category::ZERO, report: Category::empty() };
+            let mut written = Vec::new();
+            target.pagemap.scan(start, end, query, &mut written)?;
+            // Where it has been unmapped, what is there now is followed like anything new.
+            if !loading.let_go(part)? || self.userfault.register(start, end).is_err() {
+                continue;
+            }
+            self.owed.extend(written.iter().map(range));
+            let all = Query { any, ..Query::default() };
+            if target.pagemap.scan_and_protect(start, end, all, &mut Vec::new())? {
+                push(followed, part);
+            }
         }
+        Ok(parts.last().map(Range::end))
     }
 
     /// Looks at all private memory; what was written since the last look, or has not been followed before, is dirty.
