@@ -7,6 +7,7 @@ use super::board::{Bits, Board, Count, EVENTS, Tally};
 use super::claim::{Claim, Moves};
 use super::placement::{Piece, Placement};
 use super::plan::Plan;
+use crate::pace::Pace;
 use crate::rebuild::Heard;
 use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -159,7 +160,7 @@ pub enum Served {
 pub fn serve(work: &Work<'_>, by: &[BorrowedFd<'_>], claim: &mut Claim) -> Result<Served> {
     work.board.add(Count::Servers, 1);
     let (urgent, leave) = (AtomicUsize::new(0), AtomicBool::new(false));
-    let free = Mutex::new(Instant::now());
+    let pace = Pace::new(work.limit);
     let first = work.touch.map_or(0, |touch| touch.done);
     let (touched, wanted) = (AtomicUsize::new(first), Mutex::default());
     let lacking = AtomicBool::new(false);
@@ -171,7 +172,7 @@ pub fn serve(work: &Work<'_>, by: &[BorrowedFd<'_>], claim: &mut Claim) -> Resul
         leave,
         lacking,
         demanded_us,
-        free,
+        pace,
         touched,
         wanted,
         next: AtomicUsize::new(0),
@@ -208,8 +209,8 @@ struct Server<'a> {
     lacking: AtomicBool,
     /// When a page was waited for last, microseconds.
     demanded_us: AtomicU64,
-    /// When the way to the store is free, where that is limited.
-    free: Mutex<Instant>,
+    /// The way to the store.
+    pace: Pace,
     /// The next run of the touch set to be put in.
     touched: AtomicUsize,
     /// What was waited for, in order.
@@ -707,25 +708,7 @@ impl<'a> Server<'a> {
 
     /// Takes as long as so many bytes take on a way to the store that is limited. What is urgent goes first.
     fn travel(&self, bytes: u64, urgent: bool) {
-        let Some(limit) = self.work.limit else { return };
-        let time = Duration::from_secs_f64(bytes as f64 / limit as f64);
-        while !self.leave.load(Ordering::Relaxed) {
-            let now = Instant::now();
-            let arrives = {
-                let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-                let starts = (*free).max(now);
-                if starts == now || urgent {
-                    *free = starts + time;
-                    Ok(*free)
-                } else {
-                    Err(starts)
-                }
-            };
-            match arrives {
-                Ok(arrives) => return std::thread::sleep(arrives - now),
-                Err(free) => std::thread::sleep((free - now).min(PAUSE)),
-            }
-        }
+        self.pace.travel_unless(bytes, urgent, &|| self.leave.load(Ordering::Relaxed));
     }
 
     fn read_patiently(&self, spaces: &[Arc<Space<'a>>], index: usize, bytes: &mut [u8]) -> Result<()> {
