@@ -165,7 +165,8 @@ pub fn restore(
         spawn::tgkill(newborn.pid(), tid.unwrap_or(newborn.pid()), signal as i32)?;
     }
     let_go(threads)?;
-    coming.iter().for_each(|(coming, _)| coming.runs());
+    let running = start.elapsed();
+    coming.iter().for_each(|(coming, _)| coming.runs(running));
     let pager = coming.and_then(|(coming, child)| Some(Pager { child: child?, coming }));
     let shell = newborn.live();
     notes.extend(open.notes());
@@ -176,7 +177,7 @@ pub fn restore(
         stdin_pump: open.take_stdin_pump(),
         foreground_group: process.leads_group && process.foreground,
         skeleton,
-        running: start.elapsed(),
+        running,
         pager,
         pages: image.meta.pages,
         notes,

@@ -10,7 +10,7 @@ use crate::rebuild::{Heard, Lazily, Options, Progress};
 use crate::{Error, Result, Stdio, loader};
 use rustix::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use stillpoint_image::{AddressSpace, Extent, FileKind, Image, Owner, PAGE, Process, Range};
 use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::descriptors::duplicate_from;
@@ -78,13 +78,19 @@ impl Coming {
         self.board.get(count)
     }
 
+    /// When somebody waited for pages: microseconds since the program ran, and how often since the time before.
+    pub fn demand_times(&self) -> Vec<(u64, u64)> {
+        self.board.program(self.program).demand_times()
+    }
+
     /// Why a page could not be had.
     pub fn failure(&self) -> Option<String> {
         self.board.program(self.program).failure()
     }
 
     /// The program runs.
-    pub(crate) fn runs(&self) {
+    pub(crate) fn runs(&self, since_began: Duration) {
+        self.board.program(self.program).add(Tally::RanUs, since_began.as_micros().max(1) as u64);
         self.board.add(Count::Runs, 1);
     }
 }

@@ -653,8 +653,9 @@ impl<'a> Server<'a> {
             (!space.settled.is_set(number)).then_some(index)
         });
         let Some(index) = wanted else { return self.put_zeros(space, page) };
-        self.count(space, Tally::Demands, 1);
-        self.demanded_us.store(monotonic_us(), Ordering::Relaxed);
+        let now_us = monotonic_us();
+        self.work.board.program(space.program).demand(now_us);
+        self.demanded_us.store(now_us, Ordering::Relaxed);
         let mut bytes = vec![0; plan.later[index].len() as usize];
         let asked = Instant::now();
         self.travel(bytes.len() as u64, true);
@@ -748,7 +749,7 @@ impl<'a> Server<'a> {
                 Put::Ended => space.ended.store(true, Ordering::Relaxed),
                 // It came while it was waited for.
                 Put::Unmapped(0) | Put::Present(0) => {
-                    self.count(space, Tally::Demands, 1);
+                    self.work.board.program(space.program).demand(monotonic_us());
                     space.userfault.wake(page, RemoteAddr(page.0 + PAGE))?;
                 }
                 _ => self.count(space, Tally::ZeroDemands, 1),
