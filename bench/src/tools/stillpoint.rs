@@ -240,16 +240,21 @@ impl Stillpoint {
 
     /// Checkpoints and kills a program, and reads the checkpoint once, so that it is in memory.
     pub fn kill(&self, program: &mut Heartbeat, store: &Path) -> Result<()> {
-        self.checkpoint_and_kill(&program.pid.to_string(), store, "restore")?;
+        let pid = program.pid.to_string();
+        self.json(store, None, &["checkpoint", &pid, "--name", "restore", "--kill", "--json"])?;
+        self.verify(store, "restore")?;
         program.reap();
         self.keep(store, "restore", 1)
     }
 
-    /// Checkpoints and kills a process, and reads the checkpoint once, so that it is in memory.
-    pub fn checkpoint_and_kill(&self, pid: &str, store: &Path, job: &str) -> Result<()> {
-        self.json(store, None, &["checkpoint", pid, "--name", job, "--kill", "--json"])?;
-        self.json(store, None, &["verify", job, "--json"])?;
-        Ok(())
+    /// Reads a checkpoint once, so that it is in memory.
+    pub fn verify(&self, store: &Path, job: &str) -> Result<()> {
+        self.json(store, None, &["verify", job, "--json"]).map(drop)
+    }
+
+    /// What is known of a job's newest checkpoint.
+    pub fn show(&self, store: &Path, job: &str) -> Result<Value> {
+        Ok(self.json(store, None, &["show", job, "--json"])?.0)
     }
 
     /// Begins to restore a job; the command returns when all of its memory is there, and reports.
