@@ -17,6 +17,8 @@ const SIZE: u64 = 220;
 const LOOKUPS: u64 = 1_000;
 /// Restores of each kind from a slow store, which differ little.
 const SLOW_RUNS: usize = 1;
+/// The first moment that is shown of those, milliseconds.
+const SOONEST: f64 = 0.1;
 /// Programs whose waits are shown over time.
 const SHOWN: [&str; 2] = ["redis", "python"];
 
@@ -136,12 +138,12 @@ impl Results {
     }
 }
 
-/// How often it had been by each time.
+/// How often it had been by each time. When the program began to run is known to a few tenths of a millisecond.
 fn sums(times: &[(f64, f64)]) -> Vec<(f64, f64)> {
     let mut sum = 0.0;
     let add = |&(time, count): &(f64, f64)| {
         sum += count;
-        (time, sum)
+        (time.max(SOONEST), sum)
     };
     times.iter().map(add).collect()
 }

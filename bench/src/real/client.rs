@@ -1,13 +1,19 @@
 //! A connection to a program that answers at a socket.
 
-use anyhow::{Context, Result, bail};
-use std::io::{BufRead, BufReader, BufWriter, Write};
+use anyhow::{Context, Result};
+use std::io::{BufRead, BufReader, BufWriter, Error, ErrorKind, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// Between two tries to connect: the program may not have its socket yet, or not run yet.
 const PERIOD: Duration = Duration::from_micros(100);
+
+/// Whether a connection was closed by the other side.
+pub fn is_hung_up(why: &anyhow::Error) -> bool {
+    let gone = [ErrorKind::BrokenPipe, ErrorKind::ConnectionReset, ErrorKind::UnexpectedEof];
+    why.chain().filter_map(|e| e.downcast_ref::<Error>()).any(|e| gone.contains(&e.kind()))
+}
 
 /// A connection.
 pub struct Client {
@@ -48,7 +54,7 @@ impl Client {
         self.requests.flush()?;
         let mut answer = String::new();
         match self.answers.read_line(&mut answer)? {
-            0 => bail!("it has ended"),
+            0 => Err(Error::from(ErrorKind::UnexpectedEof)).context("it has hung up"),
             _ => Ok(answer),
         }
     }

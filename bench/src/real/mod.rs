@@ -11,7 +11,7 @@ pub use saved::{Restart, Saved};
 pub use ways::{Measured, Ways};
 
 use anyhow::{Context, Result, bail};
-use client::Client;
+use client::{Client, is_hung_up};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 

@@ -1,6 +1,6 @@
 //! A program that was checkpointed in the middle of its work and killed, and is restored again and again.
 
-use super::{Client, Real, Setting, Talk};
+use super::{Client, Real, Setting, Talk, is_hung_up};
 use crate::bench::Bench;
 use crate::series::ms;
 use crate::tools::Request;
@@ -15,6 +15,8 @@ use std::time::{Duration, Instant};
 const JOB: &str = "restart";
 /// How long a program may take for anything.
 const PATIENCE: Duration = Duration::from_secs(120);
+/// How often a client that is turned away tries again.
+const TRIES: usize = 100;
 /// Between two looks at what a program has written.
 const PERIOD: Duration = Duration::from_micros(200);
 /// Until a server has noticed that a client has gone.
@@ -125,8 +127,8 @@ impl<'a> Saved<'a> {
         let unit = self.unit(&mut restore);
         let latency_ms = ms(began.elapsed());
         let report = finish(restore)?;
-        let unit = unit?;
         self.kill()?;
+        let unit = unit?;
         self.bench.stillpoint.await_pagers()?;
         let is_right = match self.real.talk {
             Talk::Answers { .. } => unit == self.expected,
@@ -146,8 +148,16 @@ impl<'a> Saved<'a> {
         };
         match &self.real.talk {
             // The socket is there as soon as the program runs.
+            // While connections are made again that the program had accepted, others are turned away.
             Talk::Answers { work, .. } => {
-                work(&mut Client::connect(&self.setting.socket(), PATIENCE, &mut check)?, &self.setting)
+                for _ in 0..TRIES {
+                    let mut client = Client::connect(&self.setting.socket(), PATIENCE, &mut check)?;
+                    match work(&mut client, &self.setting) {
+                        Err(why) if is_hung_up(&why) => {}
+                        other => return other,
+                    }
+                }
+                bail!("it hangs up");
             }
             Talk::Writes => lines(&self.setting.output(), self.written, 2, &mut check),
         }

@@ -265,12 +265,13 @@ impl Stillpoint {
         piped.spawn().with_context(|| self.binary.display().to_string())
     }
 
-    /// Waits until no program's memory is being loaded any more.
+    /// Waits until no program's memory is being loaded by this command any more.
     pub fn await_pagers(&self) -> Result<()> {
         let is_pager = |entry: std::fs::DirEntry| {
             let name = std::fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
             let state = std::fs::read_to_string(entry.path().join("stat")).unwrap_or_default();
-            name.trim() == "stillpoint page" && !state.contains(") Z ")
+            let is_ours = std::fs::read_link(entry.path().join("exe")).is_ok_and(|exe| exe == self.binary);
+            is_ours && name.trim() == "stillpoint page" && !state.contains(") Z ")
         };
         let until = Instant::now() + Duration::from_secs(60);
         while std::fs::read_dir("/proc")?.flatten().any(is_pager) {
