@@ -5,13 +5,14 @@
 //!
 //! Environment:
 //!
-//! * `BENCH_ONLY`: names of experiments, with commas between: `pause`, `durable`, `restore`, `restart`, `incremental`,
-//!   `slowdown`, `downtime`, `interval`, `chain`, `deadline` (all)
+//! * `BENCH_ONLY`: names of experiments, with commas between: `pause`, `durable`, `restore`, `restart`, `touchset`,
+//!   `streaming`, `incremental`, `slowdown`, `downtime`, `interval`, `chain`, `deadline` (all)
 //! * `BENCH_SIZES`: MiB of the programs whose pauses are measured (`1024,4096,8192`)
 //! * `BENCH_WRITES`: their random page writes per second (`0,20000,200000`)
 //! * `BENCH_RUNS`: measurements of each kind (5)
 //! * `BENCH_ENGINES`: names of engines (all that the command has)
 //! * `BENCH_TIME_SCALE`: by how much the papers' intervals of 10 and 20 s are shortened (10)
+//! * `BENCH_BANDWIDTH`: rate of the slow store from which programs are restored (`100MB/s`)
 //! * `BENCH_DIRECTORY`: where stores and raw files go (beside this program)
 //! * `BENCH_RESULTS`: where results go (`bench/results`)
 //! * `STILLPOINT_BIN`: the command (beside this program)
@@ -23,6 +24,7 @@ mod heartbeat;
 mod plan;
 mod programs;
 mod raw;
+mod real;
 mod report;
 mod series;
 mod tools;

@@ -18,6 +18,8 @@ pub struct Plan {
     pub engines: Vec<String>,
     /// By how much the papers' intervals of 10 and 20 s are shortened.
     pub time_scale: u64,
+    /// Rate of a slow store, as the command takes it.
+    pub bandwidth: String,
     /// Where stores and raw files go; removed at the end.
     pub directory: PathBuf,
     /// Where results go.
@@ -60,8 +62,8 @@ impl Plan {
         let directory = base.join(format!(".bench.{}", std::process::id()));
         std::fs::create_dir_all(&directory).with_context(|| directory.display().to_string())?;
         let results = std::env::var_os("BENCH_RESULTS").map_or("bench/results".into(), PathBuf::from);
-        let engines = list("BENCH_ENGINES", "")?;
-        Ok(Plan { sizes, writes, runs, only, engines, time_scale, directory, results })
+        let (engines, bandwidth) = (list("BENCH_ENGINES", "")?, variable("BENCH_BANDWIDTH", "100MB/s"));
+        Ok(Plan { sizes, writes, runs, only, engines, time_scale, bandwidth, directory, results })
     }
 
     /// Whether an experiment is wanted.

@@ -11,6 +11,8 @@ mod published;
 mod restart;
 mod restore;
 mod slowdown;
+mod streaming;
+mod touchset;
 
 use crate::bench::Bench;
 use crate::report::Section;
@@ -25,6 +27,8 @@ pub const EXPERIMENTS: &[(&str, Experiment)] = &[
     ("durable", durable::run),
     ("restore", restore::run),
     ("restart", restart::run),
+    ("touchset", touchset::run),
+    ("streaming", streaming::run),
     ("incremental", incremental::run),
     ("slowdown", slowdown::run),
     ("downtime", downtime::run),

@@ -3,7 +3,8 @@
 use super::table::number;
 use std::fmt::Write;
 
-const COLOURS: [&str; 8] =
+/// Told apart by most eyes.
+pub const COLOURS: [&str; 8] =
     ["#4477aa", "#cc6677", "#ddcc77", "#117733", "#88ccee", "#aa4499", "#999933", "#882255"];
 const BAR: f64 = 34.0;
 const GAP: f64 = 26.0;
@@ -136,17 +137,19 @@ impl Chart {
 }
 
 /// A round number without digits that say nothing.
-fn label(value: f64) -> String {
+pub fn label(value: f64) -> String {
     let text = format!("{value:.4}");
     text.trim_end_matches('0').trim_end_matches('.').to_owned()
 }
 
-fn text(svg: &mut String, x: f64, y: f64, anchor: &str, what: &str) {
+/// A text at a place, which is its start, middle or end.
+pub fn text(svg: &mut String, x: f64, y: f64, anchor: &str, what: &str) {
     let what = what.replace('&', "&amp;").replace('<', "&lt;");
     let _ = writeln!(svg, "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\">{what}</text>");
 }
 
-fn rectangle(svg: &mut String, (x, y): (f64, f64), (wide, tall): (f64, f64), colour: &str) {
+/// A filled rectangle: its corner, its size.
+pub fn rectangle(svg: &mut String, (x, y): (f64, f64), (wide, tall): (f64, f64), colour: &str) {
     let _ = writeln!(
         svg,
         "<rect x=\"{x:.1}\" y=\"{y:.1}\" width=\"{wide:.1}\" height=\"{tall:.1}\" fill=\"{colour}\"/>"

@@ -2,11 +2,13 @@
 //! was promised. An experiment that is not run again keeps its results.
 
 mod chart;
+mod curves;
 mod machine;
 mod promise;
 mod table;
 
 pub use chart::{Chart, Scale};
+pub use curves::Curves;
 pub use machine::machine;
 pub use promise::{Figure, Limit, Promise};
 pub use table::{Table, number};
@@ -26,6 +28,8 @@ pub struct Section {
     pub tables: Vec<Table>,
     /// Its picture.
     pub chart: Option<Chart>,
+    /// Further pictures: their names behind its own, and what they show.
+    pub pictures: Vec<(String, String)>,
     /// Its rows of the summary.
     pub promises: Vec<Promise>,
     /// What was skipped, and why.
@@ -36,7 +40,8 @@ impl Section {
     /// An empty one.
     pub fn new(name: &'static str, about: &str) -> Self {
         let about = about.to_owned();
-        Section { name, about, tables: Vec::new(), chart: None, promises: Vec::new(), notes: Vec::new() }
+        let (tables, pictures, promises, notes) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        Section { name, about, tables, chart: None, pictures, promises, notes }
     }
 
     /// Something that was skipped, and why.
@@ -46,6 +51,11 @@ impl Section {
         self.notes.push(text);
     }
 
+    /// A further picture, if there is anything on it.
+    pub fn picture(&mut self, name: &str, svg: Option<String>) {
+        self.pictures.extend(svg.map(|svg| (format!("{}-{name}", self.name), svg)));
+    }
+
     fn page(&self, machine: &str) -> String {
         let mut page = format!("# {}\n\n{}\n\nMachine: {machine}.\n", self.name, self.about);
         for table in &self.tables {
@@ -53,6 +63,9 @@ impl Section {
         }
         if self.chart.as_ref().is_some_and(|c| c.svg().is_some()) {
             let _ = write!(page, "\n![{0}]({0}.svg)\n", self.name);
+        }
+        for (name, _) in &self.pictures {
+            let _ = write!(page, "\n![{name}]({name}.svg)\n");
         }
         for note in &self.notes {
             let _ = write!(page, "\n{note}.\n");
@@ -89,6 +102,9 @@ impl Report {
         }
         if let Some(svg) = section.chart.as_ref().and_then(Chart::svg) {
             self.put(&format!("{}.svg", section.name), &svg)?;
+        }
+        for (name, svg) in &section.pictures {
+            self.put(&format!("{name}.svg"), svg)?;
         }
         let mut all = self.promises()?;
         let rows = section.promises.iter().map(|p| p.record(&self.machine)).collect();

@@ -22,6 +22,8 @@ pub enum Limit {
     AtMost(f64),
     /// The figure is at most this many times the peer's.
     TimesPeer(f64),
+    /// The figure is at least this many times the peer's.
+    AtLeastTimesPeer(f64),
 }
 
 /// One row of the summary.
@@ -47,6 +49,7 @@ impl Promise {
             Limit::None => None,
             Limit::AtMost(most) => Some(self.reached.0 <= most),
             Limit::TimesPeer(most) => Some(self.ratio().is_some_and(|r| r <= most)),
+            Limit::AtLeastTimesPeer(least) => Some(self.ratio().is_some_and(|r| r >= least)),
         }
     }
 
@@ -62,7 +65,7 @@ impl Promise {
             r => number(r),
         });
         let (reached, ratio) = match self.limit {
-            Limit::TimesPeer(_) => (self.reached.to_string(), ratio + verdict),
+            Limit::TimesPeer(_) | Limit::AtLeastTimesPeer(_) => (self.reached.to_string(), ratio + verdict),
             _ => (format!("{}{verdict}", self.reached), ratio),
         };
         let peer = self.peer.as_ref().map_or("–".into(), |(name, figure)| format!("{name} {figure}"));
@@ -84,6 +87,8 @@ mod tests {
         assert_eq!(row(1.5, None, Limit::AtMost(1.0))["reached"], "1.50 ms (**not kept**)");
         assert_eq!(row(1.5, Some(2.0), Limit::TimesPeer(1.2))["ratio"], "0.750 (kept)");
         assert_eq!(row(0.5, Some(1000.0), Limit::TimesPeer(0.001))["ratio"], "1 / 2000 (kept)");
+        assert_eq!(row(0.5, Some(1.0), Limit::AtLeastTimesPeer(0.8))["ratio"], "0.500 (**not kept**)");
+        assert_eq!(row(0.9, Some(1.0), Limit::AtLeastTimesPeer(0.8))["ratio"], "0.900 (kept)");
         assert_eq!(row(1.5, None, Limit::TimesPeer(1.2))["ratio"], "– (**not kept**)");
         assert_eq!(row(f64::NAN, None, Limit::AtMost(1.0))["reached"], "– ms (**not kept**)");
     }

@@ -240,16 +240,21 @@ impl Stillpoint {
 
     /// Checkpoints and kills a program, and reads the checkpoint once, so that it is in memory.
     pub fn kill(&self, program: &mut Heartbeat, store: &Path) -> Result<()> {
-        self.checkpoint_and_kill(&program.pid.to_string(), store, "restore")?;
+        let pid = program.pid.to_string();
+        self.json(store, None, &["checkpoint", &pid, "--name", "restore", "--kill", "--json"])?;
+        self.verify(store, "restore")?;
         program.reap();
         self.keep(store, "restore", 1)
     }
 
-    /// Checkpoints and kills a process, and reads the checkpoint once, so that it is in memory.
-    pub fn checkpoint_and_kill(&self, pid: &str, store: &Path, job: &str) -> Result<()> {
-        self.json(store, None, &["checkpoint", pid, "--name", job, "--kill", "--json"])?;
-        self.json(store, None, &["verify", job, "--json"])?;
-        Ok(())
+    /// Reads a checkpoint once, so that it is in memory.
+    pub fn verify(&self, store: &Path, job: &str) -> Result<()> {
+        self.json(store, None, &["verify", job, "--json"]).map(drop)
+    }
+
+    /// What is known of a job's newest checkpoint.
+    pub fn show(&self, store: &Path, job: &str) -> Result<Value> {
+        Ok(self.json(store, None, &["show", job, "--json"])?.0)
     }
 
     /// Begins to restore a job; the command returns when all of its memory is there, and reports.
@@ -260,12 +265,13 @@ impl Stillpoint {
         piped.spawn().with_context(|| self.binary.display().to_string())
     }
 
-    /// Waits until no program's memory is being loaded any more.
+    /// Waits until no program's memory is being loaded by this command any more.
     pub fn await_pagers(&self) -> Result<()> {
         let is_pager = |entry: std::fs::DirEntry| {
             let name = std::fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
             let state = std::fs::read_to_string(entry.path().join("stat")).unwrap_or_default();
-            name.trim() == "stillpoint page" && !state.contains(") Z ")
+            let is_ours = std::fs::read_link(entry.path().join("exe")).is_ok_and(|exe| exe == self.binary);
+            is_ours && name.trim() == "stillpoint page" && !state.contains(") Z ")
         };
         let until = Instant::now() + Duration::from_secs(60);
         while std::fs::read_dir("/proc")?.flatten().any(is_pager) {

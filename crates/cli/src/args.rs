@@ -213,7 +213,7 @@ pub struct Restore {
     /// Load all of it before the program runs if it is less than this
     #[arg(long, value_name = "SIZE", default_value = "8MiB", value_parser = crate::units::size)]
     pub eager_below: u64,
-    /// Read what is loaded behind the program no faster than this: 7MB/s, 100MiB/s
+    /// Read memory from the store no faster than this: 7MB/s, 100MiB/s
     #[arg(long, value_name = "RATE", value_parser = crate::units::rate)]
     pub limit_bandwidth: Option<u64>,
     /// Bring back a copy beside the original: in a pid namespace of its own, where it has its old process ids

@@ -84,13 +84,16 @@ impl Loading {
 pub fn figures(coming: Option<&Coming>, pages: u64, running_ms: f64) -> Value {
     let Some(coming) = coming else {
         return json!({"lazy": false, "touch_set_pages": pages, "loaded_ms": running_ms, "demand_faults": 0,
-            "demand_pages": 0, "zero_faults": 0, "prefetched_pages": 0, "page_servers": 0});
+            "demand_pages": 0, "fault_times": [], "zero_faults": 0, "prefetched_pages": 0, "page_servers": 0});
     };
     let tally = |tally| coming.tally(tally);
     let loaded = tally(Tally::LoadedUs);
+    let times = coming.demand_times().into_iter();
+    let times: Vec<_> = times.map(|(us, n)| json!([output::ms(Duration::from_micros(us)), n])).collect();
     let loaded = (loaded > 0).then(|| output::ms(Duration::from_micros(loaded)));
     json!({"lazy": true, "touch_set_pages": pages - coming.pages, "loaded_ms": loaded,
         "demand_faults": tally(Tally::Demands), "demand_pages": tally(Tally::Demanded),
+        "fault_times": times,
         "zero_faults": tally(Tally::ZeroDemands), "prefetched_pages": tally(Tally::Ahead),
         "page_servers": coming.count(Count::Servers), "failed": coming.failure()})
 }

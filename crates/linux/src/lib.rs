@@ -11,6 +11,7 @@ pub mod digest;
 pub mod error;
 pub mod fdinfo;
 pub mod features;
+pub mod filling;
 pub mod headroom;
 pub mod host;
 pub mod inject;

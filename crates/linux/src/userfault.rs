@@ -248,6 +248,19 @@ impl Userfault {
         Ok(userfault)
     }
 
+    /// One that follows this process; of the kernel's own accesses it need not hear (`UFFD_USER_MODE_ONLY`), so that every user
+    /// may have it.
+    pub(crate) fn of_ourselves(mode: Mode) -> Result<Self> {
+        // SAFETY: userfaultfd(2) takes no pointers.
+        let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, OPEN_FLAGS | 1) };
+        if fd < 0 {
+            return Err(Error::call("userfaultfd", std::io::Error::last_os_error()));
+        }
+        // SAFETY: a new descriptor, ours.
+        let fd = unsafe { OwnedFd::from_raw_fd(fd as i32) };
+        Userfault::new(fd, std::process::id(), mode)
+    }
+
     /// Takes over a descriptor on which a mode has been chosen, such as one that follows a copy of a process
     /// ([`Event::Forked`]).
     pub fn from_shared(number: i32) -> SharedUserfault {
@@ -431,23 +444,15 @@ pub fn what_is_missing_counts_as_written() -> bool {
 
 fn missing_counts_as_written() -> Result<bool> {
     const TABLE: usize = 2 << 20; // bytes that one page table maps
-    let call = |what: &str| Error::call(what, std::io::Error::last_os_error());
-    // SAFETY: userfaultfd(2) takes no pointers.
-    let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, OPEN_FLAGS | 1) };
-    if fd < 0 {
-        return Err(call("userfaultfd"));
-    }
-    // SAFETY: a new descriptor, ours.
-    let fd = unsafe { OwnedFd::from_raw_fd(fd as i32) };
-    let pid = std::process::id();
-    let userfault = Userfault::new(fd, pid, Mode::Noted)?;
+    let userfault = Userfault::of_ourselves(Mode::Noted)?;
+    let pid = userfault.pid;
     // SAFETY: a new mapping, which nobody else knows of.
     let start = unsafe {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         libc::mmap(std::ptr::null_mut(), 2 * TABLE, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0)
     };
     if start == libc::MAP_FAILED {
-        return Err(call("mmap"));
+        return Err(Error::call("mmap", std::io::Error::last_os_error()));
     }
     let first = (start as u64).next_multiple_of(TABLE as u64);
     let (first, end) = (RemoteAddr(first), RemoteAddr(first + TABLE as u64));

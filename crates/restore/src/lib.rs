@@ -8,6 +8,7 @@ pub mod error;
 pub mod files;
 pub mod lazy;
 pub mod loader;
+mod pace;
 pub mod rebuild;
 pub mod space;
 

@@ -1,5 +1,6 @@
 //! Filling memory: the eager loader reads everything before the program runs.
 
+use crate::pace::Pace;
 use crate::{Error, Result};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use stillpoint_image::{Extent, PAGE, Place};
@@ -20,7 +21,13 @@ const GAP: u64 = 32 << 10;
 ///
 /// In the order in which they are stored: after many incremental checkpoints, neighbours in memory lie far from each other
 /// there, in blocks of a page or two. Each block is read once, and many with one call.
-pub fn load(reader: &Reader, extents: &[Extent], memory: &Memory, done: &(dyn Fn(u64) + Sync)) -> Result<()> {
+pub(crate) fn load(
+    reader: &Reader,
+    extents: &[Extent],
+    memory: &Memory,
+    pace: &Pace,
+    done: &(dyn Fn(u64) + Sync),
+) -> Result<()> {
     let mut extents: Vec<&Extent> = extents.iter().collect();
     extents.sort_by_key(|e| (block(e), e.address));
     let spans = spans(&extents);
@@ -30,6 +37,7 @@ pub fn load(reader: &Reader, extents: &[Extent], memory: &Memory, done: &(dyn Fn
         let mut buffer = Vec::new();
         while !failed.load(Ordering::Relaxed) {
             let Some(span) = spans.get(next.fetch_add(1, Ordering::Relaxed)) else { return Ok(()) };
+            pace.travel(stored(span));
             if let Err(e) = place(reader, span, memory, &mut buffer) {
                 failed.store(true, Ordering::Relaxed);
                 return Err(e);
@@ -76,6 +84,12 @@ fn spans<'a>(mut rest: &'a [&'a Extent]) -> Vec<&'a [&'a Extent]> {
         rest = later;
     }
     spans
+}
+
+/// Bytes that are read for a span.
+fn stored(span: &[&Extent]) -> u64 {
+    let ends = span.first().zip(span.last()).and_then(|(first, last)| block(first).zip(block(last)));
+    ends.map_or(0, |((_, start, _), (_, _, end))| end - start)
 }
 
 /// Puts the extents of a span into their places.

@@ -6,6 +6,7 @@
 use crate::attributes::{credentials, last, outside, process as of_process, thread as of_thread};
 use crate::files::{Contents, OpenFiles};
 use crate::lazy::{Later, Pager, Place, Template};
+use crate::pace::Pace;
 use crate::space::{self, Backings, Filled};
 use crate::{Error, FilesPolicy, Result, Stdio, burial, clock, files, loader};
 use std::cell::Cell;
@@ -20,7 +21,7 @@ use stillpoint_linux::ptrace::{Seized, Stopped, options as trace};
 use stillpoint_linux::remote::Remote;
 use stillpoint_linux::spawn::{self, CloneArgs, Shell};
 use stillpoint_linux::{RemoteAddr, host};
-use stillpoint_store::{Checkpoint, Reader};
+use stillpoint_store::Checkpoint;
 
 /// What is asked of a restore.
 #[derive(Clone, Copy, Debug)]
@@ -31,7 +32,7 @@ pub struct Options {
     pub stdio: Stdio,
     /// If less than this would come later, bytes, all comes first.
     pub eager_below: u64,
-    /// What comes later is read at so many bytes a second at most.
+    /// Memory is read from the store at so many bytes a second at most.
     pub limit: Option<u64>,
     /// Whether somebody is going to follow what the program writes, when all of its memory is there.
     pub is_followed: bool,
@@ -109,7 +110,8 @@ pub fn restore(
     }
     burial::wait(process.threads.iter().map(|t| t.tid));
     let start = Instant::now();
-    let contents = Stored { checkpoint };
+    let pace = Pace::new(options.limit);
+    let contents = Stored { checkpoint, pace: &pace };
     let mut open = files::open(image, &contents, options.files, options.stdio)?;
     let own = Proc::process(std::process::id())?.maps()?;
     let room = space::find_room(space, &own)?;
@@ -131,7 +133,10 @@ pub fn restore(
         Ok(later) => later.load_first(&memory, progress)?,
         Err(why) => {
             notes.extend(why.as_ref().map(|why| format!("all of its memory was loaded first: {why}")));
-            load(&checkpoint.reader, checkpoint.pages.of(Owner::Space(process.space)), &memory, progress)?;
+            let extents = checkpoint.pages.of(Owner::Space(process.space));
+            progress.start(extents.iter().map(Extent::len).sum());
+            let reader = &checkpoint.reader;
+            loader::load(reader, extents, &memory, &pace, &|bytes| progress.advance(bytes))?;
         }
     }
     space::keep_accounts(&mut remote, space, &filled)?;
@@ -160,7 +165,8 @@ pub fn restore(
         spawn::tgkill(newborn.pid(), tid.unwrap_or(newborn.pid()), signal as i32)?;
     }
     let_go(threads)?;
-    coming.iter().for_each(|(coming, _)| coming.runs());
+    let running = start.elapsed();
+    coming.iter().for_each(|(coming, _)| coming.runs(running));
     let pager = coming.and_then(|(coming, child)| Some(Pager { child: child?, coming }));
     let shell = newborn.live();
     notes.extend(open.notes());
@@ -171,7 +177,7 @@ pub fn restore(
         stdin_pump: open.take_stdin_pump(),
         foreground_group: process.leads_group && process.foreground,
         skeleton,
-        running: start.elapsed(),
+        running,
         pager,
         pages: image.meta.pages,
         notes,
@@ -280,10 +286,12 @@ fn is_taken(e: &stillpoint_linux::Error) -> bool {
 /// Contents of objects and files, from the store.
 struct Stored<'a> {
     checkpoint: &'a Checkpoint,
+    pace: &'a Pace,
 }
 
 impl Contents for Stored<'_> {
     fn read(&self, owner: Owner, offset: u64, buf: &mut [u8]) -> Result<()> {
+        self.pace.travel(buf.len() as u64);
         loader::read(&self.checkpoint.reader, self.checkpoint.pages.of(owner), offset, buf)
     }
 
@@ -313,11 +321,6 @@ impl Backings for Sources<'_> {
     fn object(&self, object: u32) -> Result<i32> {
         self.open.object(object)
     }
-}
-
-fn load(reader: &Reader, extents: &[Extent], memory: &Memory, progress: &dyn Progress) -> Result<()> {
-    progress.start(extents.iter().map(Extent::len).sum());
-    loader::load(reader, extents, memory, &|bytes| progress.advance(bytes))
 }
 
 /// Makes the other threads; each starts stopped, in the middle of the leader's program. Returns all, the leader first.

@@ -18,10 +18,13 @@ const PROGRAMS: usize = 64;
 const PROCESSES: usize = 16;
 /// In place of the handle of a process that has ended.
 const ENDED: i32 = -1;
-/// Words of a program: counts, the text of a failure. Behind the programs is the descriptor of each space (one more than its
+/// Words of a program: counts, the text of a failure, how often somebody waited in which time. Behind the programs is the descriptor of each space (one more than its
 /// number), then come the spaces.
-const PROGRAM: usize = TEXT + 64;
+const PROGRAM: usize = TIMES + SLOTS;
 const TEXT: usize = 16;
+const TIMES: usize = TEXT + 64;
+/// Times that are told apart, each a fifth longer than the one before.
+const SLOTS: usize = 128;
 /// Words of a space before its events.
 const SPACE_HEAD: usize = 8;
 
@@ -65,6 +68,8 @@ pub enum Tally {
     Head,
     /// Runs of the touch set that were there when the page servers began.
     Touched,
+    /// When the program began to run, microseconds since the restore began; 0 before.
+    RanUs,
 }
 
 /// The board.
@@ -185,14 +190,28 @@ impl Program<'_> {
         self.0[tally as usize].load(Ordering::Acquire)
     }
 
+    /// Somebody waits for pages of the checkpoint, now, on the clock of the page servers.
+    pub fn demand(&self, now_us: u64) {
+        self.add(Tally::Demands, 1);
+        let ran = self.get(Tally::BeganUs) + self.get(Tally::RanUs);
+        self.0[TIMES + slot(now_us.saturating_sub(ran))].fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// How often somebody waited for pages of the checkpoint since the time before: microseconds since the program ran, and
+    /// a number.
+    pub fn demand_times(&self) -> Vec<(u64, u64)> {
+        let counts = self.0[TIMES..].iter().map(|w| w.load(Ordering::Relaxed));
+        counts.enumerate().filter(|(_, n)| *n > 0).map(|(slot, n)| (end_of(slot), n)).collect()
+    }
+
     /// Notes why loading failed; false if it was noted before.
     pub fn fail(&self, why: &str) -> bool {
         if self.get(Tally::Failure) > 0 {
             return false;
         }
-        let room = (PROGRAM - TEXT) * 8;
+        let room = (TIMES - TEXT) * 8;
         let why = &why.as_bytes()[..why.len().min(room)];
-        for (word, bytes) in self.0[TEXT..].iter().zip(why.chunks(8)) {
+        for (word, bytes) in self.0[TEXT..TIMES].iter().zip(why.chunks(8)) {
             let mut whole = [0; 8];
             whole[..bytes.len()].copy_from_slice(bytes);
             word.store(u64::from_le_bytes(whole), Ordering::Relaxed);
@@ -203,10 +222,23 @@ impl Program<'_> {
     /// Why loading failed, if it did.
     pub fn failure(&self) -> Option<String> {
         let len = self.get(Tally::Failure) as usize;
-        let text = self.0[TEXT..].iter();
+        let text = self.0[TEXT..TIMES].iter();
         let bytes: Vec<u8> = text.flat_map(|w| w.load(Ordering::Relaxed).to_le_bytes()).take(len).collect();
         (len > 0).then(|| String::from_utf8_lossy(&bytes).into_owned())
     }
+}
+
+/// Which of the times a number of microseconds belongs to: four for each power of two.
+fn slot(us: u64) -> usize {
+    let power = us.max(1).ilog2();
+    let slot = if power < 2 { us } else { u64::from(power - 1) << 2 | (us >> (power - 2) & 3) };
+    (slot as usize).min(SLOTS - 1)
+}
+
+/// The first microsecond behind a time.
+fn end_of(slot: usize) -> u64 {
+    let next = slot as u64 + 1;
+    if next < 8 { next } else { (4 | next & 3) << ((next >> 2) - 1) }
 }
 
 /// Words of a space: head, events, twice the pieces, a bit for each page.
@@ -379,6 +411,31 @@ mod tests {
             other.become_as(bits);
             prop_assert!((0..340).all(|p| other.is_set(p) == bits.is_set(p)));
         }
+    }
+
+    proptest! {
+        /// Each moment lies before the end of its time, and behind that of the time before.
+        #[test]
+        fn moments_have_their_times(us in prop_oneof![0u64..1 << 8, 0u64..1 << 32]) {
+            let slot = slot(us);
+            prop_assert!(us < end_of(slot));
+            prop_assert!(slot == 0 || end_of(slot - 1) <= us);
+        }
+    }
+
+    #[test]
+    fn waits_are_told_with_their_times() {
+        let board = Board::new(1, 1, 2).unwrap();
+        let program = board.program(1);
+        program.add(Tally::BeganUs, 1_000);
+        program.add(Tally::RanUs, 500);
+        for now in [900, 1_500, 1_509, 1_508, u64::MAX] {
+            program.demand(now);
+        }
+        let times = program.demand_times();
+        assert_eq!(times[..2], [(1, 2), (10, 2)]);
+        assert_eq!((times.len(), times[2].1, program.get(Tally::Demands)), (3, 1, 5));
+        assert!(board.program(0).demand_times().is_empty());
     }
 
     #[test]

@@ -5,11 +5,12 @@ use super::keepers;
 use super::plan::Plan;
 use super::server::{Touch, Work, monotonic_us};
 use super::template::Place;
+use crate::pace::Pace;
 use crate::rebuild::{Heard, Lazily, Options, Progress};
 use crate::{Error, Result, Stdio, loader};
 use rustix::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use stillpoint_image::{AddressSpace, Extent, FileKind, Image, Owner, PAGE, Process, Range};
 use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::descriptors::duplicate_from;
@@ -37,6 +38,7 @@ pub struct Later<'a> {
     program: usize,
     served: Served<'a>,
     limit: Option<u64>,
+    pace: Pace,
     is_heard: bool,
     is_followed: bool,
     origin: (String, u64),
@@ -76,13 +78,19 @@ impl Coming {
         self.board.get(count)
     }
 
+    /// When somebody waited for pages: microseconds since the program ran, and how often since the time before.
+    pub fn demand_times(&self) -> Vec<(u64, u64)> {
+        self.board.program(self.program).demand_times()
+    }
+
     /// Why a page could not be had.
     pub fn failure(&self) -> Option<String> {
         self.board.program(self.program).failure()
     }
 
     /// The program runs.
-    pub(crate) fn runs(&self) {
+    pub(crate) fn runs(&self, since_began: Duration) {
+        self.board.program(self.program).add(Tally::RanUs, since_began.as_micros().max(1) as u64);
         self.board.add(Count::Runs, 1);
     }
 }
@@ -157,6 +165,7 @@ impl<'a> Later<'a> {
             program,
             served,
             limit,
+            pace: Pace::new(limit),
             is_heard,
             is_followed: options.is_followed,
             origin: (meta.job.clone(), meta.id),
@@ -173,10 +182,11 @@ impl<'a> Later<'a> {
             progress.advance(first.iter().chain(touch).map(Extent::len).sum());
             return Ok(());
         }
-        loader::load(self.reader, first, memory, &|bytes| progress.advance(bytes))?;
+        loader::load(self.reader, first, memory, &self.pace, &|bytes| progress.advance(bytes))?;
         let mut bytes = Vec::new();
         for extent in touch {
             bytes.resize(extent.len() as usize, 0);
+            self.pace.travel(extent.len());
             self.reader.read(extent, &mut bytes)?;
             self.put(extent, &bytes)?;
             progress.advance(extent.len());
@@ -195,7 +205,11 @@ impl<'a> Later<'a> {
         };
         let mut bytes = Vec::new();
         let found = head <= set.len() && first.iter().chain(touch).enumerate().all(|(i, e)| is_there((i, e)));
-        if !found || set.read(0..head, &mut bytes).is_err() {
+        if !found {
+            return false;
+        }
+        self.pace.travel(first.iter().chain(touch).map(Extent::len).sum());
+        if set.read(0..head, &mut bytes).is_err() {
             return false;
         }
         let mut rest = bytes.as_slice();
@@ -235,6 +249,7 @@ impl<'a> Later<'a> {
             fits
         };
         let runs = head..head + (head..touch.len()).take_while(fits).count();
+        self.pace.travel(runs.clone().map(|run| touch.run(run).len).sum());
         let mut bytes = Vec::new();
         // One that cannot be read is no loss: all is in the checkpoint, too.
         if touch.read(runs.clone(), &mut bytes).is_err() {

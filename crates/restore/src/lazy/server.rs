@@ -7,6 +7,7 @@ use super::board::{Bits, Board, Count, EVENTS, Tally};
 use super::claim::{Claim, Moves};
 use super::placement::{Piece, Placement};
 use super::plan::Plan;
+use crate::pace::Pace;
 use crate::rebuild::Heard;
 use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -15,7 +16,7 @@ use rustix::process::{Signal, pidfd_send_signal};
 use rustix::time::{ClockId, clock_gettime};
 use std::collections::HashMap;
 use std::os::unix::net::UnixListener;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::thread::Scope;
 use std::time::{Duration, Instant};
@@ -95,6 +96,24 @@ pub struct Touch<'a> {
     pub done: usize,
 }
 
+impl Touch<'_> {
+    /// The runs that need not have been there before the program ran: start, end, number.
+    fn by_address(self) -> Vec<(u64, u64, usize)> {
+        let run = |number| {
+            let range = self.set.run(number);
+            (range.start, range.end(), number)
+        };
+        let mut runs: Vec<_> = (self.head..self.set.len()).map(run).collect();
+        runs.sort_unstable();
+        runs
+    }
+
+    /// Bytes of these.
+    fn bytes(self) -> u64 {
+        (self.head..self.set.len()).map(|number| self.set.run(number).len).sum()
+    }
+}
+
 impl Work<'_> {
     /// The descriptors it needs.
     pub(super) fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
@@ -159,11 +178,15 @@ pub enum Served {
 pub fn serve(work: &Work<'_>, by: &[BorrowedFd<'_>], claim: &mut Claim) -> Result<Served> {
     work.board.add(Count::Servers, 1);
     let (urgent, leave) = (AtomicUsize::new(0), AtomicBool::new(false));
-    let free = Mutex::new(Instant::now());
+    let pace = Pace::new(work.limit);
     let first = work.touch.map_or(0, |touch| touch.done);
     let (touched, wanted) = (AtomicUsize::new(first), Mutex::default());
     let lacking = AtomicBool::new(false);
     let demanded_us = AtomicU64::new(0);
+    let met = work.plan.later.iter().map(|_| AtomicU8::new(NEW)).collect();
+    let known = work.touch.map(Touch::by_address).unwrap_or_default();
+    // More than a quarter of the memory is not a matter of what comes first.
+    let room = (work.plan.pages() * PAGE / 4).saturating_sub(work.touch.map_or(0, Touch::bytes));
     let server = Server {
         work,
         spaces: RwLock::default(),
@@ -171,12 +194,15 @@ pub fn serve(work: &Work<'_>, by: &[BorrowedFd<'_>], claim: &mut Claim) -> Resul
         leave,
         lacking,
         demanded_us,
-        free,
+        pace,
         touched,
         wanted,
         next: AtomicUsize::new(0),
         records: AtomicBool::new(false),
         moves: claim.moves().clone(),
+        met,
+        known,
+        room,
     };
     for number in work.board.spaces() {
         server.adopt(number)?;
@@ -208,8 +234,8 @@ struct Server<'a> {
     lacking: AtomicBool,
     /// When a page was waited for last, microseconds.
     demanded_us: AtomicU64,
-    /// When the way to the store is free, where that is limited.
-    free: Mutex<Instant>,
+    /// The way to the store.
+    pace: Pace,
     /// The next run of the touch set to be put in.
     touched: AtomicUsize,
     /// What was waited for, in order.
@@ -219,7 +245,20 @@ struct Server<'a> {
     /// What was waited for is told, or has been.
     records: AtomicBool,
     moves: Moves,
+    /// For each extent, whether it was read before, and whether that took long.
+    met: Vec<AtomicU8>,
+    /// Runs of the touch set that need not have been there before the program ran, by address: start, end, number.
+    known: Vec<(u64, u64, usize)>,
+    /// So much more may be noted of what is waited for, bytes.
+    room: u64,
 }
+
+/// An extent was not read yet …
+const NEW: u8 = 0;
+/// … or was, quickly …
+const QUICK: u8 = 1;
+/// … or slowly: another part of it, which the system has kept since, is quicker to be had.
+const LATE: u8 = 2;
 
 /// What programs waited for.
 #[derive(Debug, Default)]
@@ -652,11 +691,18 @@ impl<'a> Server<'a> {
             (!space.settled.is_set(number)).then_some(index)
         });
         let Some(index) = wanted else { return self.put_zeros(space, page) };
-        self.count(space, Tally::Demands, 1);
-        self.demanded_us.store(monotonic_us(), Ordering::Relaxed);
+        let now_us = monotonic_us();
+        self.work.board.program(space.program).demand(now_us);
+        self.demanded_us.store(now_us, Ordering::Relaxed);
+        if let Some(did) = self.serve_known(space, page, then.unwrap_or_default())? {
+            return Ok(did);
+        }
         let mut bytes = vec![0; plan.later[index].len() as usize];
         let asked = Instant::now();
-        self.travel(bytes.len() as u64, true);
+        let met = &self.met[index];
+        if met.load(Ordering::Relaxed) == NEW {
+            self.travel(bytes.len() as u64, true);
+        }
         if let Err(why) = self.read_patiently(std::slice::from_ref(space), index, &mut bytes) {
             return self.fail(space, page, &why);
         }
@@ -668,14 +714,17 @@ impl<'a> Server<'a> {
             wanted.extents.insert(place, around);
             around
         };
-        if space.number == self.work.noted() {
-            self.wanted().note(around, self.work.plan.pages() * PAGE);
-        }
+        let is_noted = space.number == self.work.noted() && self.wanted().note(around, self.room);
         let part = (around.start - extent.address) as usize..(around.end() - extent.address) as usize;
-        let is_slow = asked.elapsed() > SLOW;
+        if asked.elapsed() > SLOW {
+            met.store(LATE, Ordering::Relaxed);
+        } else {
+            let _ = met.compare_exchange(NEW, QUICK, Ordering::Relaxed, Ordering::Relaxed);
+        }
         let mut did = self.install(space, around, &bytes[part.clone()], Tally::Demanded)?;
-        if did == Did::All && is_slow {
-            // To come back for the rest would take longer than to put it in.
+        if did == Did::All && !is_noted && met.load(Ordering::Relaxed) == LATE {
+            // To come back for the rest would take longer than to put it in; but as long as it is noted what is waited for,
+            // the next time gains more from that.
             let all = Range { start: extent.address, len: extent.len() };
             did = self.install(space, all, &bytes, Tally::Demanded)?;
         }
@@ -685,6 +734,27 @@ impl<'a> Server<'a> {
             self.share(space, around, &bytes[part])?;
         }
         Ok(did)
+    }
+
+    /// Puts in a page that is waited for, and those of its run in the touch set: little is to be read for it. `None` if it is not
+    /// there.
+    fn serve_known(&self, space: &Space<'a>, page: RemoteAddr, then: u64) -> Result<Option<Did>> {
+        let Some(touch) = self.work.touch else { return Ok(None) };
+        let behind = self.known.partition_point(|(start, ..)| *start <= then);
+        let found = behind.checked_sub(1).map(|at| self.known[at]).filter(|(_, end, _)| then < *end);
+        let Some((.., number)) = found else { return Ok(None) };
+        let range = touch.set.run(number);
+        self.travel(range.len, true);
+        let mut bytes = Vec::new();
+        if touch.set.read(number..number + 1, &mut bytes).is_err() {
+            return Ok(None);
+        }
+        let did = self.install(space, range, &bytes, Tally::Demanded)?;
+        if did == Did::All {
+            space.userfault.wake(page, RemoteAddr(page.0 + PAGE))?;
+            self.share(space, range, &bytes)?;
+        }
+        Ok(Some(did))
     }
 
     /// What one clone waited for the others will want in the next moment, and reading it takes longer than putting it in.
@@ -707,25 +777,7 @@ impl<'a> Server<'a> {
 
     /// Takes as long as so many bytes take on a way to the store that is limited. What is urgent goes first.
     fn travel(&self, bytes: u64, urgent: bool) {
-        let Some(limit) = self.work.limit else { return };
-        let time = Duration::from_secs_f64(bytes as f64 / limit as f64);
-        while !self.leave.load(Ordering::Relaxed) {
-            let now = Instant::now();
-            let arrives = {
-                let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-                let starts = (*free).max(now);
-                if starts == now || urgent {
-                    *free = starts + time;
-                    Ok(*free)
-                } else {
-                    Err(starts)
-                }
-            };
-            match arrives {
-                Ok(arrives) => return std::thread::sleep(arrives - now),
-                Err(free) => std::thread::sleep((free - now).min(PAUSE)),
-            }
-        }
+        self.pace.travel_unless(bytes, urgent, &|| self.leave.load(Ordering::Relaxed));
     }
 
     fn read_patiently(&self, spaces: &[Arc<Space<'a>>], index: usize, bytes: &mut [u8]) -> Result<()> {
@@ -765,7 +817,7 @@ impl<'a> Server<'a> {
                 Put::Ended => space.ended.store(true, Ordering::Relaxed),
                 // It came while it was waited for.
                 Put::Unmapped(0) | Put::Present(0) => {
-                    self.count(space, Tally::Demands, 1);
+                    self.work.board.program(space.program).demand(monotonic_us());
                     space.userfault.wake(page, RemoteAddr(page.0 + PAGE))?;
                 }
                 _ => self.count(space, Tally::ZeroDemands, 1),
@@ -924,7 +976,11 @@ impl<'a> Server<'a> {
             return Ok(());
         }
         bytes.resize(extent.len() as usize, 0);
-        self.travel(extent.len(), false);
+        let met = &self.met[index];
+        if met.load(Ordering::Relaxed) == NEW {
+            self.travel(extent.len(), false);
+            let _ = met.compare_exchange(NEW, QUICK, Ordering::Relaxed, Ordering::Relaxed);
+        }
         if let Err(why) = self.read_patiently(&missing, index, bytes) {
             // It may never be wanted. If it is, the program is told then.
             let why = why.to_string();
@@ -1021,12 +1077,14 @@ impl Drop for Prompt {
 }
 
 impl Wanted {
-    /// Notes a range, unless all of them are more than a quarter of `all` bytes: then it is not a matter of what comes first.
-    fn note(&mut self, range: Range, all: u64) {
-        if self.bytes + range.len <= all / 4 {
+    /// Notes a range, unless all of them are more than so many bytes. Whether it did.
+    fn note(&mut self, range: Range, most: u64) -> bool {
+        let fits = self.bytes + range.len <= most;
+        if fits {
             self.bytes += range.len;
             self.runs.push(range);
         }
+        fits
     }
 }
 
