@@ -10,6 +10,7 @@ use crate::rebuild::{Heard, Lazily, Options, Progress};
 use crate::{Error, Result, Stdio, loader};
 use rustix::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use stillpoint_image::{AddressSpace, Extent, FileKind, Image, Owner, PAGE, Process, Range};
 use stillpoint_linux::RemoteAddr;
@@ -22,8 +23,12 @@ use stillpoint_linux::supervise::Child;
 use stillpoint_linux::userfault::{self, Mode, Put, Userfault};
 use stillpoint_store::{Checkpoint, Reader, TouchSet};
 
-/// So much of what was wanted first the last time is there before the program runs, bytes; the rest follows at once.
+/// So much of what was wanted first the last time is there before the program runs, bytes …
 const FIRST: u64 = 2 << 20;
+/// … and what more can be loaded until so long after the restore began. The rest follows at once.
+const READY: Duration = Duration::from_millis(9);
+/// Loaded by one thread at a time, bytes.
+const PART: u64 = 256 << 10;
 /// Most entries of a robust list that are followed (`ROBUST_LIST_LIMIT`).
 const ROBUST: usize = 2048;
 
@@ -237,27 +242,38 @@ impl<'a> Later<'a> {
         }
     }
 
-    /// Loads the beginning of what was wanted first the last time; returns the first run that it left.
-    fn load_touched(&self) -> usize {
+    /// Loads the beginning of what was wanted first the last time, on all processors, for as long as may be; returns the first
+    /// run that it left. `began` is when the restore did.
+    fn load_touched(&self, began: Instant) -> usize {
         let Some(touch) = self.touch else { return 0 };
-        let head = self.head;
-        let mut left = FIRST;
-        let fits = |run: &usize| {
-            let len = touch.run(*run).len;
-            let fits = len <= left;
-            left = left.saturating_sub(len);
-            fits
+        let parts = parts(touch, self.head);
+        let (next, loaded) = (AtomicUsize::new(0), AtomicU64::new(0));
+        let work = || {
+            let mut bytes = Vec::new();
+            while loaded.load(Ordering::Relaxed) < FIRST || began.elapsed() < READY {
+                let Some(runs) = parts.get(next.fetch_add(1, Ordering::Relaxed)) else { return };
+                let len = runs.clone().map(|run| touch.run(run).len).sum();
+                self.pace.travel(len);
+                // One that cannot be read is no loss: all is in the checkpoint, too.
+                if touch.read(runs.clone(), &mut bytes).is_ok() {
+                    self.put_runs(touch, runs.clone(), &bytes);
+                }
+                loaded.fetch_add(len, Ordering::Relaxed);
+            }
         };
-        let runs = head..head + (head..touch.len()).take_while(fits).count();
-        self.pace.travel(runs.clone().map(|run| touch.run(run).len).sum());
-        let mut bytes = Vec::new();
-        // One that cannot be read is no loss: all is in the checkpoint, too.
-        if touch.read(runs.clone(), &mut bytes).is_err() {
-            return head;
-        }
+        let helpers = std::thread::available_parallelism().map_or(0, |n| usize::from(n) - 1);
+        std::thread::scope(|scope| {
+            (0..helpers.min(parts.len() / 2)).for_each(|_| drop(scope.spawn(work)));
+            work();
+        });
+        parts.get(next.into_inner()).map_or(touch.len(), |left| left.start)
+    }
+
+    /// Puts in what of some runs is still missing; these are their contents.
+    fn put_runs(&self, touch: &TouchSet, runs: std::ops::Range<usize>, bytes: &[u8]) {
         let settled = self.board.space(self.program).settled();
         let mut at = 0;
-        for run in runs.clone().map(|run| touch.run(run)) {
+        for run in runs.map(|run| touch.run(run)) {
             for index in self.plan.extents_in(run.start, run.end()) {
                 let extent = &self.plan.later[index];
                 let (from, to) = (run.start.max(extent.address), run.end().min(extent.end()));
@@ -271,7 +287,6 @@ impl<'a> Later<'a> {
             }
             at += run.len;
         }
-        runs.end
     }
 
     /// Begins to load the rest. `began` is when the restore did. Returns the first process that does, if it is ours.
@@ -282,7 +297,7 @@ impl<'a> Later<'a> {
         pidfd: BorrowedFd<'_>,
         began: Instant,
     ) -> Result<(Coming, Option<Child>)> {
-        let done = self.load_touched();
+        let done = self.load_touched(began);
         let Later { plan, reader, touch, userfault, board, program, served, limit, .. } = self;
         let (is_heard, is_followed, origin, head) = (self.is_heard, self.is_followed, self.origin, self.head);
         board.space(program).set_placement(&plan.placement())?;
@@ -313,6 +328,23 @@ impl<'a> Later<'a> {
         touch_robust_lists(memory, process)?;
         Ok((coming, child))
     }
+}
+
+/// The runs of a touch set behind `head`, in order, some together.
+fn parts(touch: &TouchSet, head: usize) -> Vec<std::ops::Range<usize>> {
+    let mut parts: Vec<std::ops::Range<usize>> = Vec::new();
+    let mut bytes = PART;
+    for run in head..touch.len() {
+        match parts.last_mut().filter(|_| bytes < PART) {
+            Some(last) => last.end = run + 1,
+            None => {
+                parts.push(run..run + 1);
+                bytes = 0;
+            }
+        }
+        bytes += touch.run(run).len;
+    }
+    parts
 }
 
 /// Whether there is a descriptor of some process's memory. Whoever reads or writes pages through it that are not there gets

@@ -54,6 +54,8 @@ const WINDOW_US: u64 = 300_000;
 const CALM_US: u64 = 5_000;
 /// For so long after all is there, who is to follow the program from then on is waited for.
 const EXPECTED_US: u64 = 2_000_000;
+/// For so long those who put in ahead what nobody is sure to want run only where nobody else does.
+const GIVES_WAY_US: u64 = 1_000_000;
 /// Between two looks at what is left, and at who has died, where nothing happens.
 const PAUSE: Duration = Duration::from_millis(10);
 
@@ -901,8 +903,10 @@ impl<'a> Server<'a> {
             if is_own && self.fill_touched(&whose, &mut bytes)? {
                 continue;
             }
-            if turn == Turn::Ours {
-                turn = Turn::Others;
+            // Who only takes what others leave never comes to an end on a machine that is always busy.
+            let due = if monotonic_us() - began < GIVES_WAY_US { Turn::Others } else { Turn::Ours };
+            if turn != due {
+                turn = due;
                 turn.take();
             }
             if self.is_busy(began) {
@@ -910,9 +914,9 @@ impl<'a> Server<'a> {
                 continue;
             }
             let next = if is_own { &self.next } else { &whose[0].next };
-            let turn = next.fetch_add(1, Ordering::Relaxed);
-            let Some(&index) = self.work.order.get(turn) else { continue };
-            self.fill_in(&whose, index, &mut bytes)?;
+            let place = next.fetch_add(1, Ordering::Relaxed);
+            let Some(&index) = self.work.order.get(place) else { continue };
+            self.fill_in(turn, &whose, index, &mut bytes)?;
         }
         Ok(())
     }
@@ -956,18 +960,62 @@ impl<'a> Server<'a> {
             return Ok(true);
         }
         let mut rest = bytes.as_slice();
+        let mut all = Vec::with_capacity(TOGETHER);
         for run in runs.map(|run| touch.run(run)) {
             let (now, later) = rest.split_at(run.len as usize);
             rest = later;
-            for space in whose {
-                self.fill_range(space, run, now, Turn::Ours)?;
-            }
+            all.push((run, now));
+        }
+        for space in whose {
+            self.fill_runs(space, &all)?;
         }
         Ok(true)
     }
 
+    /// Puts in ranges with their contents, small ones together.
+    fn fill_runs(&self, space: &Space<'a>, runs: &[(Range, &[u8])]) -> Result<()> {
+        let mut left = runs.iter().peekable();
+        while let Some(&&(run, bytes)) = left.peek() {
+            if bytes.len() > AT_A_TIME {
+                self.fill_range(space, run, bytes, Turn::Ours)?;
+                left.next();
+                continue;
+            }
+            let mut did = Did::All;
+            {
+                let _prompt = Prompt::begin(Turn::Ours);
+                let mut put = 0;
+                while did == Did::All
+                    && let Some(&&(run, bytes)) = left.peek()
+                    && put + bytes.len() <= AT_A_TIME
+                {
+                    did = self.install(space, run, bytes, Tally::Ahead)?;
+                    put += bytes.len();
+                    if did == Did::All {
+                        left.next();
+                    }
+                }
+            }
+            if self.leave.load(Ordering::Relaxed) || space.has_ended() {
+                return Ok(());
+            }
+            if did == Did::NotYet {
+                std::thread::sleep(Duration::from_micros(50));
+            }
+            self.give_way();
+        }
+        Ok(())
+    }
+
+    /// Those who wait go first.
+    fn give_way(&self) {
+        while self.urgent.load(Ordering::Relaxed) > 0 && !self.leave.load(Ordering::Relaxed) {
+            std::thread::yield_now();
+        }
+    }
+
     /// Reads an extent once, and puts it in wherever it is missing.
-    fn fill_in(&self, whose: &[Arc<Space<'a>>], index: usize, bytes: &mut Vec<u8>) -> Result<()> {
+    fn fill_in(&self, turn: Turn, whose: &[Arc<Space<'a>>], index: usize, bytes: &mut Vec<u8>) -> Result<()> {
         let plan = &self.work.plan;
         let extent = &plan.later[index];
         let pages = plan.page(index, extent.address)..plan.page(index, extent.end());
@@ -989,7 +1037,7 @@ impl<'a> Server<'a> {
             return Ok(());
         }
         let range = Range { start: extent.address, len: extent.len() };
-        missing.iter().try_for_each(|space| self.fill_range(space, range, bytes, Turn::Others))
+        missing.iter().try_for_each(|space| self.fill_range(space, range, bytes, turn))
     }
 
     fn fill_range(&self, space: &Space<'a>, range: Range, bytes: &[u8], turn: Turn) -> Result<()> {
@@ -1009,9 +1057,7 @@ impl<'a> Server<'a> {
                 }
                 std::thread::sleep(Duration::from_micros(50));
             }
-            while self.urgent.load(Ordering::Relaxed) > 0 && !self.leave.load(Ordering::Relaxed) {
-                std::thread::yield_now();
-            }
+            self.give_way();
         }
         Ok(())
     }

@@ -24,7 +24,7 @@ pub struct Template {
 }
 
 /// Where a clone that is being rebuilt finds those who serve it.
-pub trait Place {
+pub trait Place: Sync {
     /// Hands over what follows its memory, and a handle to it; returns when it is served.
     fn be_served(&self, userfault: BorrowedFd<'_>, program: BorrowedFd<'_>) -> Result<()>;
 }
