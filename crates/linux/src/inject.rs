@@ -70,8 +70,10 @@ impl<'a> Site<'a> {
         let len = (slot_len * slots as u64 + data_len as u64).next_multiple_of(4096);
         let start = if live - stack.start >= len + STACK_MARGIN { stack.start } else { stack.start - len };
         if start < stack.start {
-            // A write below the stack grows it, as the program's own would.
-            memory.write_forced(RemoteAddr(start), &[0]).map_err(|e| {
+            // A write below the stack grows it, as the program's own would. Where somebody else has to put in the new page, it
+            // has grown, but this kind of write does not wait for that.
+            let grown = memory.write_forced(RemoteAddr(start), &[0]);
+            grown.or_else(|_| memory.write(RemoteAddr(start), &[0])).map_err(|e| {
                 Error::Other(format!("process {}: its stack cannot grow by {len} bytes ({e})", memory.pid()))
             })?;
         }
