@@ -117,7 +117,7 @@ impl Program {
                     break 'lives;
                 }
                 let output = stillpoint.run(&["checkpoint", &pid.to_string(), "--name", "job", "--json"]);
-                if !output.status.success() && !kernel::alive(pid) {
+                if !output.status.success() && ends(pid) {
                     break 'lives;
                 }
                 history.push(format!("life {life}: {}", output.ok().stdout.trim()));
@@ -135,7 +135,7 @@ impl Program {
                 arguments.push("--kill".into());
             }
             let output = stillpoint.run(&arguments);
-            if !output.status.success() && !kernel::alive(pid) {
+            if !output.status.success() && ends(pid) {
                 break;
             }
             let json = output.ok().json();
@@ -176,6 +176,15 @@ impl Program {
         }
         Ok(())
     }
+}
+
+/// Whether a process has ended, or is just about to: it may take a while to give its memory back.
+fn ends(pid: u32) -> bool {
+    let until = Instant::now() + Duration::from_secs(2);
+    while kernel::alive(pid) && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    !kernel::alive(pid)
 }
 
 /// A file of `tests/programs`.

@@ -169,6 +169,10 @@ fn killed_servers() {
             running.finish(&format!("{scenario}, after {killed} kills"));
             all_is_loaded(pid);
         }
+        // Of those that were killed before they told who they are, each is waited for a little.
+        wait_for("no server", Duration::from_secs(60), || {
+            servers_near(&saved.scratch).is_empty().then_some(())
+        });
         saved.scratch.nothing_is_left("in the end");
     }
 }
