@@ -3,9 +3,11 @@
 
 use crate::failure::{FAILED, Failure, Result};
 use crate::output;
+use crate::supervise::let_go;
 use rustix::fd::{AsFd, BorrowedFd};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, PipeWriter, Write, stderr, stdout};
+use std::process::ExitCode;
 use stillpoint_linux::supervise::{Side, background, drop_inherited};
 
 /// What a command tells when it worked.
@@ -46,6 +48,34 @@ impl Answer {
                     .join("\n")
                     + "\n"
             }
+        }
+    }
+}
+
+/// Brings something back in the background and supervises it there, while the command in front waits for `supervise` to tell that
+/// it runs, and passes that on. `bring_back` fails when whoever listens at the descriptor that it gets has gone.
+pub fn in_background<T>(
+    as_json: bool,
+    bring_back: impl FnOnce(BorrowedFd<'_>) -> Result<T>,
+    supervise: impl FnOnce(T, Box<dyn FnOnce(Answer)>) -> Result<ExitCode>,
+) -> Result<ExitCode> {
+    match detach()? {
+        Detached::Front(answer) => {
+            answer?.tell(as_json, false)?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Detached::Back(relay) => {
+            let back = match bring_back(relay.as_fd()) {
+                Ok(back) => back,
+                Err(failure) => {
+                    let _ = relay.send(&Err(failure));
+                    return Ok(ExitCode::FAILURE);
+                }
+            };
+            let_go(false)?;
+            let _ = std::env::set_current_dir("/"); // a supervisor must not keep a file system busy
+            // Whether anybody still listens or not: it runs.
+            supervise(back, Box::new(move |answer| drop(relay.send(&Ok(answer)))))
         }
     }
 }

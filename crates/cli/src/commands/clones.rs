@@ -14,7 +14,7 @@ use super::restore::{Again, Back, Name, failure, start_pump};
 use super::run::Record;
 use crate::args::{Common, Files, Periodic, Restore};
 use crate::checkpointer::Beside;
-use crate::detach::{Answer, Detached, detach};
+use crate::detach::{Answer, in_background};
 use crate::failure::{Failure, Result};
 use crate::loading::{Loading, Tell};
 use crate::supervise::{End, GiveUp, Supervisor, is_for_job, let_go, stop_at, wait_for};
@@ -48,25 +48,11 @@ pub fn run(common: &Common, args: &Restore) -> Result<ExitCode> {
     if !args.detach {
         return in_foreground(common, args);
     }
-    match detach()? {
-        Detached::Front(answer) => {
-            answer?.tell(common.json, false)?;
-            Ok(ExitCode::SUCCESS)
-        }
-        Detached::Back(relay) => {
-            let flock = match Flock::revive(common, args, Stdio::Null, Some(relay.as_fd())) {
-                Ok(flock) => flock,
-                Err(failure) => {
-                    let _ = relay.send(&Err(failure));
-                    return Ok(ExitCode::FAILURE);
-                }
-            };
-            let_go(false)?;
-            let _ = std::env::set_current_dir("/"); // a supervisor must not keep a file system busy
-            // Whether anybody still listens or not: the clones run.
-            flock.supervise(common.json, move |answer| drop(relay.send(&Ok(answer))))
-        }
-    }
+    in_background(
+        common.json,
+        |relay| Flock::revive(common, args, Stdio::Null, Some(relay)),
+        |flock, tell| flock.supervise(common.json, tell),
+    )
 }
 
 fn in_foreground(common: &Common, args: &Restore) -> Result<ExitCode> {
@@ -438,7 +424,6 @@ impl Flock {
     /// Supervises the clones until all have ended, and ends like the first that failed. `tell` hears that they are back; with
     /// `json`, which has more to tell, when all of their memory is.
     fn supervise(mut self, json: bool, tell: impl FnOnce(Answer) + 'static) -> Result<ExitCode> {
-        let mut told: Vec<_> = self.clones.iter().map(Living::answer).collect();
         let loading = match (self.pager.take(), json) {
             (Some(pager), true) => {
                 let all: Vec<_> = self
@@ -456,7 +441,7 @@ impl Flock {
                 Some(Loading::watch(pager, Some(told)))
             }
             (pager, _) => {
-                tell(together(std::mem::take(&mut told)));
+                tell(together(self.clones.iter().map(Living::answer).collect()));
                 pager.map(|pager| Loading::watch(pager, None))
             }
         };

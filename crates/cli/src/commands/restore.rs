@@ -5,13 +5,13 @@ use crate::checkpointer::Beside;
 use crate::commands::clones;
 use crate::commands::private::{self, Inside};
 use crate::commands::run::Record;
-use crate::detach::{Answer, Detached, detach};
+use crate::detach::{Answer, in_background};
 use crate::failure::{Failure, Result};
 use crate::loading::{Loading, Tell, figures};
 use crate::progress::Bar;
 use crate::supervise::{GiveUp, Supervisor, let_go};
 use crate::{jobs, output, terminal};
-use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
+use rustix::fd::{BorrowedFd, OwnedFd};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::io::{Read, Write};
@@ -33,25 +33,11 @@ pub fn run(common: &Common, args: &Restore) -> Result<ExitCode> {
     if !args.detach {
         return in_foreground(common, args);
     }
-    match detach()? {
-        Detached::Front(answer) => {
-            answer?.tell(common.json, false)?;
-            Ok(ExitCode::SUCCESS)
-        }
-        Detached::Back(relay) => {
-            let revived = match Revived::revive(common, args, Stdio::Null, Some(relay.as_fd())) {
-                Ok(revived) => revived,
-                Err(failure) => {
-                    let _ = relay.send(&Err(failure));
-                    return Ok(ExitCode::FAILURE);
-                }
-            };
-            let_go(false)?;
-            let _ = std::env::set_current_dir("/"); // a supervisor must not keep a file system busy
-            // Whether anybody still listens or not: the program runs.
-            revived.supervise(None, common.json, move |answer| drop(relay.send(&Ok(answer))))
-        }
-    }
+    in_background(
+        common.json,
+        |relay| Revived::revive(common, args, Stdio::Null, Some(relay)),
+        |revived, tell| revived.supervise(None, common.json, tell),
+    )
 }
 
 fn in_foreground(common: &Common, args: &Restore) -> Result<ExitCode> {
