@@ -138,6 +138,25 @@ static void changes(void) {
     CHECK(is_filled_page(at + page, page));
 }
 
+// A block that grows, moves as a whole and shrinks, again and again.
+static void grows(void) {
+  make();
+  char *places[2] = {map_anon(2 << 20), map_anon(2 << 20)};
+  cut();
+  char *block = memory + (3 << 20);
+  double until = now() + 0.5;
+  for (int i = 0; now() < until; i++) {
+    block = mremap(block, 1 << 20, 2 << 20, MREMAP_MAYMOVE);
+    MUST(block != MAP_FAILED);
+    char *place = places[i % 2];
+    EQUAL(mremap(block, 2 << 20, 2 << 20, MREMAP_MAYMOVE | MREMAP_FIXED, place), place);
+    block = place;
+    CHECK(is_filled_page(block + (i % 256) * PAGE, (3 << 20) + (i % 256) * PAGE));
+    CHECK(all_zero(block + (1 << 20), PAGE));
+    EQUAL(mremap(block, 2 << 20, 1 << 20, 0), block);
+  }
+}
+
 static int child_of(int depth) {
   pid_t child = fork();
   MUST(child >= 0);
@@ -179,4 +198,4 @@ static void children(void) {
     CHECK(is_filled_page(memory + page, page));
 }
 
-SCENARIOS({"whole", whole}, {"calls", calls}, {"changes", changes}, {"children", children})
+SCENARIOS({"whole", whole}, {"calls", calls}, {"changes", changes}, {"children", children}, {"grows", grows})

@@ -177,6 +177,88 @@ fn killed_servers() {
     }
 }
 
+/// A program that moves its memory about just when those who have loaded it are relieved by whoever takes its checkpoints.
+#[test]
+fn taken_over_meanwhile() {
+    let Some(saved) = Saved::new("grows") else { return };
+    for turn in 0..12 {
+        let running = saved.restore(&["--limit-bandwidth", "200MB/s"]);
+        let pid = running.pid;
+        let there = || kernel::status(pid, "RssAnon")?.strip_suffix(" kB")?.trim().parse::<u64>().ok();
+        let all = saved.checkpoint.json["bytes"].as_u64().unwrap_or(0) / 1024 * 95 / 100;
+        while there().is_some_and(|kib| kib < all) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let lasts = Duration::from_micros(saved.scratch.random().below(20_000));
+        std::thread::sleep(lasts);
+        running.finish(&format!("turn {turn}, {lasts:?} after all was there"));
+        all_is_loaded(pid);
+    }
+    saved.scratch.nothing_is_left("in the end");
+}
+
+/// Kills all servers of a program: none has the time to start another one.
+fn kill_all_servers(pid: u32) {
+    let mut all = Vec::new();
+    loop {
+        let new: Vec<u32> = servers_of(pid).into_iter().filter(|server| !all.contains(server)).collect();
+        if new.is_empty() {
+            break;
+        }
+        new.iter().for_each(|server| kernel::kill(*server, kernel::SIGSTOP));
+        all.extend(new);
+    }
+    all.into_iter().for_each(|server| kernel::kill(server, kernel::SIGKILL));
+}
+
+/// Where all servers are killed at the same moment, the program waits instead of going on with zeros; if somebody looks after
+/// it, it is ended, and they say why.
+#[test]
+fn killed_all_at_once() {
+    for scenario in ["whole", "changes", "children"] {
+        let Some(saved) = Saved::new(scenario) else { return };
+        let slowly = ["--limit-bandwidth", "3MB/s"];
+        let said = || fs::read_to_string(saved.directory.join("out")).unwrap_or_default();
+        let is_wrong = |said: &str| said.contains("differs") || said.lines().any(|l| l == "ok");
+        // Nobody looks after it.
+        let running = saved.restore(&slowly);
+        let pid = running.pid;
+        let parent = kernel::status(pid, "PPid").and_then(|p| p.parse().ok()).expect("its supervisor");
+        kernel::kill(parent, kernel::SIGKILL);
+        running.go();
+        std::thread::sleep(Duration::from_millis(100));
+        kill_all_servers(pid);
+        std::thread::sleep(Duration::from_millis(700));
+        assert!(kernel::alive(pid), "{}", said());
+        assert!(!is_wrong(&said()), "it went on: {}", said());
+        if scenario != "children" {
+            let refused = saved.stillpoint.run(&["checkpoint", "job"]);
+            refused.fails(1, &["those who loaded it have been killed"]);
+        }
+        kernel::kill(pid, kernel::SIGKILL);
+        drop(running);
+        saved.scratch.sweep();
+        // Somebody does.
+        kernel::wait_free(pid);
+        let mut command = saved.stillpoint.command(&["restore", &saved.checkpoint.name(), LAZY[0], LAZY[1]]);
+        command.args(slowly).stdin(std::process::Stdio::null());
+        let killer = std::thread::spawn(move || {
+            wait_for("servers", Duration::from_secs(20), || (servers_of(pid).len() > 2).then_some(()));
+            std::thread::sleep(Duration::from_millis(100));
+            kill_all_servers(pid);
+        });
+        let output = Stillpoint::wait(command, saved.scratch.path());
+        killer.join().expect("servers were killed");
+        output.fails(137, &["those who load the memory of the program have been killed"]);
+        assert!(!is_wrong(&said()), "it went on: {}", said());
+        saved.scratch.sweep();
+        // And the checkpoint is as good as before.
+        saved.restore(&[]).finish("after all");
+        all_is_loaded(pid);
+        saved.scratch.nothing_is_left("in the end");
+    }
+}
+
 /// A program whose page cannot be had is ended, and somebody says why.
 #[test]
 fn a_damaged_page() {

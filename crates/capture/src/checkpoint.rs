@@ -1,6 +1,7 @@
 //! Taking a checkpoint, from the first look at the target to the commit.
 
 use crate::blocked::{self, Earlier};
+use crate::engine::aftermath::Aftermath;
 use crate::engine::fork::Fork;
 use crate::engine::precopy::{Behind, Precopy};
 use crate::engine::stop::Stop;
@@ -116,6 +117,8 @@ struct Followed {
     earlier: Option<Earlier>,
     /// For so many checkpoints, `auto` need not try to copy ahead: the program writes faster.
     outpaced: u32,
+    /// What it writes after its last checkpoint is noted for the next restart.
+    aftermath: Option<Aftermath>,
     /// The address space to which all this belongs: a process that executes another program gets a new one.
     space: Option<Pagemap>,
 }
@@ -164,9 +167,9 @@ impl Session {
         })
     }
 
-    /// Sees, between checkpoints, to a program that was restored and is still being loaded: when all of its memory is there,
-    /// what it has written since its first instruction and what it writes from now on is followed by this session. Whether
-    /// there will be more to do in a moment.
+    /// Sees to the program between checkpoints: to one that was restored and is still being loaded (when all of its memory is
+    /// there, what it has written since its first instruction and what it writes from now on is followed by this session), and
+    /// to what it writes after a checkpoint. Whether there will be more to do in a moment.
     pub fn tend(&mut self) -> bool {
         let pid = self.pid;
         let followed = &mut self.followed;
@@ -280,6 +283,14 @@ impl Target {
 }
 
 fn tend(pid: u32, followed: &mut Followed) -> Result<bool> {
+    if let (Some(mut after), Some(tracking), Some(space)) =
+        (followed.aftermath.take(), &followed.tracking, &followed.space)
+    {
+        // A hint is worth no failure.
+        let goes_on = after.attend(tracking, space).unwrap_or(false);
+        followed.aftermath = goes_on.then_some(after);
+        return Ok(goes_on);
+    }
     if followed.tracking.is_none() && followed.armed.is_none() && followed.loading.is_none() {
         followed.loading = Loading::claim(pid);
         followed.space = followed.loading.as_ref().and_then(|_| Pagemap::open(pid).ok());
@@ -329,10 +340,11 @@ fn take(
     if followed.space.take().is_none_or(|space| space.is_of_the_past()) {
         *followed = Followed { outpaced: followed.outpaced, ..Followed::default() };
     }
+    followed.aftermath = None;
     let writer = store.begin(&options.job)?;
     let last = store.load(&options.job, None).ok();
     let behind = behind(pid, store, options, last.as_ref(), followed)?;
-    let Followed { tracking, armed, earlier, space, outpaced, .. } = followed;
+    let Followed { tracking, armed, earlier, space, outpaced, aftermath, .. } = followed;
     let earlier_calls = || last.as_ref().map(|l| earlier_calls(&l.image, &target)).unwrap_or_default();
     let mut work = Work {
         options,
@@ -363,6 +375,10 @@ fn take(
         armed.base = Some((options.job.clone(), done.committed.id));
     }
     let Done { committed, pause, engine, incremental } = done;
+    let is_followed = tracking.as_ref().is_some_and(|t| t.loading.is_none());
+    if lasting && is_followed && !options.kill {
+        *aftermath = Aftermath::begin(store, &options.job, &committed, start.elapsed());
+    }
     let other_pauses = work.log.pauses;
     let story = work.log.story;
     *space = Some(target.pagemap);

@@ -16,6 +16,7 @@ use std::os::fd::BorrowedFd;
 use stillpoint_image::{BlockedCall, Bytes, Rseq, Thread, Usage};
 use stillpoint_linux::arch::{self, Gadgets, Regs};
 use stillpoint_linux::descriptors::make_room;
+use stillpoint_linux::fdinfo;
 use stillpoint_linux::inject::outside;
 use stillpoint_linux::layout;
 use stillpoint_linux::memory::Memory;
@@ -116,6 +117,11 @@ impl<'a> Known<'a> {
                 }
                 // It was about to be all there, or may be.
                 mappings = known.read_mappings()?;
+                if mappings.wait_for_pages() && servers.is_empty() && !handles_page_faults(pid) {
+                    let why = "some of its memory is still to come from the checkpoint that it was restored from, and those \
+                               who loaded it have been killed: it waits for ever; kill it, and restore it once more";
+                    return Err(Error::Failed(why.into()));
+                }
             }
             known.rehearsed = known.rehearse(&mappings);
             known.mappings = (!exact && !mappings.are_cheap()).then_some(mappings);
@@ -186,6 +192,12 @@ impl<'a> Known<'a> {
         let (pidfd, inherited, outsiders) = (self.pidfd, self.inherited, &self.outsiders);
         files::Target { pid: self.process.pid(), pidfd, frozen, inherited, outsiders }
     }
+}
+
+/// Whether a process has a userfaultfd of its own.
+fn handles_page_faults(pid: u32) -> bool {
+    let link = |fd: u32| fdinfo::link(pid, fd).unwrap_or_default();
+    fdinfo::list(pid).unwrap_or_default().into_iter().any(|fd| link(fd) == b"anon_inode:[userfaultfd]")
 }
 
 /// Memory of ours that is there already: an allocator that grows has to ask the kernel for every few pages, and then each

@@ -1,15 +1,25 @@
 //! Memory that is loaded behind a restored program: how far it is, and who hears of it.
 
 use crate::output;
+use crate::terminal::Line;
 use rustix::fd::{AsFd, BorrowedFd};
 use serde_json::{Value, json};
-use std::time::Duration;
+use std::time::{Duration, Instant};
+use stillpoint_image::PAGE;
+use stillpoint_linux::pager;
 use stillpoint_linux::supervise::{Change, wait};
 use stillpoint_restore::lazy::board::{Count, Tally};
 use stillpoint_restore::{Coming, Pager};
 
 /// Between two looks at what is loaded.
 const PERIOD: Duration = Duration::from_millis(20);
+
+/// How long loading may take before it is told how far it is, how often that is drawn, and how wide.
+const PATIENCE: Duration = Duration::from_secs(1);
+const DRAWN: Duration = Duration::from_millis(100);
+const WIDTH: u64 = 30;
+/// Between two looks whether anybody loads it.
+const LOOK: Duration = Duration::from_millis(300);
 
 /// Hears when all is loaded, or will not be any more.
 pub type Tell = Box<dyn FnOnce()>;
@@ -20,6 +30,11 @@ pub struct Loading {
     /// The one of its processes that is our child has ended: others may go on.
     is_left_to_others: bool,
     tell: Option<Tell>,
+    line: Option<Line>,
+    began: Instant,
+    drawn: Instant,
+    /// When it was looked last whether anybody loads it, after our child had ended; and how often in a row nobody did.
+    missed: (Instant, u32),
 }
 
 impl std::fmt::Debug for Loading {
@@ -31,7 +46,14 @@ impl std::fmt::Debug for Loading {
 impl Loading {
     /// Begins to watch it.
     pub fn watch(pager: Pager, tell: Option<Tell>) -> Self {
-        Self { pager, is_left_to_others: false, tell }
+        let now = Instant::now();
+        let (line, began, drawn, missed) = (None, now, now, (now, 0));
+        Self { pager, is_left_to_others: false, tell, line, began, drawn, missed }
+    }
+
+    /// Tells people here how far it is.
+    pub fn on(self, line: Option<Line>) -> Self {
+        Self { line, ..self }
     }
 
     /// Our child among its processes.
@@ -63,7 +85,9 @@ impl Loading {
         }
         if self.is_loaded() {
             self.tell();
+            self.line = None;
         }
+        self.show();
         // Its last word is that it is done.
         self.pager.coming.count(Count::Done) == 0
     }
@@ -71,6 +95,46 @@ impl Loading {
     /// It is over, or nobody needs it any more.
     pub fn finish(mut self) {
         self.tell();
+    }
+
+    /// Whether all those that load it were killed, and the program will wait for ever.
+    pub fn is_abandoned(&mut self, program: u32) -> bool {
+        let is_over = self.is_loaded() || self.pager.coming.count(Count::Done) > 0;
+        let (when, times) = self.missed;
+        if !self.is_left_to_others || is_over || when.elapsed() < LOOK {
+            return false;
+        }
+        let times = if pager::servers_of(program).is_empty() { times + 1 } else { 0 };
+        self.missed = (Instant::now(), times);
+        times > 1
+    }
+
+    /// Tells people that it has failed.
+    pub fn complain(&mut self, why: &str) {
+        self.line.iter_mut().for_each(|line| line.tell(&format!("stillpoint: {why}")));
+    }
+
+    fn show(&mut self) {
+        let since = self.began.elapsed();
+        if since < PATIENCE || self.drawn.elapsed() < DRAWN {
+            return;
+        }
+        self.drawn = Instant::now();
+        let coming = &self.pager.coming;
+        let pages = coming.tally(Tally::Demanded) + coming.tally(Tally::Ahead);
+        let rate = (pages * PAGE) as f64 / since.as_secs_f64();
+        let left = (coming.pages.saturating_sub(pages) * PAGE) as f64 / rate.max(1.0);
+        let there = (pages * WIDTH / coming.pages.max(1)).min(WIDTH) as usize;
+        let text = format!(
+            "loading [{:<width$}] {} of {}  {}/s  {} left",
+            "=".repeat(there),
+            output::bytes(pages * PAGE),
+            output::bytes(coming.pages * PAGE),
+            output::bytes(rate as u64),
+            output::short(Duration::from_secs_f64(left.min(1e6))),
+            width = WIDTH as usize,
+        );
+        self.line.iter_mut().for_each(|line| line.show(&text));
     }
 
     fn tell(&mut self) {
@@ -84,7 +148,8 @@ impl Loading {
 pub fn figures(coming: Option<&Coming>, pages: u64, running_ms: f64) -> Value {
     let Some(coming) = coming else {
         return json!({"lazy": false, "touch_set_pages": pages, "loaded_ms": running_ms, "demand_faults": 0,
-            "demand_pages": 0, "fault_times": [], "zero_faults": 0, "prefetched_pages": 0, "page_servers": 0});
+            "demand_pages": 0, "fault_times": [], "zero_faults": 0, "prefetched_pages": 0,
+            "prefetched_in_vain": null, "page_servers": 0});
     };
     let tally = |tally| coming.tally(tally);
     let loaded = tally(Tally::LoadedUs);
@@ -95,5 +160,6 @@ pub fn figures(coming: Option<&Coming>, pages: u64, running_ms: f64) -> Value {
         "demand_faults": tally(Tally::Demands), "demand_pages": tally(Tally::Demanded),
         "fault_times": times,
         "zero_faults": tally(Tally::ZeroDemands), "prefetched_pages": tally(Tally::Ahead),
+        "prefetched_in_vain": tally(Tally::InVain).checked_sub(1),
         "page_servers": coming.count(Count::Servers), "failed": coming.failure()})
 }

@@ -6,13 +6,17 @@ use crate::failure::{Failure, Result};
 use crate::loading::Loading;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
-use rustix::process::Pid;
+use rustix::process::{Pid, Signal, pidfd_send_signal};
 use std::io::{PipeReader, PipeWriter, Write};
 use std::time::Duration;
 use stillpoint_linux::proc::{Proc, Stat};
 use stillpoint_linux::supervise::{
     Change, Received, Signals, die_of, drop_inherited, forward, reap_orphans, stop_like, wait,
 };
+
+/// Why a job is killed that waits for memory.
+const ABANDONED: &str =
+    "those who load the memory of the program have been killed: it is killed, too; restore it once more";
 
 /// How a job ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -99,6 +103,13 @@ impl Supervisor {
             }
             self.checkpointer.iter_mut().for_each(Beside::attend);
             self.loading.take_if(|l| !l.attend()).into_iter().for_each(Loading::finish);
+            if let Some(loading) = &mut self.loading
+                && loading.is_abandoned(self.pid)
+            {
+                loading.complain(ABANDONED);
+                // It waits for ever.
+                let _ = pidfd_send_signal(&self.pidfd, Signal::KILL);
+            }
             if self.loading.as_ref().is_some_and(Loading::is_loaded) {
                 // From now on it is the checkpointer's to follow what the job writes.
                 self.checkpointer.iter_mut().for_each(Beside::start);

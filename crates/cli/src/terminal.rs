@@ -2,6 +2,8 @@
 
 use crate::output::note;
 use rustix::fd::OwnedFd;
+use rustix::termios::LocalModes;
+use std::io::Write;
 use stillpoint_image::Terminal;
 use stillpoint_linux::tty;
 
@@ -40,5 +42,53 @@ impl Drop for Settings {
     fn drop(&mut self) {
         // Fails only where the terminal has hung up.
         let _ = tty::set_settings(&self.terminal, &self.before);
+    }
+}
+
+/// Standard error, where a program that runs already writes, too: a line that changes, where it is a terminal of lines on
+/// which nobody draws anything else.
+#[derive(Debug)]
+pub struct Line {
+    stderr: std::fs::File,
+    changes: bool,
+    is_shown: bool,
+}
+
+impl Line {
+    /// On standard error, which stays open for as long as the line is needed. With `changes`, the line does.
+    pub fn on_stderr(changes: bool) -> Option<Self> {
+        let stderr = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stderr(), 3).ok()?;
+        Some(Line { stderr: stderr.into(), changes, is_shown: false })
+    }
+
+    /// Shows a text in place of the one before.
+    pub fn show(&mut self, text: &str) {
+        if !self.changes {
+            return;
+        }
+        // Whoever has the terminal may draw on it, and we may be in the background.
+        let modes = rustix::termios::tcgetattr(&self.stderr).map(|t| t.local_modes);
+        if modes.is_ok_and(|m| m.contains(LocalModes::ICANON) && !m.contains(LocalModes::TOSTOP)) {
+            self.is_shown = write!(self.stderr, "\r\x1b[K{text}").is_ok();
+        }
+    }
+
+    /// Tells something that stays.
+    pub fn tell(&mut self, text: &str) {
+        self.clear();
+        // Nobody may be left to hear it.
+        let _ = writeln!(self.stderr, "{text}");
+    }
+
+    fn clear(&mut self) {
+        if std::mem::take(&mut self.is_shown) {
+            self.show("");
+        }
+    }
+}
+
+impl Drop for Line {
+    fn drop(&mut self) {
+        self.clear();
     }
 }

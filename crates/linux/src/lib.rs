@@ -13,6 +13,7 @@ pub mod fdinfo;
 pub mod features;
 pub mod filling;
 pub mod headroom;
+pub mod hold;
 pub mod host;
 pub mod inject;
 pub mod layout;

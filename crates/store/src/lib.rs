@@ -57,6 +57,6 @@ pub use running::{Claim, Running, Trouble};
 pub use store::{Store, Summary};
 pub use sweep::Freed;
 pub use tails::Tail;
-pub use touch::TouchSet;
+pub use touch::{Sources, TouchSet};
 pub use verify::Report;
 pub use writer::{Committed, Writer, Zeros};

@@ -7,6 +7,7 @@ use crate::folder::{Folder, numbers};
 use crate::lock::Lock;
 use crate::reader::Checkpoint;
 use crate::{Error, Result, Store};
+use bitflags::bitflags;
 use rustix::fs::OFlags;
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -15,12 +16,23 @@ use std::path::PathBuf;
 use stillpoint_image::{Extent, Meta, Owner, PAGE, Range};
 
 const MAGIC: [u8; 8] = *b"STILLTCH";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 /// Length of the header, bytes: magic, version (4), number of runs (4), number of the checkpoint, when that was taken,
-/// checksum of all that and of the table (4).
+/// where it comes from (4), checksum of all that and of the table (4).
 const HEADER: usize = 40;
 /// Length of a run in the table, bytes: address, pages (4), checksum of its contents (4).
 const RUN: usize = 16;
+
+bitflags! {
+    /// How it is known what a program wants first.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct Sources: u32 {
+        /// It waited for it after earlier restores.
+        const RESTORES = 1 << 0;
+        /// It wrote to it right after the checkpoint was taken.
+        const WRITES = 1 << 1;
+    }
+}
 
 /// A run of pages of a touch set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,6 +49,7 @@ pub struct TouchSet {
     path: PathBuf,
     file: File,
     runs: Vec<Run>,
+    sources: Sources,
 }
 
 impl TouchSet {
@@ -53,6 +66,11 @@ impl TouchSet {
     /// Bytes of all runs.
     pub fn bytes(&self) -> u64 {
         self.runs.iter().map(|run| run.range.len).sum()
+    }
+
+    /// Where it comes from.
+    pub fn sources(&self) -> Sources {
+        self.sources
     }
 
     /// A run: addresses of whole pages.
@@ -100,7 +118,8 @@ impl TouchSet {
         let table_len = (word(12) as usize).checked_mul(RUN).filter(|&table| table as u64 <= len)?;
         let mut table = vec![0; table_len];
         file.read_exact_at(&mut table, HEADER as u64).ok()?;
-        if header != *head(meta, &table) {
+        let sources = Sources::from_bits_retain(word(32));
+        if header != *head(meta, sources, &table) {
             return None;
         }
         let mut offset = (HEADER + table.len()) as u64;
@@ -113,12 +132,12 @@ impl TouchSet {
             runs.push(Run { range, crc: half(12), offset });
             offset += range.len;
         }
-        (offset == len).then_some(TouchSet { path, file, runs })
+        (offset == len).then_some(TouchSet { path, file, runs, sources })
     }
 }
 
 /// The header of a touch set with this table.
-fn head(meta: &Meta, table: &[u8]) -> Box<[u8; HEADER]> {
+fn head(meta: &Meta, sources: Sources, table: &[u8]) -> Box<[u8; HEADER]> {
     let mut header = Box::new([0; HEADER]);
     header[0..8].copy_from_slice(&MAGIC);
     header[8..12].copy_from_slice(&VERSION.to_le_bytes());
@@ -126,9 +145,10 @@ fn head(meta: &Meta, table: &[u8]) -> Box<[u8; HEADER]> {
     header[16..24].copy_from_slice(&meta.id.to_le_bytes());
     header[24..32].copy_from_slice(&meta.taken_ns.to_le_bytes());
     let mut crc = crc32fast::Hasher::new();
-    crc.update(&header[..32]);
+    header[32..36].copy_from_slice(&sources.bits().to_le_bytes());
+    crc.update(&header[..36]);
     crc.update(table);
-    header[32..36].copy_from_slice(&crc.finalize().to_le_bytes());
+    header[36..40].copy_from_slice(&crc.finalize().to_le_bytes());
     header
 }
 
@@ -138,7 +158,7 @@ impl Store {
     ///
     /// # Errors
     /// [`Error::Io`], [`Error::Damaged`], [`Error::NoCheckpoint`] if it was removed meanwhile.
-    pub fn keep_touch_set(&self, checkpoint: &Checkpoint, wanted: &[Range]) -> Result<()> {
+    pub fn keep_touch_set(&self, checkpoint: &Checkpoint, wanted: &[Range], sources: Sources) -> Result<()> {
         let meta = &checkpoint.image.meta;
         let folder = self.known(&meta.job)?;
         let extents = checkpoint.pages.of(Owner::Space(0));
@@ -152,7 +172,7 @@ impl Store {
         }
         self.medium.replace_by(&folder.touch_set(meta.id), |temporary| {
             self.medium.remove(temporary)?; // of somebody who died before the rename
-            self.write_touch_set(temporary, checkpoint, &runs)
+            self.write_touch_set(temporary, checkpoint, &runs, sources)
         })
     }
 
@@ -161,6 +181,7 @@ impl Store {
         path: &std::path::Path,
         checkpoint: &Checkpoint,
         runs: &[Extent],
+        sources: Sources,
     ) -> Result<()> {
         let file = self.medium.create(path, OFlags::empty())?;
         let mut table = Vec::with_capacity(runs.len() * RUN);
@@ -175,7 +196,7 @@ impl Store {
             table.extend(run.pages.to_le_bytes());
             table.extend(crc32fast::hash(&bytes).to_le_bytes());
         }
-        let header = head(&checkpoint.image.meta, &table);
+        let header = head(&checkpoint.image.meta, sources, &table);
         self.medium.write_at(&file, path, &[header.as_slice(), &table].concat(), 0)
     }
 

@@ -5,7 +5,7 @@ mod common;
 use common::*;
 use std::path::PathBuf;
 use stillpoint_image::{PAGE, Range};
-use stillpoint_store::{Error, Store};
+use stillpoint_store::{Error, Sources, Store};
 
 fn pages(first: u64, pages: u64) -> Range {
     Range { start: first * PAGE, len: pages * PAGE }
@@ -31,7 +31,7 @@ impl Kept {
 
     fn keep(&self, id: u64, wanted: &[Range]) {
         let checkpoint = self.store.load("web", Some(id)).expect("load");
-        self.store.keep_touch_set(&checkpoint, wanted).expect("keep");
+        self.store.keep_touch_set(&checkpoint, wanted, Sources::WRITES).expect("keep");
     }
 
     fn file(&self, id: u64) -> PathBuf {
@@ -45,6 +45,7 @@ impl Kept {
         let (mut bytes, mut found, mut right) = (Vec::new(), Vec::new(), vec![0; PAGE_BYTES]);
         touch.read(0..touch.len(), &mut bytes).ok()?;
         assert_eq!(bytes.len() as u64, touch.bytes());
+        assert_eq!(touch.sources(), Sources::WRITES);
         for run in (0..touch.len()).map(|run| touch.run(run)) {
             found.extend((run.start..run.end()).step_by(PAGE_BYTES).map(|address| address / PAGE));
         }
@@ -98,7 +99,7 @@ fn it_goes_with_its_checkpoint() {
     let first = kept.store.load("web", Some(1)).expect("load");
     kept.store.remove("web", 1).expect("remove");
     assert!(!kept.file(1).exists());
-    let late = kept.store.keep_touch_set(&first, &[pages(10, 1)]);
+    let late = kept.store.keep_touch_set(&first, &[pages(10, 1)], Sources::WRITES);
     assert!(matches!(late, Err(Error::NoCheckpoint { id: 1, .. })), "{late:?}");
     assert!(!kept.file(1).exists());
 }

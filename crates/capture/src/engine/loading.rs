@@ -13,6 +13,9 @@ use stillpoint_image::{Extent, Range};
 use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::line::{Line, Origin, Piece, State};
 
+/// Mappings up to this size are taken over whole, bytes: it takes some 12 ms for each GiB.
+const WHOLE: u64 = 128 << 20;
+
 /// A claim to such a program.
 #[derive(Debug)]
 pub(crate) struct Loading {
@@ -29,6 +32,8 @@ pub(crate) struct Loading {
     now: State,
     /// Where memory has been moved to since the last look.
     moved: Vec<Range>,
+    /// Whether some ever has been.
+    moves: bool,
     /// What was missing at some look, and has not been referred to since. It may have come by now.
     missing: Vec<Piece>,
 }
@@ -73,6 +78,7 @@ impl Loading {
             is_trusted: claims == 1,
             now: State::default(),
             moved: Vec::new(),
+            moves: false,
             missing: Vec::new(),
         })
     }
@@ -98,6 +104,7 @@ impl Loading {
     /// Begins a look: asks what is missing. What comes until memory is looked at is found to be there as well, and is the same.
     pub fn ask(&mut self) -> Result<()> {
         self.now = self.line.state().map_err(|_| Error::Loading)?;
+        self.moves |= !self.now.moved.is_empty() || self.now.pieces.iter().any(|p| p.then != p.now);
         self.moved.extend(self.now.moved.iter().map(|&(start, len)| Range { start, len }));
         Ok(())
     }
@@ -166,21 +173,43 @@ impl Loading {
         self.now.pieces.len()
     }
 
-    /// The first parts, of at most `bytes` together and at most `count`, of what those who load follow from an address on; and
-    /// where memory has been moved to since the last time. The program stands still.
+    /// What to take over next, from an address on: parts of at most `bytes` together and at most `count`, but whole
+    /// `mappings` (ascending) as long as they are not too large, and always if the program moves its memory about: it could not
+    /// move what is followed by two. Tells also where memory has been moved to since the last time. The program stands still.
     ///
     /// # Errors
     /// As [`Loading::ask`].
-    pub fn next_parts(&mut self, from: u64, bytes: u64, count: usize) -> Result<(Vec<Range>, Vec<Range>)> {
+    pub fn next_parts(
+        &mut self,
+        from: u64,
+        mappings: impl Iterator<Item = Range>,
+        bytes: u64,
+        count: usize,
+    ) -> Result<(Vec<Range>, Vec<Range>)> {
         self.ask()?;
-        let mut left = bytes;
-        let rest = self.now.pieces.iter().filter_map(|p| p.within(from, u64::MAX));
-        let parts = rest.map_while(|p| {
-            let part = Range { start: p.now, len: p.len.min(left) };
-            left -= part.len;
-            (part.len > 0).then_some(part)
-        });
-        Ok((parts.take(count).collect(), self.moved()))
+        let now = self.now.pieces.iter();
+        let mut now: Vec<Range> = now.map(|p| Range { start: p.now, len: p.len }).collect();
+        now.sort_unstable_by_key(|r| r.start);
+        let holds_some = |mapping: &Range| {
+            let first = now.partition_point(|r| r.end() <= mapping.start);
+            now.get(first).is_some_and(|r| r.start < mapping.end())
+        };
+        let whole = if self.moves { u64::MAX } else { WHOLE };
+        let (mut parts, mut left) = (Vec::new(), bytes);
+        for mapping in mappings.filter(|m| m.end() > from).filter(holds_some) {
+            let start = mapping.start.max(from);
+            let part = Range { start, len: mapping.end() - start };
+            if parts.len() == count
+                || left == 0
+                || !parts.is_empty() && part.len > left && mapping.len <= whole
+            {
+                break;
+            }
+            let len = if mapping.len <= whole { part.len } else { part.len.min(left) };
+            left = left.saturating_sub(len);
+            parts.push(Range { start, len });
+        }
+        Ok((parts, self.moved()))
     }
 
     /// Has them no longer follow a range; false if they do not follow all of it.

@@ -4,6 +4,7 @@
 //! program runs, makes the instant recoverable while it stands still, and brings the pages to the store while it runs
 //! again.
 
+pub(crate) mod aftermath;
 pub mod fork;
 mod loading;
 pub mod precopy;

@@ -16,7 +16,7 @@ use stillpoint_image::{PAGE, Range};
 use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::descriptors::duplicate_from;
 use stillpoint_linux::fdinfo;
-use stillpoint_linux::pagemap::{Category, Query, Run};
+use stillpoint_linux::pagemap::{Category, Pagemap, Query, Run};
 use stillpoint_linux::userfault::{self, Mode, Userfault, what_is_missing_counts_as_written};
 
 /// At least so much is looked at in one go, bytes.
@@ -177,7 +177,9 @@ impl Tracking {
         followed: &mut Vec<Range>,
     ) -> Result<Option<u64>> {
         // What has been moved about meanwhile is not where its marks say that it is as it was.
-        let (parts, moved) = loading.next_parts(from, TAKEN, TOGETHER)?;
+        let maps = target.process.maps()?;
+        let mappings = maps.iter().map(|vma| Range { start: vma.start, len: vma.end - vma.start });
+        let (parts, moved) = loading.next_parts(from, mappings, TAKEN, TOGETHER)?;
         self.owed.extend(moved);
         for &part in &parts {
             let (start, end) = (RemoteAddr(part.start), RemoteAddr(part.end()));
@@ -217,6 +219,21 @@ impl Tracking {
             helpers.into_iter().fold(done, |done, helper| done.and(joined_with(helper.join())))
         })?;
         Ok(self.end(looking))
+    }
+
+    /// What was written since the last look, and is still there, besides what is `known`. It counts as written at the next one,
+    /// too.
+    pub(crate) fn written_beside(&self, pagemap: &Pagemap, known: &[Range]) -> Result<Vec<Range>> {
+        let any = Category::PRESENT | Category::SWAPPED;
+        let all = Category::WRITTEN | Category::WP_ALLOWED;
+        let query = Query { any, all, none: Category::ZERO, report: Category::empty() };
+        let mut runs = Vec::new();
+        for range in &self.followed {
+            pagemap.scan(RemoteAddr(range.start), RemoteAddr(range.end()), query, &mut runs)?;
+        }
+        let mut written = Vec::new();
+        runs.iter().for_each(|run| push(&mut written, range(run)));
+        Ok(replaced(&written, known, Vec::new()))
     }
 
     /// Asks those who load it what has happened to its memory, before it is looked where that is.

@@ -18,6 +18,7 @@ use crate::detach::{Answer, in_background};
 use crate::failure::{Failure, Result};
 use crate::loading::{Loading, Tell};
 use crate::supervise::{End, GiveUp, Supervisor, is_for_job, let_go, stop_at, wait_for};
+use crate::terminal;
 use crate::{jobs, output};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -51,7 +52,7 @@ pub fn run(common: &Common, args: &Restore) -> Result<ExitCode> {
     in_background(
         common.json,
         |relay| Flock::revive(common, args, Stdio::Null, Some(relay)),
-        |flock, tell| flock.supervise(common.json, tell),
+        |flock, tell| flock.supervise(None, common.json, tell),
     )
 }
 
@@ -65,15 +66,17 @@ fn in_foreground(common: &Common, args: &Restore) -> Result<ExitCode> {
     let tell = move |answer: Answer| {
         let _ = stderr.as_mut().map(|stderr| stderr.write_all(answer.lines(json).as_bytes()));
     };
+    let on = terminal::Line::on_stderr(!json);
     let_go(false)?;
-    flock.supervise(json, tell)
+    flock.supervise(on, json, tell)
 }
 
 /// What process 1 of a namespace tells.
 #[derive(Serialize, Deserialize)]
 enum Word {
-    /// The clone waits to be served; with it come what follows its memory, and its pidfd.
-    Waits,
+    /// The clone waits to be served; with it come what follows its memory, its pidfd and, if so, that with which it holds the
+    /// first.
+    Waits(bool),
     /// The clone is ready to run; with it comes its pidfd.
     Stands,
     /// It runs.
@@ -104,10 +107,11 @@ impl Birth {
         while let Some(text) = self.line.next() {
             let word = serde_json::from_str(&text);
             match word.map_err(|e| Failure::failed(format!("a clone said what it should not: {e}")))? {
-                Word::Waits => {
+                Word::Waits(is_held) => {
                     let (userfault, program) = (self.line.descriptor()?, self.line.descriptor()?);
+                    let hold = is_held.then(|| self.line.descriptor()).transpose()?;
                     self.waits = true;
-                    self.waiting = Some(Waiting { userfault, program });
+                    self.waiting = Some(Waiting { userfault, program, hold });
                 }
                 Word::Stands => self.pid = Some(process_of(&self.line.descriptor()?)?),
                 Word::Runs(back) => self.back = Some(back),
@@ -301,8 +305,10 @@ impl Place for Host {
         &self,
         userfault: BorrowedFd<'_>,
         program: BorrowedFd<'_>,
+        hold: Option<BorrowedFd<'_>>,
     ) -> stillpoint_restore::Result<()> {
-        self.say(&Word::Waits, &[userfault, program])?;
+        let with: Vec<_> = [userfault, program].into_iter().chain(hold).collect();
+        self.say(&Word::Waits(hold.is_some()), &with)?;
         await_call(&self.served)
     }
 }
@@ -423,7 +429,12 @@ impl Flock {
 
     /// Supervises the clones until all have ended, and ends like the first that failed. `tell` hears that they are back; with
     /// `json`, which has more to tell, when all of their memory is.
-    fn supervise(mut self, json: bool, tell: impl FnOnce(Answer) + 'static) -> Result<ExitCode> {
+    fn supervise(
+        mut self,
+        on: Option<terminal::Line>,
+        json: bool,
+        tell: impl FnOnce(Answer) + 'static,
+    ) -> Result<ExitCode> {
         let loading = match (self.pager.take(), json) {
             (Some(pager), true) => {
                 let all: Vec<_> = self
@@ -438,11 +449,11 @@ impl Flock {
                     };
                     tell(together(all.into_iter().map(answer).collect()));
                 });
-                Some(Loading::watch(pager, Some(told)))
+                Some(Loading::watch(pager, Some(told)).on(on))
             }
             (pager, _) => {
                 tell(together(self.clones.iter().map(Living::answer).collect()));
-                pager.map(|pager| Loading::watch(pager, None))
+                pager.map(|pager| Loading::watch(pager, None).on(on))
             }
         };
         let begin = |clone: Living| {

@@ -8,11 +8,13 @@ use crate::control;
 use crate::failure::{Failure, Result};
 use crate::loading::{Loading, Tell};
 use crate::supervise::{End, GiveUp, Supervisor, let_go};
+use crate::terminal;
 use rustix::fd::BorrowedFd;
 use serde::{Deserialize, Serialize};
 use std::io::{BufRead, BufReader, PipeReader, PipeWriter, Write};
 use stillpoint_linux::proc::Proc;
 use stillpoint_linux::supervise::{Child, Private, Signals, inherited_streams, private_namespace};
+use stillpoint_restore::Stdio;
 
 /// The outer end of the line to process 1 of the namespace.
 pub struct Inside(BufReader<PipeReader>);
@@ -145,7 +147,8 @@ fn inside(again: &Again<'_>, job: &str, signals: Signals, line: PipeWriter) -> R
         }
         _ => Word::Back(back).say(&line),
     }
-    let loading = loading.map(|(pager, tell)| Loading::watch(pager, tell));
+    let on = (again.stdio == Stdio::Current).then(|| terminal::Line::on_stderr(!again.quiet)).flatten();
+    let loading = loading.map(|(pager, tell)| Loading::watch(pager, tell).on(on));
     let_go(r.stdin_pump.is_some())?;
     r.stdin_pump.map(start_pump).transpose()?;
     let (store, job) = (again.store.clone(), job.to_string());

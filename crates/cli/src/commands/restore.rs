@@ -23,7 +23,7 @@ use stillpoint_linux::supervise::{Child, Signals};
 use stillpoint_restore::{
     Coming, Error, FilesPolicy, Heard, Lazily, Options, Pager, Restored, Stdio, restore,
 };
-use stillpoint_store::{Checkpoint, Claim, Store};
+use stillpoint_store::{Checkpoint, Claim, Sources, Store, TouchSet};
 
 /// Runs the command.
 pub fn run(common: &Common, args: &Restore) -> Result<ExitCode> {
@@ -36,7 +36,7 @@ pub fn run(common: &Common, args: &Restore) -> Result<ExitCode> {
     in_background(
         common.json,
         |relay| Revived::revive(common, args, Stdio::Null, Some(relay)),
-        |revived, tell| revived.supervise(None, common.json, tell),
+        |revived, tell| revived.supervise(None, None, common.json, tell),
     )
 }
 
@@ -50,9 +50,10 @@ fn in_foreground(common: &Common, args: &Restore) -> Result<ExitCode> {
     let tell = move |answer: Answer| {
         let _ = stderr.as_mut().map(|stderr| stderr.write_all(answer.lines(json).as_bytes()));
     };
+    let line = terminal::Line::on_stderr(!json);
     let_go(pump.is_some())?;
     pump.map(start_pump).transpose()?;
-    revived.supervise(settings, json, tell)
+    revived.supervise(settings, line, json, tell)
 }
 
 /// Copies what is left of our standard input into the pipe that the program reads.
@@ -146,6 +147,7 @@ impl Revived {
     fn supervise(
         mut self,
         settings: Option<terminal::Settings>,
+        line: Option<terminal::Line>,
         json: bool,
         tell: impl FnOnce(Answer) + 'static,
     ) -> Result<ExitCode> {
@@ -156,11 +158,11 @@ impl Revived {
                     back.load(Some(&coming));
                     tell(back.answer(&name));
                 });
-                Some(Loading::watch(pager, Some(told)))
+                Some(Loading::watch(pager, Some(told)).on(line))
             }
             (pager, _) => {
                 tell(self.back.answer(&self.name()));
-                pager.map(|pager| Loading::watch(pager, None))
+                pager.map(|pager| Loading::watch(pager, None).on(line))
             }
         };
         let checkpointer = self.checkpointer();
@@ -304,7 +306,9 @@ impl Again<'_> {
             let _ = rustix::io::write(rustix::stdio::stderr(), why.as_bytes());
         };
         // What is not kept is recorded anew the next time.
-        let wanted = |runs: &[Range]| drop(store.keep_touch_set(checkpoint, runs));
+        let before = checkpoint.touch.as_ref().map_or(Sources::empty(), TouchSet::sources);
+        let sources = before | Sources::RESTORES;
+        let wanted = |runs: &[Range]| drop(store.keep_touch_set(checkpoint, runs, sources));
         act(Heard { failed: &failed, wanted: &wanted })
     }
 

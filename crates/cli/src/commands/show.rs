@@ -9,7 +9,7 @@ use std::fmt::Write;
 use std::process::ExitCode;
 use std::time::Duration;
 use stillpoint_image::{AddressSpace, Backing, FileKind, Image, PAGE, Process};
-use stillpoint_store::Checkpoint;
+use stillpoint_store::{Checkpoint, Sources, TouchSet};
 
 /// Runs the command.
 pub fn run(common: &Common, args: &Show) -> Result<ExitCode> {
@@ -24,9 +24,6 @@ pub fn run(common: &Common, args: &Show) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Where touch sets come from.
-const SOURCE: &str = "waited for after earlier restores";
-
 fn as_json(checkpoint: &Checkpoint) -> Value {
     let image = &checkpoint.image;
     let mut value = meta_json(&image.meta);
@@ -36,7 +33,7 @@ fn as_json(checkpoint: &Checkpoint) -> Value {
     value["touch_set"] = checkpoint
         .touch
         .as_ref()
-        .map(|t| json!({"bytes": t.bytes(), "runs": t.len(), "source": SOURCE}))
+        .map(|t| json!({"bytes": t.bytes(), "runs": t.len(), "source": sources(t)}))
         .into();
     value["processes"] = image.processes.iter().map(|p| process_json(image, p)).collect();
     value["files"] = image
@@ -45,6 +42,16 @@ fn as_json(checkpoint: &Checkpoint) -> Value {
         .map(|p| json!({"path": p.path.to_string(), "size": p.size, "deleted": p.deleted, "usage": usage(p.usage)}))
         .collect();
     value
+}
+
+/// Where a touch set comes from.
+fn sources(touch: &TouchSet) -> String {
+    let sources = [
+        (Sources::WRITES, "written after the checkpoint"),
+        (Sources::RESTORES, "waited for after earlier restores"),
+    ];
+    let of_this = sources.into_iter().filter(|(source, _)| touch.sources().contains(*source));
+    of_this.map(|(_, words)| words).collect::<Vec<_>>().join(" and ")
 }
 
 fn process_json(image: &Image, process: &Process) -> Value {
@@ -83,7 +90,7 @@ fn as_text(checkpoint: &Checkpoint) -> String {
     fields.extend(meta.label.clone().map(|label| ("label", label)));
     fields.extend(checkpoint.touch.as_ref().map(|touch| {
         let (bytes, runs) = (output::bytes(touch.bytes()), output::count(touch.len() as u64));
-        ("touch set", format!("{bytes} in {runs} runs, {SOURCE}"))
+        ("touch set", format!("{bytes} in {runs} runs, {}", sources(touch)))
     }));
     let mut text = String::new();
     for (name, value) in fields {

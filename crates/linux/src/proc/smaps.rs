@@ -115,6 +115,8 @@ pub struct Smap {
     pub rss: u64,
     /// Resident and modified, in this process or others.
     pub dirty: u64,
+    /// Resident and used since [`Proc::forget_references`].
+    pub referenced: u64,
     /// Resident and anonymous.
     pub anonymous: u64,
     /// Resident in huge pages.
@@ -135,6 +137,13 @@ impl Proc {
     pub fn smaps(&self) -> Result<Vec<Smap>> {
         // Each of the kernel's records is longer; one of a large mapping takes it milliseconds.
         parse(&self.read_by("smaps", &mut [0; 512])?, &self.path.join("smaps"))
+    }
+}
+
+impl Proc {
+    /// From now on, anonymous memory that is resident counts as referenced when it is used the next time.
+    pub fn forget_references(&self) -> Result<()> {
+        self.write("clear_refs", b"2")
     }
 }
 
@@ -159,7 +168,7 @@ pub fn parse(text: &[u8], path: &Path) -> Result<Vec<Smap>> {
 
 fn detail(smap: &mut Smap, line: &[u8]) -> Option<()> {
     // There are two dozen lines for each mapping: most are passed over by their first letters.
-    if matches!(&line[..line.len().min(2)], b"Si" | b"Ps" | b"Re" | b"Fi" | b"TH" | b"LA" | b"KS") {
+    if matches!(&line[..line.len().min(2)], b"Si" | b"Ps" | b"Fi" | b"TH" | b"LA" | b"KS") {
         return Some(());
     }
     let (key, value) = text::cut(line, b':')?;
@@ -169,6 +178,7 @@ fn detail(smap: &mut Smap, line: &[u8]) -> Option<()> {
         b"KernelPageSize" => smap.kernel_page_size = bytes(value)?,
         b"MMUPageSize" => smap.mmu_page_size = bytes(value)?,
         b"Rss" => smap.rss = bytes(value)?,
+        b"Referenced" => smap.referenced = bytes(value)?,
         b"Shared_Dirty" | b"Private_Dirty" => smap.dirty = smap.dirty.checked_add(bytes(value)?)?,
         b"Anonymous" => smap.anonymous = bytes(value)?,
         b"AnonHugePages" => smap.anon_huge = bytes(value)?,

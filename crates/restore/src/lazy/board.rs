@@ -9,7 +9,7 @@ use stillpoint_linux::shared::SharedWords;
 use stillpoint_linux::userfault::EVENT_WORDS;
 
 /// Copies that programs make of themselves, at a time.
-const COPIES: usize = 255;
+pub const COPIES: usize = 255;
 /// Events that are read at a time.
 pub const EVENTS: usize = 64;
 
@@ -68,6 +68,8 @@ pub enum Tally {
     Head,
     /// Runs of the touch set that were there when the page servers began.
     Touched,
+    /// One more than the pages that were there before the program ran, and that it had not used when all was there; 0 if that is not known.
+    InVain,
     /// When the program began to run, microseconds since the restore began; 0 before.
     RanUs,
 }

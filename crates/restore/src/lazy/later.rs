@@ -1,22 +1,24 @@
 //! Setting lazy loading up in a process that is being built.
 
-use super::board::{Board, Count, Tally};
+use super::board::{Board, COPIES, Count, Tally};
 use super::keepers;
 use super::plan::Plan;
-use super::server::{Touch, Work, monotonic_us};
+use super::server::{Program, Touch, Work, monotonic_us};
 use super::template::Place;
 use crate::pace::Pace;
 use crate::rebuild::{Heard, Lazily, Options, Progress};
 use crate::{Error, Result, Stdio, loader};
-use rustix::fd::{AsFd, BorrowedFd};
+use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use stillpoint_image::{AddressSpace, Extent, FileKind, Image, Owner, PAGE, Process, Range};
 use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::descriptors::duplicate_from;
+use stillpoint_linux::hold;
 use stillpoint_linux::line;
 use stillpoint_linux::memory::Memory;
+use stillpoint_linux::proc::Proc;
 use stillpoint_linux::program::Run;
 use stillpoint_linux::remote::Remote;
 use stillpoint_linux::supervise::Child;
@@ -38,6 +40,8 @@ pub struct Later<'a> {
     reader: &'a Reader,
     touch: Option<&'a TouchSet>,
     userfault: Userfault,
+    /// With which the process holds it, too.
+    hold: Option<OwnedFd>,
     board: Arc<Board>,
     /// Its number on the board.
     program: usize,
@@ -49,6 +53,8 @@ pub struct Later<'a> {
     origin: (String, u64),
     /// Runs of the touch set that had to be there first.
     head: usize,
+    /// The process.
+    pid: u32,
 }
 
 /// Who serves it.
@@ -154,6 +160,9 @@ impl<'a> Later<'a> {
         for mapping in &plan.mappings {
             userfault.register_missing(RemoteAddr(mapping.start), RemoteAddr(mapping.end()))?;
         }
+        // Where that cannot be, those who load it hold it alone.
+        let hold = hold::make(remote, pidfd, 1 + COPIES).ok();
+        let hold = hold.filter(|hold| hold::put(hold, 0, Some(userfault.as_fd())).is_ok());
         let board = match board {
             Some(board) => board,
             None => Arc::new(Board::new(plan.pages(), plan.mappings.len(), 1)?),
@@ -166,6 +175,7 @@ impl<'a> Later<'a> {
             reader,
             touch,
             userfault,
+            hold,
             board,
             program,
             served,
@@ -175,6 +185,7 @@ impl<'a> Later<'a> {
             is_followed: options.is_followed,
             origin: (meta.job.clone(), meta.id),
             head: 0,
+            pid: remote.pid(),
         }))
     }
 
@@ -298,7 +309,9 @@ impl<'a> Later<'a> {
         began: Instant,
     ) -> Result<(Coming, Option<Child>)> {
         let done = self.load_touched(began);
-        let Later { plan, reader, touch, userfault, board, program, served, limit, .. } = self;
+        // What comes from now on is referenced from the beginning.
+        let _ = Proc::process(self.pid).and_then(|process| process.forget_references());
+        let Later { plan, reader, touch, userfault, hold, board, program, served, limit, .. } = self;
         let (is_heard, is_followed, origin, head) = (self.is_heard, self.is_followed, self.origin, self.head);
         board.space(program).set_placement(&plan.placement())?;
         let coming = Coming::new(&board, program, plan.pages());
@@ -306,7 +319,8 @@ impl<'a> Later<'a> {
             Served::Alone(heard) => {
                 let handle = pidfd.try_clone_to_owned().map_err(|e| Error::Failed(format!("dup: {e}")))?;
                 let touch = touch.map(|set| Touch { set, head, done });
-                let (order, programs, line) = (plan.order(), vec![Some(handle)], line::listen(pidfd));
+                let (order, line) = (plan.order(), line::listen(pidfd));
+                let programs = vec![Some(Program { handle, hold })];
                 #[rustfmt::skip]
                 let work = Work {
                     plan, order, reader, touch, limit, board, programs, heard, is_heard, is_followed, origin, line,
@@ -319,9 +333,9 @@ impl<'a> Later<'a> {
                 tallies.add(Tally::Touched, done as u64);
                 tallies
                     .add(Tally::BeganUs, monotonic_us().saturating_sub(began.elapsed().as_micros() as u64));
-                place.be_served(userfault.as_fd(), pidfd)?;
+                place.be_served(userfault.as_fd(), pidfd, hold.as_ref().map(AsFd::as_fd))?;
                 // From now on it is theirs.
-                drop(userfault);
+                drop((userfault, hold));
                 None
             }
         };

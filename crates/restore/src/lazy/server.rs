@@ -22,8 +22,11 @@ use std::thread::Scope;
 use std::time::{Duration, Instant};
 use stillpoint_image::{Extent, PAGE, Range};
 use stillpoint_linux::RemoteAddr;
+use stillpoint_linux::fdinfo::{self, Detail};
+use stillpoint_linux::hold;
 use stillpoint_linux::line::{Origin, Request, State};
 use stillpoint_linux::pager::{self, Role};
+use stillpoint_linux::proc::{Proc, Vma};
 use stillpoint_linux::sched::{self, SchedAttr};
 use stillpoint_linux::spawn::ADDRESS_SPACE;
 use stillpoint_linux::split;
@@ -56,6 +59,8 @@ const CALM_US: u64 = 5_000;
 const EXPECTED_US: u64 = 2_000_000;
 /// For so long those who put in ahead what nobody is sure to want run only where nobody else does.
 const GIVES_WAY_US: u64 = 1_000_000;
+/// For so long it is waited for that the program runs: whoever let it run may have died before they could say so.
+const RUNS_US: u64 = 5_000_000;
 /// Between two looks at what is left, and at who has died, where nothing happens.
 const PAUSE: Duration = Duration::from_millis(10);
 
@@ -74,7 +79,7 @@ pub struct Work<'a> {
     /// What outlives a server.
     pub board: Arc<Board>,
     /// The programs that wait for pages, by their numbers.
-    pub programs: Vec<Option<OwnedFd>>,
+    pub programs: Vec<Option<Program>>,
     /// Who hears of it.
     pub heard: Heard<'a>,
     /// Whether standard error leads to somebody.
@@ -85,6 +90,15 @@ pub struct Work<'a> {
     pub line: Option<UnixListener>,
     /// Whether somebody is going to.
     pub is_followed: bool,
+}
+
+/// A program that waits for pages.
+#[derive(Debug)]
+pub struct Program {
+    /// Its pidfd.
+    pub handle: OwnedFd,
+    /// With which it holds what follows its memory, and that of its copies ([`stillpoint_linux::hold`]), where that can be.
+    pub hold: Option<OwnedFd>,
 }
 
 /// A touch set that is being put in.
@@ -122,6 +136,9 @@ impl Work<'_> {
         let mut all = self.reader.descriptors();
         all.extend(self.touch.map(|touch| touch.set.descriptor()));
         all.extend((0..self.programs.len()).filter_map(|number| self.program(number)));
+        all.extend(
+            self.programs.iter().flatten().filter_map(|program| program.hold.as_ref()).map(AsFd::as_fd),
+        );
         all.extend(self.line.as_ref().map(AsFd::as_fd));
         all
     }
@@ -129,7 +146,15 @@ impl Work<'_> {
     /// A program, until its memory is all there: its handle is closed then.
     fn program(&self, number: usize) -> Option<BorrowedFd<'_>> {
         self.board.space(number).descriptor()?;
-        self.programs.get(number)?.as_ref().map(AsFd::as_fd)
+        self.programs.get(number)?.as_ref().map(|program| program.handle.as_fd())
+    }
+
+    /// Lets a program hold what follows a space of it, or none any more: should all of us be killed, nobody goes on with zeros.
+    fn hold(&self, space: usize, program: usize, userfault: Option<BorrowedFd<'_>>) {
+        let hold = self.programs.get(program).and_then(|p| p.as_ref()?.hold.as_ref());
+        // One of its own, then those of copies.
+        let place = if space == program { 0 } else { 1 + space - self.programs.len() };
+        hold.iter().for_each(|hold| drop(hold::put(hold, place, userfault)));
     }
 
     /// Of which program it is noted what it wants: the first that waits for pages.
@@ -197,6 +222,7 @@ pub fn serve(work: &Work<'_>, by: &[BorrowedFd<'_>], claim: &mut Claim) -> Resul
         lacking,
         demanded_us,
         pace,
+        yielding: Mutex::default(),
         touched,
         wanted,
         next: AtomicUsize::new(0),
@@ -212,8 +238,10 @@ pub fn serve(work: &Work<'_>, by: &[BorrowedFd<'_>], claim: &mut Claim) -> Resul
     let fillers = std::thread::available_parallelism().map_or(1, usize::from);
     std::thread::scope(|scope| {
         let fillers: Vec<_> = (0..fillers).map(|_| scope.spawn(|| server.fill())).collect();
+        let lifter = scope.spawn(|| server.lift());
         let served = server.attend(scope, by, claim);
         server.leave.store(true, Ordering::Relaxed);
+        lifter.thread().unpark();
         let mut result = served;
         for filler in fillers {
             let filled = filler.join().unwrap_or_else(|_| Err(Error::Failed("a loader failed".into())));
@@ -238,6 +266,8 @@ struct Server<'a> {
     demanded_us: AtomicU64,
     /// The way to the store.
     pace: Pace,
+    /// Threads that leave their processors to others for a while.
+    yielding: Mutex<Vec<u32>>,
     /// The next run of the touch set to be put in.
     touched: AtomicUsize,
     /// What was waited for, in order.
@@ -462,17 +492,27 @@ impl<'a> Server<'a> {
     /// programs, when all of them have theirs.
     fn loaded<'s>(&'s self, space: &Space<'a>, scope: &'s Scope<'s, '_>) {
         let program = self.work.board.program(space.program);
-        if program.get(Tally::LoadedUs) == 0 {
+        let is_first = program.get(Tally::LoadedUs) == 0;
+        if is_first {
             let us = monotonic_us().saturating_sub(program.get(Tally::BeganUs));
             program.add(Tally::LoadedUs, us.max(1));
         }
-        if self.work.programs.len() == 1 && !self.records.swap(true, Ordering::Relaxed) {
-            scope.spawn(move || {
-                Turn::Others.take();
+        let records = self.work.programs.len() == 1 && !self.records.swap(true, Ordering::Relaxed);
+        if !is_first && !records {
+            return;
+        }
+        let (handle, placement) = (space.handle, space.read().clone());
+        scope.spawn(move || {
+            Turn::Ours.take();
+            if is_first {
+                let unused = handle.and_then(|handle| unused_pages(handle, &placement));
+                unused.iter().for_each(|pages| program.add(Tally::InVain, 1 + pages));
+            }
+            if records {
                 self.record();
                 program.add(Tally::Recorded, 1);
-            });
-        }
+            }
+        });
     }
 
     /// Whether nobody follows a program, of which all is there, from now on, or somebody does already.
@@ -647,6 +687,7 @@ impl<'a> Server<'a> {
         copy.settled().become_as(space.settled);
         copy.set_placement(placement)?;
         copy.begin(descriptor, space.program);
+        self.work.hold(number, space.program, Some(split::shared_descriptor(descriptor)));
         self.adopt(number)
     }
 
@@ -677,6 +718,7 @@ impl<'a> Server<'a> {
                 space.userfault.release_gently(RemoteAddr(piece.now), RemoteAddr(piece.now + piece.len));
             }
         }
+        self.work.hold(space.number, space.program, None);
         self.write_spaces().retain(|s| s.number != space.number);
         self.work.board.space(space.number).end();
         space.done.store(true, Ordering::Release);
@@ -885,16 +927,20 @@ impl<'a> Server<'a> {
     /// Puts in ahead what nobody waits for yet: what was wanted first the last time, then the rest of the programs' own
     /// pages, each for all of them at once, then those of their copies.
     fn fill(&self) -> Result<()> {
-        // Where processors are few, the program should not have to wait for one, but for what it is sure to want.
+        self.yielding().push(rustix::thread::gettid().as_raw_nonzero().get() as u32);
+        // Where processors are few, the program should not have to wait for one, but for what it is sure to want. Whoever may
+        // not take a processor at once might not get one back that they have left to others.
+        let yields = Prompt::is_possible();
         let mut turn = Turn::Ours;
         turn.take();
-        while self.work.board.get(Count::Runs) == 0 && !self.leave.load(Ordering::Relaxed) {
-            // Clones are waited for until all of them stand.
-            std::thread::sleep(if self.work.programs.len() == 1 { PAUSE / 50 } else { PAUSE / 10 });
-        }
+        self.await_program();
         let (mut bytes, mut idle_since, began) = (Vec::new(), Instant::now(), monotonic_us());
         while !self.leave.load(Ordering::Relaxed) {
-            let Some(whose) = self.unfilled() else {
+            let whose = {
+                let _prompt = (turn != Turn::Ours).then(|| Prompt::begin(turn));
+                self.unfilled()
+            };
+            let Some(whose) = whose else {
                 std::thread::sleep(PAUSE);
                 self.begin_again(&mut idle_since);
                 continue;
@@ -904,7 +950,8 @@ impl<'a> Server<'a> {
                 continue;
             }
             // Who only takes what others leave never comes to an end on a machine that is always busy.
-            let due = if monotonic_us() - began < GIVES_WAY_US { Turn::Others } else { Turn::Ours };
+            let until = began + GIVES_WAY_US;
+            let due = if yields && monotonic_us() < until { Turn::Others(until) } else { Turn::Ours };
             if turn != due {
                 turn = due;
                 turn.take();
@@ -919,6 +966,31 @@ impl<'a> Server<'a> {
             self.fill_in(turn, &whose, index, &mut bytes)?;
         }
         Ok(())
+    }
+
+    /// Waits until the program runs; clones, until all of them stand.
+    fn await_program(&self) {
+        let since = monotonic_us();
+        let is_due = || self.work.board.get(Count::Runs) > 0 || monotonic_us() - since > RUNS_US;
+        while !is_due() && !self.leave.load(Ordering::Relaxed) {
+            std::thread::sleep(if self.work.programs.len() == 1 { PAUSE / 50 } else { PAUSE / 10 });
+        }
+    }
+
+    fn yielding(&self) -> MutexGuard<'_, Vec<u32>> {
+        self.yielding.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Gives those their processors back who have left them to others for long enough. Where others never cease to want them,
+    /// they could not do so themselves, and whoever waits for a lock that they hold would wait as long.
+    fn lift(&self) {
+        self.await_program();
+        // They begin a moment later.
+        let (began, after) = (Instant::now(), Duration::from_micros(GIVES_WAY_US) + 10 * PAUSE);
+        while began.elapsed() < after && !self.leave.load(Ordering::Relaxed) {
+            std::thread::park_timeout(after.saturating_sub(began.elapsed()));
+        }
+        self.yielding().iter().for_each(|tid| Turn::Ours.take_for(*tid));
     }
 
     /// What could not be had a while ago may be to be had now.
@@ -1076,6 +1148,17 @@ pub(super) fn monotonic_us() -> u64 {
     now.tv_sec as u64 * 1_000_000 + now.tv_nsec as u64 / 1_000
 }
 
+/// Pages of a program that were there when it began to run, and that it has not used since then.
+fn unused_pages(program: BorrowedFd<'_>, placement: &Placement) -> Option<u64> {
+    let info = fdinfo::read(std::process::id(), program.as_raw_fd() as u32).ok()?;
+    let Detail::Pid { pid, .. } = info.detail else { return None };
+    let smaps = Proc::process(pid.try_into().ok()?).and_then(|process| process.smaps()).ok()?;
+    let pieces = placement.pieces();
+    let is_ours = |vma: &Vma| pieces.iter().any(|p| p.now < vma.end && vma.start < p.now_end());
+    let unused = smaps.iter().filter(|smap| is_ours(&smap.vma));
+    Some(unused.map(|smap| smap.anonymous.saturating_sub(smap.referenced) / PAGE).sum())
+}
+
 /// What is put in together with the page at an address; `last` is what was put in before of the same extent. Who goes on
 /// where that ended wants more, twice as much each time.
 fn around(extent: &Extent, page: u64, last: Option<Range>) -> Range {
@@ -1093,14 +1176,21 @@ fn around(extent: &Extent, page: u64, last: Option<Range>) -> Range {
 enum Turn {
     /// This thread is one like any other.
     Ours,
-    /// It runs only where nobody else wants to.
-    Others,
+    /// Until then, microseconds, it runs only where nobody else wants to.
+    Others(u64),
 }
 
 impl Turn {
     fn take(self) {
-        let policy = if self == Turn::Ours { libc::SCHED_OTHER as u32 } else { SCHED_IDLE };
-        let _ = sched::set_attributes(0, &SchedAttr { policy, ..SchedAttr::default() });
+        self.take_for(0);
+    }
+
+    fn take_for(self, tid: u32) {
+        let policy = match self {
+            Turn::Others(until) if monotonic_us() < until => SCHED_IDLE,
+            _ => libc::SCHED_OTHER as u32,
+        };
+        let _ = sched::set_attributes(tid, &SchedAttr { policy, ..SchedAttr::default() });
     }
 }
 
@@ -1110,9 +1200,14 @@ struct Prompt(Turn);
 
 impl Prompt {
     fn begin(then: Turn) -> Self {
-        let attributes = SchedAttr { policy: libc::SCHED_FIFO as u32, priority: 1, ..SchedAttr::default() };
-        let _ = sched::set_attributes(0, &attributes);
+        Self::is_possible();
         Prompt(then)
+    }
+
+    /// Whether there can be such times, where this thread is not kept from its processor from now on.
+    fn is_possible() -> bool {
+        let attributes = SchedAttr { policy: libc::SCHED_FIFO as u32, priority: 1, ..SchedAttr::default() };
+        sched::set_attributes(0, &attributes).is_ok()
     }
 }
 

@@ -8,7 +8,7 @@ use super::board::{Board, Tally};
 use super::keepers;
 use super::later::{Coming, Pager};
 use super::plan::Plan;
-use super::server::{Touch, Work};
+use super::server::{Program, Touch, Work};
 use crate::rebuild::{Heard, Options, only_process};
 use crate::{Result, Stdio};
 use rustix::fd::{BorrowedFd, OwnedFd};
@@ -25,8 +25,13 @@ pub struct Template {
 
 /// Where a clone that is being rebuilt finds those who serve it.
 pub trait Place: Sync {
-    /// Hands over what follows its memory, and a handle to it; returns when it is served.
-    fn be_served(&self, userfault: BorrowedFd<'_>, program: BorrowedFd<'_>) -> Result<()>;
+    /// Hands over what follows its memory, a handle to it, and that with which it holds the first; returns when it is served.
+    fn be_served(
+        &self,
+        userfault: BorrowedFd<'_>,
+        program: BorrowedFd<'_>,
+        hold: Option<BorrowedFd<'_>>,
+    ) -> Result<()>;
 }
 
 /// A clone whose memory waits for pages, as it was handed over ([`Place::be_served`]).
@@ -36,6 +41,8 @@ pub struct Waiting {
     pub userfault: OwnedFd,
     /// Its pidfd.
     pub program: OwnedFd,
+    /// With which it holds what follows its memory.
+    pub hold: Option<OwnedFd>,
 }
 
 impl Template {
@@ -62,7 +69,8 @@ impl Template {
     ) -> Result<Option<Pager>> {
         let (mut programs, mut followed) = (Vec::new(), Vec::new());
         for (number, clone) in clones.into_iter().enumerate() {
-            let (userfault, program) = clone.map(|c| (c.userfault, c.program)).unzip();
+            let split = |c: Waiting| (c.userfault, Program { handle: c.program, hold: c.hold });
+            let (userfault, program) = clone.map(split).unzip();
             followed.extend(userfault.map(|userfault| (number, userfault)));
             programs.push(program);
         }
