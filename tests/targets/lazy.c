@@ -157,6 +157,19 @@ static void grows(void) {
   }
 }
 
+// It writes to a part of its memory all the time.
+static void writes(void) {
+  make();
+  ready();
+  for (uint64_t round = 1; !gone(); round++) {
+    for (size_t page = 8 << 20; page < (12 << 20); page += PAGE)
+      memcpy(memory + page, &round, sizeof round);
+    nap(0.005);
+  }
+  for (size_t page = 12 << 20; page < (40 << 20); page += PAGE)
+    CHECK(is_filled_page(memory + page, page));
+}
+
 static int child_of(int depth) {
   pid_t child = fork();
   MUST(child >= 0);
@@ -198,4 +211,4 @@ static void children(void) {
     CHECK(is_filled_page(memory + page, page));
 }
 
-SCENARIOS({"whole", whole}, {"calls", calls}, {"changes", changes}, {"children", children}, {"grows", grows})
+SCENARIOS({"whole", whole}, {"calls", calls}, {"changes", changes}, {"children", children}, {"grows", grows}, {"writes", writes})

@@ -319,6 +319,48 @@ fn a_touch_set() {
     saved.scratch.nothing_is_left("in the end");
 }
 
+/// What a job writes after a checkpoint is there before it runs the next time, also the first one.
+#[test]
+fn a_touch_set_of_writes() {
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let target = Target::new("lazy", "writes", Build::Dynamic).expect("cc");
+    let stillpoint = scratch.stillpoint();
+    let directory = scratch.directory("target");
+    let job = target.start_job(&stillpoint, "job", &directory);
+    let shown =
+        |id: u64| stillpoint.run(&["show", &format!("job@{id}"), "--json"]).ok().json()["touch_set"].clone();
+    for id in 1..=2 {
+        let taken = stillpoint.run(&["checkpoint", "job", "--engine", "precopy", "--json"]).ok().json();
+        assert_eq!(taken["id"].as_u64(), Some(id));
+        let touch =
+            wait_for("a touch set", Duration::from_secs(20), || Some(shown(id)).filter(|t| !t.is_null()));
+        assert_eq!(touch["source"], "written after the checkpoint");
+        let bytes = touch["bytes"].as_u64().expect("bytes");
+        // The part that it writes to, its stack, and little else.
+        assert!((4 << 20..6 << 20).contains(&bytes), "{touch}");
+    }
+    let pid = job.running.pid;
+    kernel::kill(pid, kernel::SIGKILL);
+    kernel::wait_gone(pid, Duration::from_secs(20));
+    kernel::wait_free(pid);
+    let arguments = ["restore", "job@2", "--json", "--detach", LAZY[0], LAZY[1]];
+    let told = stillpoint.run(&arguments).ok().json();
+    let number = |key: &str| told[key].as_u64().unwrap_or_else(|| panic!("no {key} in {told}"));
+    assert!(number("touch_set_pages") >= 512, "{told}");
+    assert!(number("prefetched_in_vain") < number("touch_set_pages") / 2, "{told}");
+    let running = Running::restored(pid, &directory);
+    running.finish("restored with what it had written");
+    let now = wait_for("its record", Duration::from_secs(20), || {
+        Some(shown(2)).filter(|t| t["source"] != "written after the checkpoint")
+    });
+    assert_eq!(now["source"], "written after the checkpoint and waited for after earlier restores");
+    drop(job);
+    scratch.nothing_is_left("in the end");
+}
+
 /// What is removed while it is loaded stays as long as it is needed.
 #[test]
 fn removed_meanwhile() {

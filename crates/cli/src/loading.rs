@@ -121,7 +121,8 @@ impl Loading {
         }
         self.drawn = Instant::now();
         let coming = &self.pager.coming;
-        let pages = coming.tally(Tally::Demanded) + coming.tally(Tally::Ahead);
+        let there = [Tally::Before, Tally::Demanded, Tally::Ahead];
+        let pages: u64 = there.into_iter().map(|tally| coming.tally(tally)).sum();
         let rate = (pages * PAGE) as f64 / since.as_secs_f64();
         let left = (coming.pages.saturating_sub(pages) * PAGE) as f64 / rate.max(1.0);
         let there = (pages * WIDTH / coming.pages.max(1)).min(WIDTH) as usize;
@@ -156,7 +157,7 @@ pub fn figures(coming: Option<&Coming>, pages: u64, running_ms: f64) -> Value {
     let times = coming.demand_times().into_iter();
     let times: Vec<_> = times.map(|(us, n)| json!([output::ms(Duration::from_micros(us)), n])).collect();
     let loaded = (loaded > 0).then(|| output::ms(Duration::from_micros(loaded)));
-    json!({"lazy": true, "touch_set_pages": pages - coming.pages, "loaded_ms": loaded,
+    json!({"lazy": true, "touch_set_pages": pages - coming.pages + tally(Tally::Before), "loaded_ms": loaded,
         "demand_faults": tally(Tally::Demands), "demand_pages": tally(Tally::Demanded),
         "fault_times": times,
         "zero_faults": tally(Tally::ZeroDemands), "prefetched_pages": tally(Tally::Ahead),

@@ -29,7 +29,7 @@ use std::io::{PipeReader, PipeWriter, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::process::ExitCode;
 use stillpoint_image::{Meta, PAGE};
-use stillpoint_linux::descriptors::{pidfd_open, raise_descriptor_limit};
+use stillpoint_linux::descriptors::{duplicate_from, pidfd_open, raise_descriptor_limit};
 use stillpoint_linux::fdinfo::{self, Detail};
 use stillpoint_linux::headroom::headroom;
 use stillpoint_linux::passing;
@@ -74,9 +74,9 @@ fn in_foreground(common: &Common, args: &Restore) -> Result<ExitCode> {
 /// What process 1 of a namespace tells.
 #[derive(Serialize, Deserialize)]
 enum Word {
-    /// The clone waits to be served; with it come what follows its memory, its pidfd and, if so, that with which it holds the
-    /// first.
-    Waits(bool),
+    /// The clone waits to be served; with it come what follows its memory, and its pidfd. That with which it holds the first,
+    /// which cannot be sent, is our descriptor of this number.
+    Waits(Option<u32>),
     /// The clone is ready to run; with it comes its pidfd.
     Stands,
     /// It runs.
@@ -107,9 +107,9 @@ impl Birth {
         while let Some(text) = self.line.next() {
             let word = serde_json::from_str(&text);
             match word.map_err(|e| Failure::failed(format!("a clone said what it should not: {e}")))? {
-                Word::Waits(is_held) => {
+                Word::Waits(held) => {
                     let (userfault, program) = (self.line.descriptor()?, self.line.descriptor()?);
-                    let hold = is_held.then(|| self.line.descriptor()).transpose()?;
+                    let hold = held.and_then(|fd| duplicate_from(self.child.pidfd.as_fd(), fd).ok());
                     self.waits = true;
                     self.waiting = Some(Waiting { userfault, program, hold });
                 }
@@ -307,8 +307,8 @@ impl Place for Host {
         program: BorrowedFd<'_>,
         hold: Option<BorrowedFd<'_>>,
     ) -> stillpoint_restore::Result<()> {
-        let with: Vec<_> = [userfault, program].into_iter().chain(hold).collect();
-        self.say(&Word::Waits(hold.is_some()), &with)?;
+        let held = hold.map(|hold| hold.as_raw_fd() as u32);
+        self.say(&Word::Waits(held), &[userfault, program])?;
         await_call(&self.served)
     }
 }

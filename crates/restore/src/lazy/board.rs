@@ -68,6 +68,8 @@ pub enum Tally {
     Head,
     /// Runs of the touch set that were there when the page servers began.
     Touched,
+    /// Pages that could have come later, and were there before the program ran.
+    Before,
     /// One more than the pages that were there before the program ran, and that it had not used when all was there; 0 if that is not known.
     InVain,
     /// When the program began to run, microseconds since the restore began; 0 before.

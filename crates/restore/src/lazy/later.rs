@@ -293,7 +293,7 @@ impl<'a> Later<'a> {
                 if settled.unset(pages.clone()) == Some(pages.clone())
                     && matches!(self.userfault.put(RemoteAddr(from), here), Ok(Put::All))
                 {
-                    settled.set(pages);
+                    self.board.program(self.program).add(Tally::Before, settled.set(pages));
                 }
             }
             at += run.len;
