@@ -6,6 +6,8 @@ use std::time::Duration;
 
 /// Ends a process.
 pub const SIGKILL: Signal = Signal::KILL;
+/// Ends a process with a core dump.
+pub const SIGABRT: Signal = Signal::ABORT;
 /// Stops a process.
 pub const SIGSTOP: Signal = Signal::STOP;
 /// Lets a stopped process go on.

@@ -8,7 +8,9 @@ use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 use stillpoint_tests::target::Running;
-use stillpoint_tests::{Build, Checkpoint, Scratch, Stillpoint, Target, kernel, undisturbed_only, wait_for};
+use stillpoint_tests::{
+    Build, Checkpoint, Scratch, Stillpoint, Target, kernel, skipped, undisturbed_only, wait_for,
+};
 
 /// Nothing is too small to come later.
 const LAZY: [&str; 2] = ["--eager-below", "0"];
@@ -315,6 +317,79 @@ fn a_touch_set() {
         wait_for("no server", Duration::from_secs(20), || {
             servers_near(&saved.scratch).is_empty().then_some(())
         });
+    }
+    saved.scratch.nothing_is_left("in the end");
+}
+
+/// The largest piece of memory in the core dump that a program has left in its directory.
+fn dumped(directory: &std::path::Path) -> Vec<u8> {
+    let files = fs::read_dir(directory).expect("directory").flatten();
+    let core = files
+        .map(|e| e.path())
+        .find(|p| p.file_name().is_some_and(|n| n.as_encoded_bytes().starts_with(b"core")));
+    let path = core.expect("a core dump");
+    let core = fs::read(&path).expect("core dump");
+    fs::remove_file(&path).expect("remove");
+    let word = |at: usize| u64::from_le_bytes(core[at..at + 8].try_into().expect("a word")) as usize;
+    let heads = (0..word(56) & 0xffff).map(|n| word(32) + 56 * n);
+    // PT_LOAD: its place in the file, and its length.
+    let parts = heads.filter(|&at| word(at) as u32 == 1).map(|at| (word(at + 8), word(at + 32)));
+    let (at, len) = parts.max_by_key(|(_, len)| *len).expect("memory");
+    core[at..at + len].to_vec()
+}
+
+/// What is missing when a program dumps core is in the file in the end.
+#[test]
+fn core_dumps() {
+    let pattern = fs::read_to_string("/proc/sys/kernel/core_pattern").unwrap_or_default();
+    if undisturbed_only() {
+        return;
+    }
+    if !pattern.starts_with("core") {
+        return skipped(&format!("core dumps go elsewhere: {pattern}"));
+    }
+    let scratch = Scratch::new();
+    let target = Target::new("lazy", "whole", Build::Dynamic).expect("cc");
+    let directory = scratch.directory("target");
+    let mut running = target.start(&directory, scratch.path());
+    let pid = running.pid;
+    let unlimited = rustix::process::Rlimit { current: None, maximum: None };
+    let id = rustix::process::Pid::from_raw(pid as i32);
+    if rustix::process::prlimit(id, rustix::process::Resource::Core, unlimited).is_err() {
+        return skipped("core dumps may not be had");
+    }
+    let stillpoint = scratch.stillpoint();
+    let checkpoint = stillpoint.checkpoint(pid, "job", &["--kill"]);
+    running.reap();
+    let saved = Saved { scratch, stillpoint, checkpoint, directory, pid };
+    let abort = |extra: &[&str], after: Duration| {
+        kernel::wait_free(pid);
+        let mut command = saved.stillpoint.command(&["restore", &saved.checkpoint.name()]);
+        command.args(extra).stdin(std::process::Stdio::null());
+        let killer = std::thread::spawn(move || {
+            wait_for("the program", Duration::from_secs(20), || kernel::alive(pid).then_some(()));
+            // Whoever restores it has let it go when nobody traces it.
+            wait_for("it runs", Duration::from_secs(20), || {
+                let is_named = kernel::status(pid, "Name").is_some_and(|name| name.starts_with("lazy"));
+                (is_named && kernel::status(pid, "TracerPid")? == "0").then_some(())
+            });
+            std::thread::sleep(after);
+            kernel::kill(pid, kernel::SIGABRT);
+        });
+        let output = Stillpoint::wait(command, saved.scratch.path());
+        killer.join().expect("it was killed");
+        assert!(!output.stderr.contains("stillpoint:"), "{}", output.stderr);
+        dumped(&saved.directory)
+    };
+    let whole = abort(&["--eager"], Duration::ZERO);
+    assert!(whole.len() > 40 << 20);
+    for rate in ["10MB/s", "100MB/s", "400MB/s", "400MB/s", "1GB/s", "1GB/s"] {
+        let after = Duration::from_micros(saved.scratch.random().below(60_000));
+        let now = abort(&["--eager-below", "0", "--limit-bandwidth", rate], after);
+        assert_eq!(now.len(), whole.len());
+        let pages = now.chunks(4096).zip(whole.chunks(4096));
+        let differing = pages.filter(|(now, then)| now != then).count();
+        assert_eq!(differing, 0, "of {} pages, killed after {after:?} at {rate}", whole.len() / 4096);
     }
     saved.scratch.nothing_is_left("in the end");
 }

@@ -18,6 +18,9 @@ use stillpoint_linux::supervise::{
 const ABANDONED: &str =
     "those who load the memory of the program have been killed: it is killed, too; restore it once more";
 
+/// For so long a core dump is waited for, into which those who load a program put what was missing.
+const DUMPED: Duration = Duration::from_secs(60);
+
 /// How a job ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
@@ -95,14 +98,17 @@ impl Supervisor {
         self.give_terminal();
         loop {
             if let Some(end) = self.changes()? {
-                self.loading.take().into_iter().for_each(Loading::finish);
+                let may_dump = matches!(end, End::Killed(signal) if dumps_core(signal));
+                let patience = if may_dump { DUMPED } else { Duration::ZERO };
+                self.loading.take().into_iter().for_each(|loading| loading.finish(patience));
                 if let Some(checkpointer) = self.checkpointer.take() {
                     checkpointer.finish(&self.signals);
                 }
                 return Ok(end);
             }
             self.checkpointer.iter_mut().for_each(Beside::attend);
-            self.loading.take_if(|l| !l.attend()).into_iter().for_each(Loading::finish);
+            let over = self.loading.take_if(|loading| !loading.attend());
+            over.into_iter().for_each(|loading| loading.finish(Duration::ZERO));
             if let Some(loading) = &mut self.loading
                 && loading.is_abandoned(self.pid)
             {
@@ -174,6 +180,13 @@ impl Supervisor {
             terminal.continue_group();
         }
     }
+}
+
+/// Whether a process that a signal ends leaves a core dump, if it may. `signal(7)`.
+fn dumps_core(signal: i32) -> bool {
+    use Signal as S;
+    let dumping = [S::QUIT, S::ILL, S::TRAP, S::ABORT, S::BUS, S::FPE, S::SEGV, S::XCPU, S::XFSZ, S::SYS];
+    dumping.iter().any(|dumping| dumping.as_raw() == signal)
 }
 
 /// Whether a job that is process `pid` has not got this signal already.

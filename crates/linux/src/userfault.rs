@@ -303,6 +303,14 @@ impl Userfault {
         put(done, copy.copy, len)
     }
 
+    /// Makes the mapping of `[start, end)`, which is missing, one that has had pages of its own: others are not in core dumps.
+    /// Nothing is put in.
+    pub fn make_dumpable(&self, start: RemoteAddr, end: RemoteAddr) {
+        // The kernel gets the mapping ready for a page before it finds that there is nothing to copy.
+        let mut copy = Copy { dst: start.0, src: 0, len: end.0 - start.0, mode: COPY_PROTECTED, copy: 0 };
+        let _ = self.control("make dumpable", UFFDIO_COPY, &mut copy);
+    }
+
     /// Lets `[start, end)` be pages whose contents are lost: who touches one gets `SIGBUS`.
     pub fn poison(&self, start: RemoteAddr, end: RemoteAddr) -> Result<Put> {
         let range = Range { start: start.0, len: end.0 - start.0 };

@@ -159,6 +159,7 @@ impl<'a> Later<'a> {
         };
         for mapping in &plan.mappings {
             userfault.register_missing(RemoteAddr(mapping.start), RemoteAddr(mapping.end()))?;
+            userfault.make_dumpable(RemoteAddr(mapping.start), RemoteAddr(mapping.start + PAGE));
         }
         // Where that cannot be, those who load it hold it alone.
         let hold = hold::make(remote, pidfd, 1 + COPIES).ok();
@@ -319,11 +320,11 @@ impl<'a> Later<'a> {
             Served::Alone(heard) => {
                 let handle = pidfd.try_clone_to_owned().map_err(|e| Error::Failed(format!("dup: {e}")))?;
                 let touch = touch.map(|set| Touch { set, head, done });
-                let (order, line) = (plan.order(), line::listen(pidfd));
+                let (order, line, ids) = (plan.order(), line::listen(pidfd), Some((self.pid, process.pid)));
                 let programs = vec![Some(Program { handle, hold })];
                 #[rustfmt::skip]
                 let work = Work {
-                    plan, order, reader, touch, limit, board, programs, heard, is_heard, is_followed, origin, line,
+                    plan, order, reader, touch, limit, board, ids, programs, heard, is_heard, is_followed, origin, line,
                 };
                 Some(keepers::start(&work, vec![(0, userfault.into_fd())], Some(began.elapsed()))?)
             }

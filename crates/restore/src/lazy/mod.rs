@@ -7,6 +7,7 @@
 
 pub mod board;
 mod claim;
+mod cores;
 mod keepers;
 mod later;
 pub mod placement;

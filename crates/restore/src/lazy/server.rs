@@ -5,6 +5,7 @@
 
 use super::board::{Bits, Board, Count, EVENTS, Tally};
 use super::claim::{Claim, Moves};
+use super::cores::{Core, Cores};
 use super::placement::{Piece, Placement};
 use super::plan::Plan;
 use crate::pace::Pace;
@@ -78,6 +79,8 @@ pub struct Work<'a> {
     pub limit: Option<u64>,
     /// What outlives a server.
     pub board: Arc<Board>,
+    /// The id of the program, if there is one: as we see it, and as it does.
+    pub ids: Option<(u32, u32)>,
     /// The programs that wait for pages, by their numbers.
     pub programs: Vec<Option<Program>>,
     /// Who hears of it.
@@ -204,6 +207,7 @@ pub enum Served {
 /// whoever follows the program.
 pub fn serve(work: &Work<'_>, by: &[BorrowedFd<'_>], claim: &mut Claim) -> Result<Served> {
     work.board.add(Count::Servers, 1);
+    let sees_all = work.board.get(Count::Servers) == 1;
     let (urgent, leave) = (AtomicUsize::new(0), AtomicBool::new(false));
     let pace = Pace::new(work.limit);
     let first = work.touch.map_or(0, |touch| touch.done);
@@ -221,6 +225,7 @@ pub fn serve(work: &Work<'_>, by: &[BorrowedFd<'_>], claim: &mut Claim) -> Resul
         leave,
         lacking,
         demanded_us,
+        sees_all,
         pace,
         yielding: Mutex::default(),
         touched,
@@ -264,6 +269,8 @@ struct Server<'a> {
     lacking: AtomicBool,
     /// When a page was waited for last, microseconds.
     demanded_us: AtomicU64,
+    /// Whether it is the first server, and so knows all that the program has done away with.
+    sees_all: bool,
     /// The way to the store.
     pace: Pace,
     /// Threads that leave their processors to others for a while.
@@ -414,6 +421,7 @@ impl<'a> Server<'a> {
         // Those who could not be served yet.
         let mut waiting: Vec<(Arc<Space<'a>>, RemoteAddr)> = Vec::new();
         let mut told_that_it_lacks = false;
+        let mut cores = self.work.ids.and_then(|(pid, own)| Cores::of(pid, own));
         let prompt = SchedAttr { policy: libc::SCHED_FIFO as u32, priority: 2, ..SchedAttr::default() };
         let _ = sched::set_attributes(0, &prompt);
         loop {
@@ -429,6 +437,15 @@ impl<'a> Server<'a> {
                     self.loaded(&space, scope);
                 }
                 if space.has_ended() || is_complete && self.may_leave(&space, claim) {
+                    match cores.as_ref().filter(|_| space.is_own()) {
+                        Some(cores) if space.has_ended() => {
+                            // What cannot be written is as it would be without us.
+                            let _ = cores.find().map(|core| self.complete(&core, &space));
+                        }
+                        // What came while it is written is not in it.
+                        Some(cores) if cores.is_being_written() => continue,
+                        _ => {}
+                    }
                     waiting.retain(|(s, _)| s.number != space.number);
                     self.finish(space, claim)?;
                 }
@@ -437,6 +454,7 @@ impl<'a> Server<'a> {
             if spaces.is_empty() {
                 return Ok(Served::All);
             }
+            cores.iter_mut().for_each(Cores::look);
             // Of a program's end there is nothing more to learn once its memory is done with.
             let programs = spaces.iter().filter_map(|space| Some((space, space.handle?)));
             let programs: Vec<_> = programs.collect();
@@ -641,9 +659,42 @@ impl<'a> Server<'a> {
         self.wanted.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Puts into a core dump what was missing when it was written.
+    fn complete(&self, core: &Core, space: &Space<'a>) -> Result<()> {
+        let (plan, placement) = (&self.work.plan, space.read());
+        let forgotten = joined(self.wanted().forgotten.clone());
+        // What is settled may have come, or been done away with.
+        let was_missing = |page: u64, then: u64, at: u64| {
+            let is_kept = || self.sees_all && !touches(&forgotten, &Range { start: then, len: PAGE });
+            !space.settled.is_set(page) || is_kept() && core.lacks(at)
+        };
+        for &(start, len, offset) in &core.segments {
+            for piece in placement.inside(start, start + len) {
+                for index in plan.extents_in(piece.then, piece.then_end()) {
+                    let extent = &plan.later[index];
+                    let pages = piece.then.max(extent.address)..piece.then_end().min(extent.end());
+                    let mut bytes = Vec::new();
+                    for then in pages.step_by(PAGE as usize) {
+                        let at = offset + (piece.now + (then - piece.then) - start);
+                        if !was_missing(plan.page(index, then), then, at) {
+                            continue;
+                        }
+                        if bytes.is_empty() {
+                            bytes.resize(extent.len() as usize, 0);
+                            self.work.reader.read(extent, &mut bytes)?;
+                        }
+                        core.write(at, &bytes[(then - extent.address) as usize..][..PAGE as usize])?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// Tells what was wanted first, for the next time.
     fn record(&self) {
-        let mut wanted = std::mem::take(&mut *self.wanted());
+        let wanted = std::mem::take(&mut *self.wanted());
+        self.wanted().forgotten.clone_from(&wanted.forgotten);
         let (plan, touch) = (&self.work.plan, self.work.touch);
         let before = touch.into_iter().flat_map(|t| (t.head..t.set.len()).map(move |run| t.set.run(run)));
         // What must be there first is read in one piece then.
@@ -651,14 +702,11 @@ impl<'a> Server<'a> {
         let first: Vec<Range> = first.collect();
         let fits = first.iter().map(|r| r.len).sum::<u64>() <= HEAD;
         let is_new = touch.is_none_or(|touch| touch.head < first.len()) && fits;
-        wanted.forgotten.sort_unstable();
-        let is_forgotten = |run: &Range| {
-            let first = wanted.forgotten.partition_point(|f| f.end() <= run.start);
-            wanted.forgotten.get(first).is_some_and(|f| f.start < run.end())
-        };
+        let forgotten = joined(wanted.forgotten);
+        let is_forgotten = |run: &Range| touches(&forgotten, run);
         let runs = before.chain(wanted.runs.iter().copied()).filter(|run| !is_forgotten(run));
         let head = first.into_iter().filter(|_| fits);
-        if is_new || !wanted.runs.is_empty() || !wanted.forgotten.is_empty() {
+        if is_new || !wanted.runs.is_empty() || !forgotten.is_empty() {
             (self.work.heard.wanted)(&head.chain(runs).collect::<Vec<_>>());
         }
     }
@@ -1146,6 +1194,25 @@ impl<'a> Server<'a> {
 pub(super) fn monotonic_us() -> u64 {
     let now = clock_gettime(ClockId::Monotonic);
     now.tv_sec as u64 * 1_000_000 + now.tv_nsec as u64 / 1_000
+}
+
+/// Ranges in ascending order, as one where they touch.
+fn joined(mut ranges: Vec<Range>) -> Vec<Range> {
+    ranges.sort_unstable_by_key(|range| range.start);
+    ranges.dedup_by(|next, last| {
+        let goes_on = next.start <= last.end();
+        if goes_on {
+            last.len = last.len.max(next.end() - last.start);
+        }
+        goes_on
+    });
+    ranges
+}
+
+/// Whether one of some ranges, which are [`joined`], touches another one.
+fn touches(ranges: &[Range], other: &Range) -> bool {
+    let first = ranges.partition_point(|range| range.end() <= other.start);
+    ranges.get(first).is_some_and(|range| range.start < other.end())
 }
 
 /// Pages of a program that were there when it began to run, and that it has not used since then.
