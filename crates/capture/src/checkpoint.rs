@@ -119,6 +119,8 @@ struct Followed {
     outpaced: u32,
     /// What it writes after its last checkpoint is noted for the next restart.
     aftermath: Option<Aftermath>,
+    /// Until then that takes too much of the time.
+    rests_until: Option<Instant>,
     /// The address space to which all this belongs: a process that executes another program gets a new one.
     space: Option<Pagemap>,
 }
@@ -206,6 +208,8 @@ const PACE_KEPT: u32 = 8;
 const FRESH: Duration = Duration::from_millis(30);
 /// Files that the program keeps writing are read at the cut, up to this size, bytes.
 const READ_AT_THE_CUT: u64 = 4 << 20;
+/// To tell what a program writes after its checkpoint may take one in so many parts of the time.
+const SPARING: u32 = 100;
 /// Between two looks whether the memory of a program that was just restored is all there.
 const LOADING: Duration = Duration::from_millis(10);
 /// So long a moment is waited for in which the program does not notice that it is stopped, before its first checkpoint.
@@ -286,8 +290,12 @@ fn tend(pid: u32, followed: &mut Followed) -> Result<bool> {
     if let (Some(mut after), Some(tracking), Some(space)) =
         (followed.aftermath.take(), &followed.tracking, &followed.space)
     {
+        let began = Instant::now();
         // A hint is worth no failure.
         let goes_on = after.attend(tracking, space).unwrap_or(false);
+        if !goes_on {
+            followed.rests_until = Some(Instant::now() + SPARING * began.elapsed());
+        }
         followed.aftermath = goes_on.then_some(after);
         return Ok(goes_on);
     }
@@ -344,7 +352,7 @@ fn take(
     let writer = store.begin(&options.job)?;
     let last = store.load(&options.job, None).ok();
     let behind = behind(pid, store, options, last.as_ref(), followed)?;
-    let Followed { tracking, armed, earlier, space, outpaced, aftermath, .. } = followed;
+    let Followed { tracking, armed, earlier, space, outpaced, aftermath, rests_until, .. } = followed;
     let earlier_calls = || last.as_ref().map(|l| earlier_calls(&l.image, &target)).unwrap_or_default();
     let mut work = Work {
         options,
@@ -376,7 +384,8 @@ fn take(
     }
     let Done { committed, pause, engine, incremental } = done;
     let is_followed = tracking.as_ref().is_some_and(|t| t.loading.is_none());
-    if lasting && is_followed && !options.kill {
+    let rests = rests_until.is_some_and(|until| Instant::now() < until);
+    if lasting && is_followed && !rests && !options.kill {
         *aftermath = Aftermath::begin(store, &options.job, &committed, start.elapsed());
     }
     let other_pauses = work.log.pauses;

@@ -103,7 +103,9 @@ impl Loading {
 
     /// Whether all those that load it were killed, and the program will wait for ever.
     pub fn is_abandoned(&mut self, program: u32) -> bool {
-        let is_over = self.is_loaded() || self.pager.coming.count(Count::Done) > 0;
+        // Those who have loaded all let go of it before they leave.
+        let is_over =
+            self.pager.coming.tally(Tally::LoadedUs) > 0 || self.pager.coming.count(Count::Done) > 0;
         let (when, times) = self.missed;
         if !self.is_left_to_others || is_over || when.elapsed() < LOOK {
             return false;

@@ -11,7 +11,7 @@ use rustix::fs::{SeekFrom, seek};
 use std::ffi::OsStr;
 use std::fs::{File, read_dir};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 use stillpoint_image::PAGE;
@@ -100,7 +100,7 @@ impl Cores {
 impl Core {
     /// Opens a file, if it is a core dump of a process of this id.
     fn open(path: &Path, own: u32) -> Option<Self> {
-        let file = File::options().read(true).write(true).open(path).ok()?;
+        let file = File::options().read(true).write(true).custom_flags(libc::O_NOFOLLOW).open(path).ok()?;
         let len = file.metadata().ok()?.len();
         let data = ReadCache::new(&file);
         let header = FileHeader64::<Endianness>::parse(&data).ok()?;
@@ -120,7 +120,13 @@ impl Core {
         let segment = |part: &<FileHeader64<Endianness> as object::read::elf::FileHeader>::ProgramHeader| {
             (part.p_vaddr(endian), part.p_filesz(endian), part.p_offset(endian))
         };
-        let segments = loaded.map(segment).filter(|(_, len, _)| *len > 0).collect();
+        // It may be any file that the program has made.
+        let is_sound = |&(start, len, at): &(u64, u64, u64)| {
+            len > 0
+                && start.checked_add(len).is_some()
+                && at.checked_add(len).is_some_and(|end| end <= i64::MAX as u64)
+        };
+        let segments = loaded.map(segment).filter(is_sound).collect();
         (pid == Some(own)).then_some(Core { file, len, segments })
     }
 
