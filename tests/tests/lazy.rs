@@ -405,8 +405,7 @@ fn a_touch_set_of_writes() {
     let stillpoint = scratch.stillpoint();
     let directory = scratch.directory("target");
     let job = target.start_job(&stillpoint, "job", &directory);
-    let shown =
-        |id: u64| stillpoint.run(&["show", &format!("job@{id}"), "--json"]).ok().json()["touch_set"].clone();
+    let shown = || stillpoint.run(&["show", "job@1", "--json"]).ok().json()["touch_set"].clone();
     let taken = stillpoint.run(&["checkpoint", "job", "--engine", "precopy", "--json"]).ok().json();
     assert_eq!(taken["id"], 1);
     let touch = wait_for("a touch set", Duration::from_secs(20), || Some(shown()).filter(|t| !t.is_null()));

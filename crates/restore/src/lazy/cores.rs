@@ -24,10 +24,32 @@ const EARLIER: Duration = Duration::from_secs(1);
 /// Where a process id is in `struct elf_prpsinfo`, bytes.
 const PID_AT: usize = 24;
 
+/// A program that is about to run, and may leave a core dump.
+#[derive(Debug)]
+pub struct Origin {
+    /// Its id as we see it.
+    pid: u32,
+    /// Its id as it sees itself.
+    own: u32,
+    /// Its current directory.
+    directory: PathBuf,
+    since: SystemTime,
+}
+
+impl Origin {
+    /// It, by these ids.
+    pub fn new(pid: u32, own: u32) -> Self {
+        let directory = Proc::process(pid).and_then(|process| process.link("cwd")).unwrap_or_default();
+        let directory = PathBuf::from(OsStr::from_bytes(&directory));
+        Origin { pid, own, directory, since: SystemTime::now() - EARLIER }
+    }
+}
+
 /// Where a program would leave a core dump.
 #[derive(Debug)]
 pub struct Cores {
-    process: Proc,
+    /// It, unless it has ended.
+    process: Option<Proc>,
     /// Its id as it sees itself.
     own: u32,
     /// `/proc/sys/kernel/core_pattern`.
@@ -50,16 +72,17 @@ pub struct Core {
 }
 
 impl Cores {
-    /// Those of a process that began to run a moment ago, if they would be files. `own` is its id as it sees itself.
-    pub fn of(pid: u32, own: u32) -> Option<Self> {
+    /// Those of a program, if they would be files.
+    pub fn of(origin: &Origin) -> Option<Self> {
         let setting =
             |name: &str| std::fs::read(Path::new("/proc/sys/kernel").join(name)).unwrap_or_default();
         let pattern = setting("core_pattern").trim_ascii().to_vec();
         let is_file = !matches!(pattern.first(), None | Some(b'|' | b'@'));
         let uses_pid = setting("core_uses_pid").trim_ascii() != b"0";
-        let process = Proc::process(pid).ok().filter(|_| is_file)?;
-        let (directory, looked, since) = (PathBuf::new(), None, SystemTime::now() - EARLIER);
-        Some(Cores { process, own, pattern, uses_pid, directory, looked, since })
+        let process = Proc::process(origin.pid).ok();
+        let Origin { own, since, .. } = *origin;
+        let (directory, looked) = (origin.directory.clone(), None);
+        is_file.then_some(Cores { process, own, pattern, uses_pid, directory, looked, since })
     }
 
     /// Sees where the program is, while it lives.
@@ -68,14 +91,15 @@ impl Cores {
             return;
         }
         self.looked = Some(Instant::now());
-        if let Ok(directory) = self.process.link("cwd") {
+        if let Some(Ok(directory)) = self.process.as_ref().map(|process| process.link("cwd")) {
             self.directory = PathBuf::from(OsStr::from_bytes(&directory));
         }
     }
 
     /// Whether one is being written.
     pub fn is_being_written(&self) -> bool {
-        let status = self.process.read("status").unwrap_or_default();
+        let status =
+            self.process.as_ref().and_then(|process| process.read("status").ok()).unwrap_or_default();
         status.split(|&b| b == b'\n').any(|line| line == b"CoreDumping:\t1")
     }
 

@@ -1,6 +1,7 @@
 //! Setting lazy loading up in a process that is being built.
 
 use super::board::{Board, COPIES, Count, Tally};
+use super::cores;
 use super::keepers;
 use super::plan::Plan;
 use super::server::{Program, Touch, Work, monotonic_us};
@@ -320,11 +321,12 @@ impl<'a> Later<'a> {
             Served::Alone(heard) => {
                 let handle = pidfd.try_clone_to_owned().map_err(|e| Error::Failed(format!("dup: {e}")))?;
                 let touch = touch.map(|set| Touch { set, head, done });
-                let (order, line, ids) = (plan.order(), line::listen(pidfd), Some((self.pid, process.pid)));
+                let (order, line) = (plan.order(), line::listen(pidfd));
+                let dumps = Some(cores::Origin::new(self.pid, process.pid));
                 let programs = vec![Some(Program { handle, hold })];
                 #[rustfmt::skip]
                 let work = Work {
-                    plan, order, reader, touch, limit, board, ids, programs, heard, is_heard, is_followed, origin, line,
+                    plan, order, reader, touch, limit, board, dumps, programs, heard, is_heard, is_followed, origin, line,
                 };
                 Some(keepers::start(&work, vec![(0, userfault.into_fd())], Some(began.elapsed()))?)
             }

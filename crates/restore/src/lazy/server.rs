@@ -5,7 +5,7 @@
 
 use super::board::{Bits, Board, Count, EVENTS, Tally};
 use super::claim::{Claim, Moves};
-use super::cores::{Core, Cores};
+use super::cores::{self, Core, Cores};
 use super::placement::{Piece, Placement};
 use super::plan::Plan;
 use crate::pace::Pace;
@@ -79,8 +79,8 @@ pub struct Work<'a> {
     pub limit: Option<u64>,
     /// What outlives a server.
     pub board: Arc<Board>,
-    /// The id of the program, if there is one: as we see it, and as it does.
-    pub ids: Option<(u32, u32)>,
+    /// The program whose core dumps are seen to.
+    pub dumps: Option<cores::Origin>,
     /// The programs that wait for pages, by their numbers.
     pub programs: Vec<Option<Program>>,
     /// Who hears of it.
@@ -421,7 +421,7 @@ impl<'a> Server<'a> {
         // Those who could not be served yet.
         let mut waiting: Vec<(Arc<Space<'a>>, RemoteAddr)> = Vec::new();
         let mut told_that_it_lacks = false;
-        let mut cores = self.work.ids.and_then(|(pid, own)| Cores::of(pid, own));
+        let mut cores = self.work.dumps.as_ref().and_then(Cores::of);
         let prompt = SchedAttr { policy: libc::SCHED_FIFO as u32, priority: 2, ..SchedAttr::default() };
         let _ = sched::set_attributes(0, &prompt);
         loop {

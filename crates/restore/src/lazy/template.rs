@@ -87,10 +87,10 @@ impl Template {
         let is_heard = options.stdio == Stdio::Current;
         let order = plan.order();
         let meta = &checkpoint.image.meta;
-        let (origin, line, is_followed, ids) = ((meta.job.clone(), meta.id), None, false, None);
+        let (origin, line, is_followed, dumps) = ((meta.job.clone(), meta.id), None, false, None);
         #[rustfmt::skip]
         let work = Work {
-            plan, order, reader, touch, limit, board, ids, programs, heard, is_heard, is_followed, origin, line,
+            plan, order, reader, touch, limit, board, dumps, programs, heard, is_heard, is_followed, origin, line,
         };
         let child = keepers::start(&work, followed, None)?;
         Ok(Some(Pager { child, coming: self.coming(first) }))
