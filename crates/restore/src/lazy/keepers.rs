@@ -8,7 +8,9 @@
 
 use super::board::{Board, Count, Tally};
 use super::claim::Claim;
-use super::server::{self, Served, Work, monotonic_us};
+use super::server::{self, Served};
+use super::turns::monotonic_us;
+use super::work::Work;
 use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};

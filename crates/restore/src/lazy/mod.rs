@@ -14,6 +14,9 @@ pub mod placement;
 pub mod plan;
 mod server;
 mod template;
+mod turns;
+mod wanted;
+mod work;
 
 pub(crate) use later::Later;
 pub use later::{Coming, Pager};

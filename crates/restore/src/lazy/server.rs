@@ -1,30 +1,26 @@
 //! The page server: puts pages where they are waited for, and the others behind them in a row.
 //!
 //! One thread reads what happens and serves those who wait; others fill in the rest. What each needs to know outlives it
-//! on the [`Board`].
+//! on the [`super::board`].
 
-use super::board::{Bits, Board, Count, EVENTS, Tally};
+use super::board::{Bits, Count, EVENTS, Tally};
 use super::claim::{Claim, Moves};
-use super::cores::{self, Core, Cores};
+use super::cores::{Core, Cores};
 use super::placement::{Piece, Placement};
-use super::plan::Plan;
+use super::turns::{Prompt, Turn, monotonic_us};
+use super::wanted::{Wanted, around, joined, touches};
+use super::work::{Touch, Work};
 use crate::pace::Pace;
-use crate::rebuild::Heard;
 use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use rustix::process::{Signal, pidfd_send_signal};
-use rustix::time::{ClockId, clock_gettime};
-use std::collections::HashMap;
-use std::os::unix::net::UnixListener;
+use rustix::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::thread::Scope;
 use std::time::{Duration, Instant};
-use stillpoint_image::{Extent, PAGE, Range};
+use stillpoint_image::{PAGE, Range};
 use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::fdinfo::{self, Detail};
-use stillpoint_linux::hold;
 use stillpoint_linux::line::{Origin, Request, State};
 use stillpoint_linux::pager::{self, Role};
 use stillpoint_linux::proc::{Proc, Vma};
@@ -32,14 +28,11 @@ use stillpoint_linux::sched::{self, SchedAttr};
 use stillpoint_linux::spawn::ADDRESS_SPACE;
 use stillpoint_linux::split;
 use stillpoint_linux::userfault::{EVENT_WORDS, Event, Put, SharedUserfault, Userfault, logged};
-use stillpoint_store::{Reader, TouchSet};
 
 /// Pages of zeros that are put in together.
 const ZEROS: u64 = 16;
 /// Where a block takes longer than this to read, all of it is put in.
 const SLOW: Duration = Duration::from_micros(500);
-/// Pages that are put in together where one is waited for: so much is known to be wanted.
-const AROUND: u64 = 2;
 /// Most of what must be there first that is kept in a touch set, bytes.
 const HEAD: u64 = 32 << 20;
 /// Runs of the touch set that are put in together.
@@ -48,8 +41,6 @@ const TOGETHER: usize = 16;
 const PATIENCE: Duration = Duration::from_secs(2);
 /// Until what could not be had is tried again.
 const AGAIN: Duration = Duration::from_secs(1);
-/// `SCHED_IDLE`.
-const SCHED_IDLE: u32 = 5;
 /// Put in at a time by those who fill in ahead, bytes: whoever waits does not wait long for that.
 const AT_A_TIME: usize = 64 << 10;
 /// For so long after it began to run, what a program waits for goes before all else …
@@ -64,135 +55,6 @@ const GIVES_WAY_US: u64 = 1_000_000;
 const RUNS_US: u64 = 5_000_000;
 /// Between two looks at what is left, and at who has died, where nothing happens.
 const PAUSE: Duration = Duration::from_millis(10);
-
-/// All that page servers work with.
-pub struct Work<'a> {
-    /// What comes later.
-    pub plan: Arc<Plan>,
-    /// Its extents, in the order in which they are put in ahead.
-    pub order: Vec<usize>,
-    /// Reads it.
-    pub reader: &'a Reader,
-    /// What was wanted first the last time.
-    pub touch: Option<Touch<'a>>,
-    /// So much of it is read at most, bytes a second, if that is limited.
-    pub limit: Option<u64>,
-    /// What outlives a server.
-    pub board: Arc<Board>,
-    /// The program whose core dumps are seen to.
-    pub dumps: Option<cores::Origin>,
-    /// The programs that wait for pages, by their numbers.
-    pub programs: Vec<Option<Program>>,
-    /// Who hears of it.
-    pub heard: Heard<'a>,
-    /// Whether standard error leads to somebody.
-    pub is_heard: bool,
-    /// The checkpoint: job and number.
-    pub origin: (String, u64),
-    /// Where whoever follows the program calls, where that can be.
-    pub line: Option<UnixListener>,
-    /// Whether somebody is going to.
-    pub is_followed: bool,
-}
-
-/// A program that waits for pages.
-#[derive(Debug)]
-pub struct Program {
-    /// Its pidfd.
-    pub handle: OwnedFd,
-    /// With which it holds what follows its memory, and that of its copies ([`stillpoint_linux::hold`]), where that can be.
-    pub hold: Option<OwnedFd>,
-}
-
-/// A touch set that is being put in.
-#[derive(Clone, Copy, Debug)]
-pub struct Touch<'a> {
-    /// It.
-    pub set: &'a TouchSet,
-    /// The first of its runs that need not have been there before the program ran.
-    pub head: usize,
-    /// The first that is not there yet.
-    pub done: usize,
-}
-
-impl Touch<'_> {
-    /// The runs that need not have been there before the program ran: start, end, number.
-    fn by_address(self) -> Vec<(u64, u64, usize)> {
-        let run = |number| {
-            let range = self.set.run(number);
-            (range.start, range.end(), number)
-        };
-        let mut runs: Vec<_> = (self.head..self.set.len()).map(run).collect();
-        runs.sort_unstable();
-        runs
-    }
-
-    /// Bytes of these.
-    fn bytes(self) -> u64 {
-        (self.head..self.set.len()).map(|number| self.set.run(number).len).sum()
-    }
-}
-
-impl Work<'_> {
-    /// The descriptors it needs.
-    pub(super) fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
-        let mut all = self.reader.descriptors();
-        all.extend(self.touch.map(|touch| touch.set.descriptor()));
-        all.extend((0..self.programs.len()).filter_map(|number| self.program(number)));
-        all.extend(
-            self.programs.iter().flatten().filter_map(|program| program.hold.as_ref()).map(AsFd::as_fd),
-        );
-        all.extend(self.line.as_ref().map(AsFd::as_fd));
-        all
-    }
-
-    /// A program, until its memory is all there: its handle is closed then.
-    fn program(&self, number: usize) -> Option<BorrowedFd<'_>> {
-        self.board.space(number).descriptor()?;
-        self.programs.get(number)?.as_ref().map(|program| program.handle.as_fd())
-    }
-
-    /// Lets a program hold what follows a space of it, or none any more: should all of us be killed, nobody goes on with zeros.
-    fn hold(&self, space: usize, program: usize, userfault: Option<BorrowedFd<'_>>) {
-        let hold = self.programs.get(program).and_then(|p| p.as_ref()?.hold.as_ref());
-        // One of its own, then those of copies.
-        let place = if space == program { 0 } else { 1 + space - self.programs.len() };
-        hold.iter().for_each(|hold| drop(hold::put(hold, place, userfault)));
-    }
-
-    /// Of which program it is noted what it wants: the first that waits for pages.
-    fn noted(&self) -> usize {
-        self.programs.iter().position(Option::is_some).unwrap_or(0)
-    }
-
-    /// A program must not go on without what cannot be had.
-    fn give_up(&self, program: usize, why: &Error) {
-        self.fail(program, &why.to_string());
-        // Fails if it has ended by itself.
-        let _ = self.program(program).map(|handle| pidfd_send_signal(handle, Signal::KILL));
-    }
-
-    /// No program that still waits for pages must go on.
-    pub(super) fn give_up_all(&self, why: &Error) {
-        let all = (0..self.programs.len()).filter(|&number| self.program(number).is_some());
-        all.for_each(|program| self.give_up(program, why));
-    }
-
-    /// Tells once that a page cannot be had.
-    fn fail(&self, program: usize, why: &str) {
-        let is_told =
-            (0..self.programs.len()).any(|n| self.board.program(n).failure().as_deref() == Some(why));
-        if self.board.program(program).fail(why) && !is_told {
-            (self.heard.failed)(why);
-        }
-    }
-}
-
-impl std::fmt::Debug for Work<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} pages to come", self.plan.pages())
-    }
-}
 
 /// How a server ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -298,18 +160,6 @@ const NEW: u8 = 0;
 const QUICK: u8 = 1;
 /// … or slowly: another part of it, which the system has kept since, is quicker to be had.
 const LATE: u8 = 2;
-
-/// What programs waited for.
-#[derive(Debug, Default)]
-struct Wanted {
-    /// What of each extent was put in last, for each space.
-    extents: HashMap<(usize, usize), Range>,
-    /// What one program waited for, in order.
-    runs: Vec<Range>,
-    bytes: u64,
-    /// Done away with before all was there.
-    forgotten: Vec<Range>,
-}
 
 /// An address space that is being filled.
 struct Space<'a> {
@@ -1189,32 +1039,6 @@ impl<'a> Server<'a> {
     }
 }
 
-/// Time on the clock that all page servers of a program have: it is the program's own, and not that of those who started
-/// them.
-pub(super) fn monotonic_us() -> u64 {
-    let now = clock_gettime(ClockId::Monotonic);
-    now.tv_sec as u64 * 1_000_000 + now.tv_nsec as u64 / 1_000
-}
-
-/// Ranges in ascending order, as one where they touch.
-fn joined(mut ranges: Vec<Range>) -> Vec<Range> {
-    ranges.sort_unstable_by_key(|range| range.start);
-    ranges.dedup_by(|next, last| {
-        let goes_on = next.start <= last.end();
-        if goes_on {
-            last.len = last.len.max(next.end() - last.start);
-        }
-        goes_on
-    });
-    ranges
-}
-
-/// Whether one of some ranges, which are [`joined`], touches another one.
-fn touches(ranges: &[Range], other: &Range) -> bool {
-    let first = ranges.partition_point(|range| range.end() <= other.start);
-    ranges.get(first).is_some_and(|range| range.start < other.end())
-}
-
 /// Pages of a program that were there when it began to run, and that it has not used since then.
 fn unused_pages(program: BorrowedFd<'_>, placement: &Placement) -> Option<u64> {
     let info = fdinfo::read(std::process::id(), program.as_raw_fd() as u32).ok()?;
@@ -1224,107 +1048,4 @@ fn unused_pages(program: BorrowedFd<'_>, placement: &Placement) -> Option<u64> {
     let is_ours = |vma: &Vma| pieces.iter().any(|p| p.now < vma.end && vma.start < p.now_end());
     let unused = smaps.iter().filter(|smap| is_ours(&smap.vma));
     Some(unused.map(|smap| smap.anonymous.saturating_sub(smap.referenced) / PAGE).sum())
-}
-
-/// What is put in together with the page at an address; `last` is what was put in before of the same extent. Who goes on
-/// where that ended wants more, twice as much each time.
-fn around(extent: &Extent, page: u64, last: Option<Range>) -> Range {
-    let goes_on = last.filter(|last| (last.end()..last.end() + AROUND * PAGE).contains(&page));
-    let (start, len) = match goes_on {
-        Some(last) => (page, 2 * last.len),
-        None => (page / PAGE / AROUND * AROUND * PAGE, AROUND * PAGE),
-    };
-    let (from, to) = (start.max(extent.address), (start + len).min(extent.end()));
-    Range { start: from, len: to - from }
-}
-
-/// Whose turn it is where processors are few.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Turn {
-    /// This thread is one like any other.
-    Ours,
-    /// Until then, microseconds, it runs only where nobody else wants to.
-    Others(u64),
-}
-
-impl Turn {
-    fn take(self) {
-        self.take_for(0);
-    }
-
-    fn take_for(self, tid: u32) {
-        let policy = match self {
-            Turn::Others(until) if monotonic_us() < until => SCHED_IDLE,
-            _ => libc::SCHED_OTHER as u32,
-        };
-        let _ = sched::set_attributes(tid, &SchedAttr { policy, ..SchedAttr::default() });
-    }
-}
-
-/// A short time in which this thread is not kept from its processor: it holds what another one waits for, for which the
-/// program waits. Then it is as it was.
-struct Prompt(Turn);
-
-impl Prompt {
-    fn begin(then: Turn) -> Self {
-        Self::is_possible();
-        Prompt(then)
-    }
-
-    /// Whether there can be such times, where this thread is not kept from its processor from now on.
-    fn is_possible() -> bool {
-        let attributes = SchedAttr { policy: libc::SCHED_FIFO as u32, priority: 1, ..SchedAttr::default() };
-        sched::set_attributes(0, &attributes).is_ok()
-    }
-}
-
-impl Drop for Prompt {
-    fn drop(&mut self) {
-        self.0.take();
-    }
-}
-
-impl Wanted {
-    /// Notes a range, unless all of them are more than so many bytes. Whether it did.
-    fn note(&mut self, range: Range, most: u64) -> bool {
-        let fits = self.bytes + range.len <= most;
-        if fits {
-            self.bytes += range.len;
-            self.runs.push(range);
-        }
-        fits
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-    use stillpoint_image::{Owner, Place};
-
-    proptest! {
-        /// The page itself is always among what is put in, within the extent; who reads on gets more and more of it.
-        #[test]
-        fn what_is_put_in_holds_the_page(first in 1u64..100, pages in 1u32..65, asked in prop::collection::vec(0u64..64, 1..40)) {
-            let extent = Extent { owner: Owner::Space(0), address: first * PAGE, pages, place: Place::Zero };
-            let mut last = None;
-            for page in asked.into_iter().map(|n| extent.address + n % u64::from(pages) * PAGE) {
-                let now = around(&extent, page, last);
-                prop_assert!(now.start <= page && page < now.end() && now.len.is_multiple_of(PAGE));
-                prop_assert!(extent.address <= now.start && now.end() <= extent.end());
-                last = Some(now);
-            }
-        }
-    }
-
-    #[test]
-    fn reading_on_takes_few_waits() {
-        let extent = Extent { owner: Owner::Space(0), address: 64 * PAGE, pages: 64, place: Place::Zero };
-        let (mut at, mut last, mut waits) = (extent.address, None, 0);
-        while at < extent.end() {
-            let now = around(&extent, at, last);
-            (at, last, waits) = (now.end(), Some(now), waits + 1);
-        }
-        assert_eq!(waits, 6); // 2, 4, 8, 16, 32 and the last 2
-    }
 }

@@ -8,7 +8,7 @@ use super::board::{Board, Tally};
 use super::keepers;
 use super::later::{Coming, Pager};
 use super::plan::Plan;
-use super::server::{Program, Touch, Work};
+use super::work::{Program, Touch, Work};
 use crate::rebuild::{Heard, Options, only_process};
 use crate::{Result, Stdio};
 use rustix::fd::{BorrowedFd, OwnedFd};
