@@ -5,8 +5,6 @@ use crate::heartbeat::{Heartbeat, Load};
 use crate::report::{Figure, Limit, Promise, Section, Table, number};
 use crate::series::Series;
 use anyhow::Result;
-use std::fs;
-use std::path::Path;
 
 const ABOUT: &str = "\
 A program is checkpointed, killed and restored again and again, its checkpoint in the page cache. `runs` is the time from the
@@ -50,7 +48,7 @@ pub fn run(bench: &Bench) -> Result<Section> {
             let mut measured = Measured::default();
             for run in 0..=bench.plan.runs {
                 if name == FIRST {
-                    forget_touch_sets(&store)?;
+                    bench.stillpoint.forget_touch_sets(&store)?;
                 }
                 let (runs, answers) = bench.stillpoint.bring_back(&program, &store, way)?;
                 if run > 0 {
@@ -90,17 +88,6 @@ pub fn run(bench: &Bench) -> Result<Section> {
     section.tables.push(table);
     section.promises = promises(&all);
     Ok(section)
-}
-
-/// Has the next restore know nothing of those before.
-fn forget_touch_sets(store: &Path) -> Result<()> {
-    for job in fs::read_dir(store.join("jobs"))? {
-        let sets = job?.path().join("touch");
-        if sets.exists() {
-            fs::remove_dir_all(sets)?;
-        }
-    }
-    Ok(())
 }
 
 fn promises(all: &[(u64, &str, Measured)]) -> Vec<Promise> {

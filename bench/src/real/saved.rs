@@ -106,8 +106,7 @@ impl<'a> Saved<'a> {
 
     /// Forgets what it waited for after earlier restores.
     pub fn forget(&self) -> Result<()> {
-        let sets = self.store.join("jobs").join(JOB).join("touch");
-        if sets.exists() { fs::remove_dir_all(sets).context("touch sets") } else { Ok(()) }
+        self.bench.stillpoint.forget_touch_sets(&self.store)
     }
 
     /// Bytes of what it waited for after earlier restores.

@@ -4,6 +4,7 @@ use super::run;
 use crate::heartbeat::Heartbeat;
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -263,6 +264,17 @@ impl Stillpoint {
         command.args(["restore", job, "--detach", "--json"]).args(options).env("STILLPOINT_STORE", store);
         let piped = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         piped.spawn().with_context(|| self.binary.display().to_string())
+    }
+
+    /// Forgets what programs waited for after earlier restores, and what they wrote after their checkpoints.
+    pub fn forget_touch_sets(&self, store: &Path) -> Result<()> {
+        for job in fs::read_dir(store.join("jobs"))? {
+            let sets = job?.path().join("touch");
+            if sets.exists() {
+                fs::remove_dir_all(sets).context("touch sets")?;
+            }
+        }
+        Ok(())
     }
 
     /// Waits until no program's memory is being loaded by this command any more.

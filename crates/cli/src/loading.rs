@@ -92,12 +92,16 @@ impl Loading {
         self.pager.coming.count(Count::Done) == 0
     }
 
-    /// It is over, or nobody needs it any more. Its processes may take so long to leave.
-    pub fn finish(mut self, patience: Duration) {
+    /// Waits until its processes have left, which fill in what is missing in a core dump, but not for longer than that.
+    pub fn await_end(&mut self, patience: Duration) {
         let began = Instant::now();
         while began.elapsed() < patience && !self.is_left_to_others && self.attend() {
             std::thread::sleep(Duration::from_millis(2));
         }
+    }
+
+    /// It is over, or nobody needs it any more.
+    pub fn finish(mut self) {
         self.tell();
     }
 

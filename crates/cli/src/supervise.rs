@@ -98,17 +98,17 @@ impl Supervisor {
         self.give_terminal();
         loop {
             if let Some(end) = self.changes()? {
-                let may_dump = matches!(end, End::Killed(signal) if dumps_core(signal));
-                let patience = if may_dump { DUMPED } else { Duration::ZERO };
-                self.loading.take().into_iter().for_each(|loading| loading.finish(patience));
+                if matches!(end, End::Killed(signal) if dumps_core(signal)) {
+                    self.loading.iter_mut().for_each(|loading| loading.await_end(DUMPED));
+                }
+                self.loading.take().into_iter().for_each(Loading::finish);
                 if let Some(checkpointer) = self.checkpointer.take() {
                     checkpointer.finish(&self.signals);
                 }
                 return Ok(end);
             }
             self.checkpointer.iter_mut().for_each(Beside::attend);
-            let over = self.loading.take_if(|loading| !loading.attend());
-            over.into_iter().for_each(|loading| loading.finish(Duration::ZERO));
+            self.loading.take_if(|l| !l.attend()).into_iter().for_each(Loading::finish);
             if let Some(loading) = &mut self.loading
                 && loading.is_abandoned(self.pid)
             {

@@ -185,6 +185,25 @@ impl Range {
     pub fn end(&self) -> u64 {
         self.start + self.len
     }
+
+    /// Ranges in ascending order, as one where they overlap or one begins where another ends.
+    pub fn joined(mut ranges: Vec<Range>) -> Vec<Range> {
+        ranges.sort_unstable_by_key(|range| range.start);
+        ranges.dedup_by(|next, last| {
+            let goes_on = next.start <= last.end();
+            if goes_on {
+                last.len = last.len.max(next.end() - last.start);
+            }
+            goes_on
+        });
+        ranges
+    }
+
+    /// Whether it overlaps one of some ranges that do not overlap each other, in ascending order.
+    pub fn overlaps_any(&self, ranges: &[Range]) -> bool {
+        let first = ranges.partition_point(|range| range.end() <= self.start);
+        ranges.get(first).is_some_and(|range| range.start < self.end())
+    }
 }
 
 /// `stack_t`.

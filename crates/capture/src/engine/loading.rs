@@ -121,14 +121,7 @@ impl Loading {
             self.now.missing.iter().flat_map(|missing| without(*missing, &found.own)).collect();
         found.own.extend(missing.iter().map(|p| Range { start: p.now, len: p.len }));
         self.missing.extend(missing);
-        found.own.sort_unstable_by_key(|r| r.start);
-        found.own.dedup_by(|next, last| {
-            let joins = next.start <= last.end();
-            if joins {
-                last.len = last.len.max(next.end() - last.start);
-            }
-            joins
-        });
+        found.own = Range::joined(std::mem::take(&mut found.own));
         self.has_looked = true;
         self.is_trusted = true;
     }
@@ -188,24 +181,16 @@ impl Loading {
     ) -> Result<(Vec<Range>, Vec<Range>)> {
         self.ask()?;
         let now = self.now.pieces.iter();
-        let mut now: Vec<Range> = now.map(|p| Range { start: p.now, len: p.len }).collect();
-        now.sort_unstable_by_key(|r| r.start);
-        let holds_some = |mapping: &Range| {
-            let first = now.partition_point(|r| r.end() <= mapping.start);
-            now.get(first).is_some_and(|r| r.start < mapping.end())
-        };
+        let now = Range::joined(now.map(|p| Range { start: p.now, len: p.len }).collect());
         let whole = if self.moves { u64::MAX } else { WHOLE };
         let (mut parts, mut left) = (Vec::new(), bytes);
-        for mapping in mappings.filter(|m| m.end() > from).filter(holds_some) {
+        for mapping in mappings.filter(|m| m.end() > from && m.overlaps_any(&now)) {
             let start = mapping.start.max(from);
-            let part = Range { start, len: mapping.end() - start };
-            if parts.len() == count
-                || left == 0
-                || !parts.is_empty() && part.len > left && mapping.len <= whole
-            {
+            let (rest, is_whole) = (mapping.end() - start, mapping.len <= whole);
+            if parts.len() == count || left == 0 || is_whole && !parts.is_empty() && rest > left {
                 break;
             }
-            let len = if mapping.len <= whole { part.len } else { part.len.min(left) };
+            let len = if is_whole { rest } else { rest.min(left) };
             left = left.saturating_sub(len);
             parts.push(Range { start, len });
         }

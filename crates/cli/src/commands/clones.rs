@@ -28,7 +28,6 @@ use serde_json::{Value, json};
 use std::io::{PipeReader, PipeWriter, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::process::ExitCode;
-use std::time::Duration;
 use stillpoint_image::{Meta, PAGE};
 use stillpoint_linux::descriptors::{duplicate_from, pidfd_open, raise_descriptor_limit};
 use stillpoint_linux::fdinfo::{self, Detail};
@@ -560,11 +559,10 @@ impl Wards {
     fn watch(mut self) -> Result<End> {
         loop {
             self.bury()?;
-            let over = self.loading.take_if(|loading| !loading.attend());
-            over.into_iter().for_each(|loading| loading.finish(Duration::ZERO));
+            self.loading.take_if(|l| !l.attend()).into_iter().for_each(Loading::finish);
             self.leaving.retain_mut(|(checkpointer, _)| !checkpointer.has_left());
             if self.wards.is_empty() {
-                self.loading.take().into_iter().for_each(|loading| loading.finish(Duration::ZERO));
+                self.loading.take().into_iter().for_each(Loading::finish);
                 self.leaving.into_iter().for_each(|(checkpointer, _)| checkpointer.finish(&self.signals));
                 return Ok(self.end);
             }

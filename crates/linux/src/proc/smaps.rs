@@ -138,9 +138,7 @@ impl Proc {
         // Each of the kernel's records is longer; one of a large mapping takes it milliseconds.
         parse(&self.read_by("smaps", &mut [0; 512])?, &self.path.join("smaps"))
     }
-}
 
-impl Proc {
     /// From now on, anonymous memory that is resident counts as referenced when it is used the next time.
     pub fn forget_references(&self) -> Result<()> {
         self.write("clear_refs", b"2")

@@ -55,8 +55,6 @@ pub struct Later<'a> {
     origin: (String, u64),
     /// Runs of the touch set that had to be there first.
     head: usize,
-    /// The process.
-    pid: u32,
 }
 
 /// Who serves it.
@@ -188,7 +186,6 @@ impl<'a> Later<'a> {
             is_followed: options.is_followed,
             origin: (meta.job.clone(), meta.id),
             head: 0,
-            pid: remote.pid(),
         }))
     }
 
@@ -313,7 +310,7 @@ impl<'a> Later<'a> {
     ) -> Result<(Coming, Option<Child>)> {
         let done = self.load_touched(began);
         // What comes from now on is referenced from the beginning.
-        let _ = Proc::process(self.pid).and_then(|process| process.forget_references());
+        let _ = Proc::process(memory.pid()).and_then(|process| process.forget_references());
         let Later { plan, reader, touch, userfault, hold, board, program, served, limit, .. } = self;
         let (is_heard, is_followed, origin, head) = (self.is_heard, self.is_followed, self.origin, self.head);
         board.space(program).set_placement(&plan.placement())?;
@@ -323,7 +320,7 @@ impl<'a> Later<'a> {
                 let handle = pidfd.try_clone_to_owned().map_err(|e| Error::Failed(format!("dup: {e}")))?;
                 let touch = touch.map(|set| Touch { set, head, done });
                 let (order, line) = (plan.order(), line::listen(pidfd));
-                let dumps = Some(cores::Origin::new(self.pid, process.pid));
+                let dumps = Some(cores::Origin::new(memory.pid(), process.pid));
                 let programs = vec![Some(Program { handle, hold })];
                 #[rustfmt::skip]
                 let work = Work {

@@ -7,8 +7,8 @@ use super::board::{Bits, Count, EVENTS, Tally};
 use super::claim::{Claim, Moves};
 use super::cores::{Core, Cores};
 use super::placement::{Piece, Placement};
-use super::turns::{Prompt, Turn, monotonic_us};
-use super::wanted::{Wanted, around, joined, touches};
+use super::turns::{Prompt, Turn, at_once, monotonic_us};
+use super::wanted::{Wanted, around};
 use super::work::{Touch, Work};
 use crate::pace::Pace;
 use crate::{Error, Result};
@@ -512,10 +512,10 @@ impl<'a> Server<'a> {
     /// Puts into a core dump what was missing when it was written.
     fn complete(&self, core: &Core, space: &Space<'a>) -> Result<()> {
         let (plan, placement) = (&self.work.plan, space.read());
-        let forgotten = joined(self.wanted().forgotten.clone());
+        let forgotten = Range::joined(self.wanted().forgotten.clone());
         // What is settled may have come, or been done away with.
         let was_missing = |page: u64, then: u64, at: u64| {
-            let is_kept = || self.sees_all && !touches(&forgotten, &Range { start: then, len: PAGE });
+            let is_kept = || self.sees_all && !Range { start: then, len: PAGE }.overlaps_any(&forgotten);
             !space.settled.is_set(page) || is_kept() && core.lacks(at)
         };
         for &(start, len, offset) in &core.segments {
@@ -552,8 +552,8 @@ impl<'a> Server<'a> {
         let first: Vec<Range> = first.collect();
         let fits = first.iter().map(|r| r.len).sum::<u64>() <= HEAD;
         let is_new = touch.is_none_or(|touch| touch.head < first.len()) && fits;
-        let forgotten = joined(wanted.forgotten);
-        let is_forgotten = |run: &Range| touches(&forgotten, run);
+        let forgotten = Range::joined(wanted.forgotten);
+        let is_forgotten = |run: &Range| run.overlaps_any(&forgotten);
         let runs = before.chain(wanted.runs.iter().copied()).filter(|run| !is_forgotten(run));
         let head = first.into_iter().filter(|_| fits);
         if is_new || !wanted.runs.is_empty() || !forgotten.is_empty() {
@@ -828,7 +828,7 @@ impl<'a> Server<'a> {
         self.yielding().push(rustix::thread::gettid().as_raw_nonzero().get() as u32);
         // Where processors are few, the program should not have to wait for one, but for what it is sure to want. Whoever may
         // not take a processor at once might not get one back that they have left to others.
-        let yields = Prompt::is_possible();
+        let yields = at_once();
         let mut turn = Turn::Ours;
         turn.take();
         self.await_program();

@@ -46,15 +46,15 @@ pub struct Prompt(Turn);
 impl Prompt {
     /// From now on; then it is its turn as before.
     pub fn begin(then: Turn) -> Self {
-        Self::is_possible();
+        at_once();
         Prompt(then)
     }
+}
 
-    /// Whether there can be such times, where this thread is not kept from its processor from now on.
-    pub fn is_possible() -> bool {
-        let attributes = SchedAttr { policy: libc::SCHED_FIFO as u32, priority: 1, ..SchedAttr::default() };
-        sched::set_attributes(0, &attributes).is_ok()
-    }
+/// From now on this thread gets a processor whenever it wants one; false if it may not.
+pub fn at_once() -> bool {
+    let attributes = SchedAttr { policy: libc::SCHED_FIFO as u32, priority: 1, ..SchedAttr::default() };
+    sched::set_attributes(0, &attributes).is_ok()
 }
 
 impl Drop for Prompt {

@@ -13,6 +13,7 @@ pub struct Wanted {
     pub extents: HashMap<(usize, usize), Range>,
     /// What one program waited for, in order.
     pub runs: Vec<Range>,
+    /// Of these, bytes.
     pub bytes: u64,
     /// Done away with before all was there.
     pub forgotten: Vec<Range>,
@@ -28,25 +29,6 @@ impl Wanted {
         }
         fits
     }
-}
-
-/// Ranges in ascending order, as one where they touch.
-pub fn joined(mut ranges: Vec<Range>) -> Vec<Range> {
-    ranges.sort_unstable_by_key(|range| range.start);
-    ranges.dedup_by(|next, last| {
-        let goes_on = next.start <= last.end();
-        if goes_on {
-            last.len = last.len.max(next.end() - last.start);
-        }
-        goes_on
-    });
-    ranges
-}
-
-/// Whether one of some ranges, which are [`joined`], touches another one.
-pub fn touches(ranges: &[Range], other: &Range) -> bool {
-    let first = ranges.partition_point(|range| range.end() <= other.start);
-    ranges.get(first).is_some_and(|range| range.start < other.end())
 }
 
 /// What is put in together with the page at an address; `last` is what was put in before of the same extent. Who goes on
