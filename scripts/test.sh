@@ -17,11 +17,14 @@ log=$(mktemp) || exit 1
 trap 'rm -f "$log"' EXIT
 failed=0
 
+begin=$(date +%s)
+step() { printf '== %s (after %d s)\n' "$*" $(($(date +%s) - begin)); }
+
 sh scripts/test-deps.sh
 
 # Each of the two is one check, and counts as one.
 check() {
-    printf '== %s\n' "$*"
+    step "$@"
     if "$@"; then
         echo "test result: ok. 1 passed; 0 failed" >>"$log"
     else
@@ -34,10 +37,20 @@ check cargo fmt --all --check
 check cargo clippy --workspace --all-targets --quiet -- -D warnings
 
 # The tests start the demo's program and the command themselves.
+step cargo build --workspace
 cargo build --workspace || failed=1
-printf '== %s\n' "cargo test --workspace"
-{ cargo test --workspace --no-fail-fast 2>&1; echo "status $?"; } | tee -a "$log" | grep -v '^status '
-grep -q '^status 0$' "$log" || failed=1
+step cargo test --workspace
+tests=$(mktemp) || exit 1
+trap 'rm -f "$log" "$tests"' EXIT
+sh scripts/watchdog.sh "$tests" $$ 600 2700 &
+watchdog=$!
+tail -n +1 -f --pid=$watchdog "$tests" | grep --line-buffered . &
+shown=$!
+# Into a file: what a test leaves running may hold it open for as long as it likes.
+cargo test --workspace --no-fail-fast >>"$tests" 2>&1 </dev/null || failed=1
+kill "$watchdog"
+wait "$shown"
+cat "$tests" >>"$log"
 
 awk -v failed="$failed" '
     /^test result:/ { for (i = 1; i < NF; i++) { if ($(i + 1) ~ /^passed/) p += $i; if ($(i + 1) ~ /^failed/) f += $i } }
