@@ -49,7 +49,7 @@ cat "$tests.pipe" >"$tests" &
 collector=$!
 sh scripts/watchdog.sh "$tests" $$ 600 2700 &
 watchdog=$!
-tail -n +1 -f --pid=$watchdog "$tests" | grep --line-buffered . &
+tail -n +1 -f --pid=$collector "$tests" | grep --line-buffered . &
 shown=$!
 cargo test --workspace --no-fail-fast >"$tests.pipe" 2>&1 </dev/null || failed=1
 sleep 1

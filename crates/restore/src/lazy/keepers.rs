@@ -19,6 +19,7 @@ use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 use stillpoint_linux::descriptors::pidfd_open;
+use stillpoint_linux::fdinfo::{self, Detail};
 use stillpoint_linux::pager::{self, Role};
 use stillpoint_linux::split::{self, Split};
 use stillpoint_linux::supervise::{Child, wait};
@@ -28,6 +29,8 @@ use stillpoint_linux::userfault::{EVENT_WORDS, Event, logged};
 const BY: usize = 2;
 /// Servers that end because of a failure of their own before the program is given up.
 const BROKEN: u64 = 5;
+/// So many are made at a time, at most.
+const PLENTY: usize = 16;
 /// Between two tries of what may work in a moment.
 const PAUSE: Duration = Duration::from_millis(1);
 
@@ -70,6 +73,8 @@ fn leave_streams(is_heard: bool) {
 
 /// One of the processes, from its beginning to its end.
 fn keep(work: &Work<'_>) -> ! {
+    // Who made this process: it served then, and as long as it lives nobody that it made does.
+    let mut maker = None;
     'life: loop {
         pager::take_role(Role::StandsBy);
         // The handle is everybody's, in the table that all share.
@@ -80,8 +85,12 @@ fn keep(work: &Work<'_>) -> ! {
             }
         };
         let number = work.board.enlist(handle);
-        while let Some(earlier) = living(&work.board, 0..number).first() {
-            await_end(*earlier);
+        loop {
+            match living(&work.board, 0..number).first() {
+                Some(earlier) => await_end(*earlier),
+                None if maker.is_some_and(is_our_parent) => std::thread::sleep(PAUSE),
+                None => break,
+            }
         }
         pager::take_role(Role::Serves);
         let mut claim = Claim::default();
@@ -91,15 +100,23 @@ fn keep(work: &Work<'_>) -> ! {
             }
             tidy(work, &claim);
             let mut by = living(&work.board, number + 1..u64::MAX);
-            while by.len() < BY {
-                let enlisted = work.board.get(Count::Enlisted);
+            let mut made = 0;
+            // If they die as fast as they are made, the program is served by those that live.
+            while by.len() < BY && made < PLENTY {
+                let (enlisted, own) = (work.board.get(Count::Enlisted), std::process::id());
                 match split::copy_sharing_descriptors() {
-                    Ok(Split::Copy) => continue 'life,
+                    Ok(Split::Copy) => {
+                        maker = Some(own);
+                        continue 'life;
+                    }
                     Ok(Split::Original(child)) => {
+                        made += 1;
                         // Whoever is made next comes after it.
                         while work.board.get(Count::Enlisted) == enlisted && !has_ended(child.pidfd.as_fd()) {
                             std::thread::sleep(PAUSE / 20);
                         }
+                        // Nobody else buries it.
+                        drop(wait(child.pidfd.as_fd()));
                         by = living(&work.board, number + 1..u64::MAX);
                     }
                     // No memory, or no process to be had: there may be in a moment.
@@ -123,6 +140,11 @@ fn keep(work: &Work<'_>) -> ! {
             }
         }
     }
+}
+
+/// Whether this process, which has made us, lives.
+fn is_our_parent(pid: u32) -> bool {
+    rustix::process::getppid().is_some_and(|parent| parent.as_raw_pid() as u32 == pid)
 }
 
 /// Those with these numbers that live.
@@ -162,7 +184,8 @@ fn poll_for(process: BorrowedFd<'_>, patience: Timespec) -> bool {
     poll(&mut [PollFd::from_borrowed_fd(process, PollFlags::IN)], Some(&patience)).is_ok_and(|n| n > 0)
 }
 
-/// Closes what a server that was killed left open in the table that we share.
+/// Closes what a server that was killed left open in the table that we share. Handles to processes that live stay: one that
+/// was just made, and has not told its number yet, may have made it, and what is opened from now on is not ours either.
 fn tidy(work: &Work<'_>, claim: &Claim) {
     let mut keep: Vec<i32> = work.descriptors().iter().map(AsRawFd::as_raw_fd).chain(0..=2).collect();
     keep.extend(claim.descriptor());
@@ -183,5 +206,16 @@ fn tidy(work: &Work<'_>, claim: &Claim) {
             _ => None,
         }));
     }
-    split::close_all_but(&keep);
+    let own = std::process::id();
+    let is_left_over = |fd: u32| match fdinfo::read(own, fd).map(|info| info.detail) {
+        Ok(Detail::Pid { .. }) => has_ended(split::shared_descriptor(fd as i32)),
+        Ok(_) => true,
+        // It was there to list the others.
+        Err(_) => false,
+    };
+    for fd in fdinfo::list(own).unwrap_or_default() {
+        if !keep.contains(&(fd as i32)) && is_left_over(fd) {
+            split::close_shared(fd as i32);
+        }
+    }
 }
