@@ -43,9 +43,9 @@ step cargo test --workspace
 tests=$(mktemp) || exit 1
 trap 'rm -f "$log" "$tests" "$tests.pipe"' EXIT
 # Through a pipe, for a restored program would cut a file back; but what a test leaves running may hold that open for as long
-# as it likes, so nobody waits for its end.
+# as it likes, so nobody waits for its end. It is appended, as is what the watchdog says.
 mkfifo "$tests.pipe" || exit 1
-cat "$tests.pipe" >"$tests" &
+cat "$tests.pipe" >>"$tests" &
 collector=$!
 sh scripts/watchdog.sh "$tests" $$ 600 2700 &
 watchdog=$!
