@@ -40,8 +40,29 @@ const STATUS: &[&str] = &[
 ];
 
 impl Facts {
-    /// Looks at a process.
+    /// Looks at a process and its descendants.
     pub fn of(pid: u32) -> Self {
+        let mut facts = Self::of_one(pid);
+        for child in kernel::children(pid) {
+            let about = if kernel::alive(child) { Self::of(child) } else { Self::of_ended(child) };
+            facts.0.extend(about.0.into_iter().map(|(name, value)| (format!("child {child} {name}"), value)));
+            facts.0.insert(format!("child {child} is of"), pid.to_string());
+        }
+        facts
+    }
+
+    /// What is left of a process that has ended: its relations, and how it ended.
+    fn of_ended(pid: u32) -> Self {
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        let fields: Vec<&str> = stat.rsplit_once(") ").map_or("", |s| s.1).split(' ').collect();
+        let mut facts = Facts::default();
+        for (name, index) in [("is", 0), ("group", 2), ("session", 3), ("exit signal", 35), ("status", 49)] {
+            facts.0.insert(name.into(), fields.get(index).unwrap_or(&"").trim().to_string());
+        }
+        facts
+    }
+
+    fn of_one(pid: u32) -> Self {
         let mut facts = Facts::default();
         let base = format!("/proc/{pid}");
         for tid in kernel::threads(pid) {

@@ -77,8 +77,6 @@ macro_rules! refused {
 refused! {
     established_tcp: "tcp" "connection" "connected",
     pending_connection: "tcp" "connection" "pending",
-    child_process: "child",
-    dead_child: "child",
     io_uring: "io_uring",
     sysv_shm: "system v" "sysv" "shared memory",
     foreign_pipe: "pipe",
@@ -105,6 +103,8 @@ macro_rules! refused_or_right {
 }
 
 refused_or_right! {
+    child_process,
+    dead_child,
     aio,
     message_queue,
     own_descriptor_table,

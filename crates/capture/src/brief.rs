@@ -2,8 +2,8 @@
 
 use crate::Result;
 use crate::blocked::{self, Earlier};
-use crate::checkpoint::Target;
 use crate::freeze::{Frozen, Hurry};
+use crate::target::Target;
 use std::collections::HashMap;
 use std::time::Duration;
 use stillpoint_image::BlockedCall;

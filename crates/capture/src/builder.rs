@@ -1,6 +1,6 @@
 //! The image under construction: each kernel object gets one row, however many ways lead to it.
 
-use crate::Refusal;
+use crate::{Error, Refusal, Result};
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use stillpoint_image::{Image, MemoryObject, Owner, PathFile, Usage};
@@ -42,6 +42,17 @@ impl Builder {
         let refusal = Refusal { what: what.into(), why: why.into(), hint: hint.into() };
         if !self.refusals.contains(&refusal) {
             self.refusals.push(refusal);
+        }
+    }
+
+    /// What was found that cannot be captured, as an error, if there is anything.
+    ///
+    /// # Errors
+    /// [`Error::Refused`].
+    pub fn refuse_if_needed(&mut self) -> Result<()> {
+        match self.refusals.is_empty() {
+            true => Ok(()),
+            false => Err(Error::Refused(std::mem::take(&mut self.refusals))),
         }
     }
 

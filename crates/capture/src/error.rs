@@ -12,6 +12,9 @@ pub enum Error {
     /// There is no such target, or it cannot be a target (exit code 2): a zombie, a kernel thread, ourselves, …
     #[error("{0}")]
     Target(String),
+    /// A state of it that does not last, but kept it from being stopped (exit code 1).
+    #[error("{0}; try again")]
+    Passing(String),
     /// Another of us has stopped it, for a moment (exit code 2).
     #[error("{0}")]
     Busy(String),

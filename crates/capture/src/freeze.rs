@@ -6,6 +6,7 @@
 use crate::attributes::target;
 use crate::{Error, Result};
 use std::collections::HashSet;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use stillpoint_linux::proc::Proc;
 use stillpoint_linux::ptrace::{Ended, Seized, Stop, Stopped, Waited, options};
@@ -29,31 +30,13 @@ pub struct Frozen {
 
 impl Frozen {
     /// Stops all threads of a process. On failure none stays stopped once the calling OS thread ends.
-    ///
-    /// 1. All threads in `/proc/PID/task` are seized, which does not stop them.
-    /// 2. All are interrupted; only then is any waited for, so that they come to rest at the same time.
-    /// 3. A thread that was not yet interrupted may have made new ones: again from 1 until there are none.
-    pub fn freeze(process: &Proc) -> Result<Self> {
-        let pid = process.pid();
-        let mut known = HashSet::new();
-        let first = seize_new(process, &mut known)?;
-        let since = Instant::now();
-        let mut threads = stop(first, pid)?;
-        loop {
-            let more = seize_new(process, &mut known)?;
-            if more.is_empty() {
-                break;
-            }
-            threads.extend(stop(more, pid)?);
+    pub fn freeze(process: &Arc<Proc>) -> Result<Self> {
+        let mut stopping = Stopping::begin(process)?;
+        let mut wait = Wait::new();
+        while !stopping.advance(&wait)? {
+            wait.a_little();
         }
-        threads.sort_by_key(|t| (t.tid() != pid, t.tid()));
-        if threads.first().map(Stopped::tid) != Some(pid) {
-            if is_replaced_by_exec(process) {
-                return Err(Error::Replaced);
-            }
-            return Err(Error::Target(format!("process {pid} ended while it was being stopped")));
-        }
-        Ok(Frozen { pid, threads, since })
+        stopping.frozen()
     }
 
     /// The signal by which job control had stopped the process, if it had.
@@ -175,53 +158,138 @@ fn is_replaced_by_exec(process: &Proc) -> bool {
     })
 }
 
-/// Interrupts all, then waits for all. A thread that replaces the program by another (`execve(2)`) ends all others first:
+/// Waiting for threads to come to rest.
+pub(crate) struct Wait {
+    since: Instant,
+}
+
+impl Wait {
+    pub fn new() -> Self {
+        Wait { since: Instant::now() }
+    }
+
+    /// How long it has taken.
+    pub fn elapsed(&self) -> Duration {
+        self.since.elapsed()
+    }
+
+    /// Between two looks.
+    pub fn a_little(&mut self) {
+        if self.elapsed() > EAGER {
+            std::thread::sleep(Duration::from_micros(200));
+        } else {
+            std::thread::yield_now();
+        }
+    }
+}
+
+/// A process on its way to rest.
+///
+/// 1. All threads in `/proc/PID/task` are seized, which does not stop them.
+/// 2. All are interrupted; only then is any waited for, so that they come to rest at the same time.
+/// 3. A thread that was not yet interrupted may have made new ones: again from 1 until there are none.
+///
+/// A thread that replaces the program by another (`execve(2)`) ends all others first:
 ///
 /// 1. The kernel kills the others and waits for their ends. Of those that we trace, also of those that stand still already,
 ///    somebody must have waited before they count as ended.
 /// 2. It becomes the main thread: its own id is gone, and its interrupt brings the *main* thread's id to rest.
-fn stop(threads: Vec<Seized>, pid: u32) -> Result<Vec<Stopped>> {
-    for thread in &threads {
-        match thread.interrupt() {
-            Ok(()) | Err(stillpoint_linux::Error::Gone(_)) => {}
-            Err(e) => return Err(e.into()),
-        }
+pub(crate) struct Stopping {
+    process: Arc<Proc>,
+    known: HashSet<u32>,
+    running: Vec<Seized>,
+    stopped: Vec<Stopped>,
+    since: Instant,
+    rests: bool,
+}
+
+impl Stopping {
+    /// Interrupts all threads.
+    pub fn begin(process: &Arc<Proc>) -> Result<Self> {
+        let mut known = HashSet::new();
+        let running = seize_new(process, &mut known)?;
+        let since = Instant::now();
+        interrupt(&running)?;
+        Ok(Stopping { process: process.clone(), known, running, stopped: Vec::new(), since, rests: false })
     }
-    let start = Instant::now();
-    let mut running = threads;
-    let mut stopped: Vec<Stopped> = Vec::with_capacity(running.len());
-    loop {
+
+    /// The process.
+    pub fn process(&self) -> &Proc {
+        &self.process
+    }
+
+    /// Whether all its threads rest.
+    pub fn rests(&self) -> bool {
+        self.rests
+    }
+
+    /// When its first thread was asked to stop.
+    pub fn since(&self) -> Instant {
+        self.since
+    }
+
+    /// Looks at those that still run; whether all rest now.
+    pub fn advance(&mut self, wait: &Wait) -> Result<bool> {
+        if self.rests {
+            return Ok(true);
+        }
+        let pid = self.process.pid();
         let mut still_running = Vec::new();
-        for thread in running {
+        for thread in std::mem::take(&mut self.running) {
             let tid = thread.tid();
             match look(thread)? {
-                Look::Rests(thread) => stopped.push(thread),
+                Look::Rests(thread) => self.stopped.push(thread),
                 Look::Runs(thread) => still_running.push(thread),
                 Look::Ended(Ended::Unknown) if tid != pid => {
-                    stopped.retain(|t| t.tid() != pid);
+                    self.stopped.retain(|t| t.tid() != pid);
                     still_running.retain(|t: &Seized| t.tid() != pid);
                     still_running.push(Seized::born(pid));
                 }
                 Look::Ended(_) => {}
             }
         }
-        running = still_running;
-        let Some(first) = running.first() else { return Ok(stopped) };
-        let waited = start.elapsed();
-        if waited > PATIENCE {
+        if still_running.is_empty() {
+            still_running = seize_new(&self.process, &mut self.known)?;
+            self.rests = still_running.is_empty();
+            interrupt(&still_running)?;
+        }
+        self.running = still_running;
+        if let Some(first) = self.running.first().filter(|_| wait.elapsed() > PATIENCE) {
             return Err(Error::Failed(format!(
                 "thread {} does not come to rest: it is in an uninterruptible wait in the kernel; \
                  try again when its device or file system answers",
                 first.tid()
             )));
         }
-        if waited > EAGER {
-            stopped = without_ended(stopped)?;
-            std::thread::sleep(Duration::from_micros(200));
-        } else {
-            std::thread::yield_now();
+        if !self.rests && wait.elapsed() > EAGER {
+            self.stopped = without_ended(std::mem::take(&mut self.stopped))?;
+        }
+        Ok(self.rests)
+    }
+
+    /// The process, at rest.
+    pub fn frozen(self) -> Result<Frozen> {
+        let pid = self.process.pid();
+        let mut threads = self.stopped;
+        threads.sort_by_key(|t| (t.tid() != pid, t.tid()));
+        if threads.first().map(Stopped::tid) != Some(pid) {
+            if is_replaced_by_exec(&self.process) {
+                return Err(Error::Replaced);
+            }
+            return Err(Error::Target(format!("process {pid} ended while it was being stopped")));
+        }
+        Ok(Frozen { pid, threads, since: self.since })
+    }
+}
+
+fn interrupt(threads: &[Seized]) -> Result<()> {
+    for thread in threads {
+        match thread.interrupt() {
+            Ok(()) | Err(stillpoint_linux::Error::Gone(_)) => {}
+            Err(e) => return Err(e.into()),
         }
     }
+    Ok(())
 }
 
 /// Sees the ends of threads that were killed since they stopped.

@@ -1,118 +1,90 @@
 //! Everything about a frozen process except the contents of its memory.
 
 use crate::attributes;
-use crate::attributes::target::{self, Examined};
+use crate::attributes::target::{self, Examined, Seen};
 use crate::attributes::thread::{Look, ThreadFiles};
 use crate::blocked::{self, Earlier, Waiting};
 use crate::brief::deliverable;
 use crate::files::{self, Outsiders};
 use crate::freeze::Frozen;
 use crate::mappings::{Mappings, capture_mappings};
+use crate::target::Target;
 use crate::visits::Visits;
 use crate::{Builder, Error, Result};
 use std::collections::HashMap;
 use std::hint::black_box;
-use std::os::fd::BorrowedFd;
-use stillpoint_image::{BlockedCall, Bytes, Rseq, Thread, Usage};
-use stillpoint_linux::arch::{self, Gadgets, Regs};
+use std::sync::Arc;
+use stillpoint_image::{AddressSpace, BlockedCall, Bytes, Rseq, Thread, Usage};
+use stillpoint_linux::arch::{self, Regs};
 use stillpoint_linux::descriptors::make_room;
 use stillpoint_linux::fdinfo;
 use stillpoint_linux::inject::outside;
 use stillpoint_linux::layout;
 use stillpoint_linux::memory::Memory;
-use stillpoint_linux::pagemap::Pagemap;
 use stillpoint_linux::pager::{self, Role};
 use stillpoint_linux::proc::{Proc, Vma};
 use stillpoint_linux::ptrace::{RseqConfiguration, Stopped};
 
-/// What is known of the target before it is stopped.
-pub struct Known<'a> {
-    /// Its `/proc` folder.
-    pub(crate) process: &'a Proc,
-    /// Its pidfd.
-    pidfd: BorrowedFd<'a>,
-    /// Its memory.
-    pub(crate) memory: &'a Memory,
-    /// Its page map.
-    pub(crate) pagemap: &'a Pagemap,
-    /// Streams from outside that it was started with, besides the standard ones.
-    inherited: &'a [(u32, Vec<u8>)],
+/// What is known of a process before it is stopped.
+pub struct Known {
+    /// The process.
+    pub(crate) target: Arc<Target>,
     /// What about it as a whole was looked at.
     examined: Examined,
     /// The files of its threads in `/proc`.
     threads: HashMap<u32, ThreadFiles>,
     /// Its mappings; `None` if they must be read in the freeze.
     mappings: Option<Mappings>,
-    /// Who else holds descriptors of what.
-    outsiders: Outsiders,
-    /// Where in its code its threads can make system calls, if there is such a place.
-    pub(crate) gadgets: Option<Gadgets>,
     /// What its threads were waiting for.
     waiting: HashMap<u32, Waiting>,
     /// Calls that an earlier checkpoint found interrupted, by thread, with the time left now.
     earlier: HashMap<u32, BlockedCall>,
     /// When it was stopped, on our monotonic clock.
     stopped_ns: u64,
-    /// What a rehearsal found.
-    pub(crate) rehearsed: Builder,
     /// Its memory is on its way, and whoever takes the checkpoint knows from where.
     is_loading: bool,
 }
 
-impl<'a> Known<'a> {
+/// How a process is to be looked at.
+#[derive(Clone, Copy, Debug)]
+pub struct Regard {
+    /// Nothing that is assumed in the freeze may have to be confirmed after it.
+    pub exact: bool,
+    /// Its memory may still be on its way.
+    pub is_loading: bool,
+}
+
+impl Known {
     /// Learns what can be learned while the program runs; called right before it is stopped. What cannot be captured
-    /// is among the refusals. `exact`: nothing that is assumed in the freeze may have to be confirmed after it.
-    /// `is_loading`: its memory may still be on its way.
+    /// is among the refusals; what a rehearsal finds is noted in `rehearsed`.
     ///
     /// # Errors
     /// That something cannot be read, or the process is gone.
-    #[allow(clippy::too_many_arguments)]
     pub fn learn(
         builder: &mut Builder,
-        process: &'a Proc,
-        pidfd: BorrowedFd<'a>,
-        memory: &'a Memory,
-        pagemap: &'a Pagemap,
-        inherited: &'a [(u32, Vec<u8>)],
-        gadgets: Option<Gadgets>,
-        exact: bool,
-        is_loading: bool,
+        target: &Arc<Target>,
+        outsiders: &Outsiders,
+        regard: Regard,
+        rehearsed: &mut Builder,
     ) -> Result<Self> {
-        let pid = process.pid();
-        let maps = process.maps()?;
-        let mut outsiders = Outsiders::scan(&[pid]);
-        let nameless: Vec<u64> = maps.iter().filter(|v| v.shared && v.deleted).map(|v| v.ino).collect();
-        outsiders.scan_memory(&[pid], &nameless);
+        let (process, pagemap, pid) = (&target.process, &target.pagemap, target.pid);
         // One for each descriptor of the program, several for each thread.
         let (fds, tids) = (process.list("fd")?.len(), process.threads()?.len());
         make_room(fds + 16 * tids + 64);
-        let mut threads = HashMap::new();
-        for tid in process.threads()? {
-            // A thread that ends meanwhile, or for which we have no descriptors left, is none of those known.
-            if let Ok(files) = process.sibling(tid).map_err(Error::from).and_then(ThreadFiles::open) {
-                threads.insert(tid, files);
-            }
-        }
-        let examined = target::examine(builder, process)?;
+        let mut known = Self::open(target, target::examine(builder, process, None)?)?;
         // Without them it takes longer in the freeze.
-        threads.values_mut().for_each(|files| drop(examined.get_ready(files)));
-        let (waiting, earlier) = (HashMap::new(), HashMap::new());
-        #[rustfmt::skip]
-        let mut known = Known {
-            process, pidfd, memory, pagemap, inherited, examined, threads, outsiders, gadgets, waiting, earlier,
-            rehearsed: Builder::new(), mappings: None, stopped_ns: 0, is_loading: false,
-        };
+        known.threads.values_mut().for_each(|files| drop(known.examined.get_ready(files)));
         if builder.refusals.is_empty() {
             let mut mappings = Mappings::read(process, pagemap)?;
             if mappings.wait_for_pages() {
                 let servers = pager::servers_of(pid);
-                known.is_loading = is_loading;
+                known.is_loading = regard.is_loading;
                 if servers.contains(&Role::Lacks) {
                     let why =
                         "some of its memory cannot be loaded from the checkpoint that it was restored from";
                     return Err(Error::Failed(why.into()));
                 }
-                if !servers.is_empty() && !is_loading {
+                if !servers.is_empty() && !regard.is_loading {
                     return Err(Error::Loading);
                 }
                 // It was about to be all there, or may be.
@@ -123,18 +95,42 @@ impl<'a> Known<'a> {
                     return Err(Error::Failed(why.into()));
                 }
             }
-            known.rehearsed = known.rehearse(&mappings);
-            known.mappings = (!exact && !mappings.are_cheap()).then_some(mappings);
+            known.rehearse(&mappings, outsiders, rehearsed);
+            known.mappings = (!regard.exact && !mappings.are_cheap()).then_some(mappings);
             // The rehearsal may have taken a while.
-            known.examined = target::examine(builder, process)?;
+            known.examined = target::examine(builder, process, None)?;
         }
+        Ok(known)
+    }
+
+    /// A process that was found when it stood still already: `others` are those that might share something with it.
+    ///
+    /// # Errors
+    /// As [`Known::learn`].
+    pub fn new(builder: &mut Builder, target: &Arc<Target>, others: &[u32]) -> Result<Self> {
+        Self::open(target, target::examine(builder, &target.process, Some(others))?)
+    }
+
+    fn open(target: &Arc<Target>, examined: Examined) -> Result<Self> {
+        let mut threads = HashMap::new();
+        for tid in target.process.threads()? {
+            // A thread that ends meanwhile, or for which we have no descriptors left, is none of those known.
+            if let Ok(files) = target.process.sibling(tid).map_err(Error::from).and_then(ThreadFiles::open) {
+                threads.insert(tid, files);
+            }
+        }
+        let (waiting, earlier, target) = (HashMap::new(), HashMap::new(), target.clone());
+        #[rustfmt::skip]
+        let known = Known {
+            target, examined, threads, waiting, earlier, mappings: None, stopped_ns: 0, is_loading: false,
+        };
         Ok(known)
     }
 
     /// Whether the mappings still are such that their states need not be read in the freeze, if they were.
     pub fn holds(&self) -> bool {
         let Some(mappings) = &self.mappings else { return true };
-        self.process.maps().is_ok_and(|now| mappings.carried_over(&now).is_some())
+        self.target.process.maps().is_ok_and(|now| mappings.carried_over(&now).is_some())
     }
 
     /// The program has just been stopped. `earlier` is what was found at an earlier stop; `now_ns` the time on the
@@ -144,35 +140,34 @@ impl<'a> Known<'a> {
         self.earlier = earlier.calls_at(now_ns);
     }
 
-    /// Goes over all threads as the freeze will, right before it does so again, with caches warm and memory at hand, which
-    /// lasts as long as what it returns. Looks what they are waiting for last of all, so that it is the same sleep that the
-    /// freeze interrupts.
-    pub fn observe(&mut self) -> Ready {
+    /// Goes over all threads as the freeze will, right before it does so again, with caches warm. Looks what they are
+    /// waiting for last of all, so that it is the same sleep that the freeze interrupts.
+    pub fn observe(&mut self) {
         // Following memory may have taken long.
-        self.examined.refresh(self.process);
-        let ready = Ready::new(self.threads.len());
+        self.examined.refresh(&self.target.process);
         for files in self.threads.values() {
             let _ = self.examined.see(files);
         }
         self.waiting = blocked::observe(self.threads.iter().map(|(&tid, files)| (tid, &files.folder)));
-        ready
+    }
+
+    /// How many threads it had.
+    pub fn threads(&self) -> usize {
+        self.threads.len()
     }
 
     /// Goes through most of [`inspect`] while the program runs: what is then done in the freeze is done for the second
     /// time, with code, memory and the kernel's tables of names at hand. Returns what it found, which may be wrong.
-    fn rehearse(&self, mappings: &Mappings) -> Builder {
-        let mut builder = Builder::new();
-        let target = self.target(false);
-        if let (Ok(stat), Ok(status)) = (self.process.stat(), self.process.status()) {
-            let _ = attributes::process::process(self.process, &stat, &status);
-            let _ = attributes::process::space(self.process, &stat);
+    fn rehearse(&self, mappings: &Mappings, outsiders: &Outsiders, builder: &mut Builder) {
+        let process = &self.target.process;
+        if let (Ok(stat), Ok(status)) = (process.stat(), process.status()) {
+            let _ = attributes::process::process(process, &stat, &status);
+            let _ = attributes::process::space(process, &stat);
         }
-        let _ = capture_mappings(&mut builder, &target, self.process, mappings);
-        let _ = files::capture_files(&mut builder, &target);
+        let _ = capture_mappings(builder, outsiders, process, mappings);
         for (name, usage) in [("exe", Usage::Read), ("cwd", Usage::Path), ("root", Usage::Path)] {
-            let _ = link(&mut builder, self.process, name, usage);
+            let _ = link(builder, process, name, usage);
         }
-        builder
     }
 
     /// The mappings at the cut; whether their states are assumed to be those of before. `now`: as `maps` tells them.
@@ -184,13 +179,8 @@ impl<'a> Known<'a> {
     }
 
     fn read_mappings(&self) -> Result<Mappings> {
-        let mappings = Mappings::read(self.process, self.pagemap)?;
+        let mappings = Mappings::read(&self.target.process, &self.target.pagemap)?;
         Ok(if self.is_loading { mappings.with_known_pages() } else { mappings })
-    }
-
-    fn target(&self, frozen: bool) -> files::Target<'_> {
-        let (pidfd, inherited, outsiders) = (self.pidfd, self.inherited, &self.outsiders);
-        files::Target { pid: self.process.pid(), pidfd, frozen, inherited, outsiders }
     }
 }
 
@@ -210,7 +200,7 @@ pub struct Ready {
 
 impl Ready {
     /// Enough for what is noted of so many threads.
-    fn new(threads: usize) -> Self {
+    pub fn new(threads: usize) -> Self {
         const BLOCK: usize = 64 << 10;
         const EACH: usize = 16 << 10;
         let blocks = 4 + (threads * EACH).div_ceil(BLOCK).min(1024);
@@ -237,9 +227,9 @@ impl Assumed {
     ///
     /// # Errors
     /// That the mappings cannot be read.
-    pub fn holds(&self, known: &Known<'_>) -> Result<bool> {
+    pub fn holds(&self, known: &Known) -> Result<bool> {
         let Some(mappings) = &self.0 else { return Ok(true) };
-        match Mappings::read(known.process, known.pagemap) {
+        match Mappings::read(&known.target.process, &known.target.pagemap) {
             Ok(later) => Ok(mappings.agree_with(&later)),
             // It has ended since, and had time to change anything.
             Err(_) => Ok(false),
@@ -247,24 +237,27 @@ impl Assumed {
     }
 }
 
-/// Describes the frozen process, of these mappings, in the builder.
+/// Describes a frozen process, of these mappings, in the builder; not yet its descriptors and relatives. Returns what was
+/// assumed, and what `/proc` tells of its threads.
 pub fn inspect(
     builder: &mut Builder,
     frozen: &mut Frozen,
-    known: &Known<'_>,
+    known: &Known,
+    outsiders: &Outsiders,
     maps: &[Vma],
-) -> Result<Assumed> {
+) -> Result<(Assumed, Vec<Seen>)> {
+    let proc = &known.target.process;
     let new = open_new(frozen, known)?;
     let files = frozen.threads.iter().map(|t| known.threads.get(&t.tid()).or_else(|| new.get(&t.tid())));
     let files: Vec<&ThreadFiles> = files.flatten().collect();
     // By one of us alone: the kernel lets only one at a time ask about threads of the same process.
     let mut threads = files.iter().map(|f| known.examined.see(f)).collect::<Result<Vec<_>>>()?;
-    target::examine_again(builder, known.process, &known.examined, &threads)?;
+    target::examine_again(builder, proc, &known.examined, &threads)?;
     let main = threads[0].look.clone();
-    let mut process = attributes::process::process(known.process, &main.stat, &main.status)?;
-    let mut space = attributes::process::space(known.process, &main.stat)?;
+    let mut process = attributes::process::process(proc, &main.stat, &main.status)?;
+    let mut space = attributes::process::space(proc, &main.stat)?;
     process.stopped = frozen.stopped_by();
-    let asked = ask(frozen, known.memory)?;
+    let asked = ask(frozen, &known.target.memory)?;
     for ((stopped, asked), seen) in frozen.threads.iter().zip(asked).zip(&mut threads) {
         let from_outside = std::mem::take(&mut seen.thread);
         process.threads.push(thread(builder, known, stopped, asked, &seen.look, from_outside)?);
@@ -275,26 +268,29 @@ pub fn inspect(
         Visits { known, maps, threads: &threads }.make(builder, frozen, &mut process, &mut space)?;
     }
     if !builder.refusals.is_empty() {
-        return Ok(Assumed(None));
+        return Ok((Assumed(None), threads));
     }
-    let target = known.target(true);
     let (mappings, assumed) = known.mappings(maps)?;
-    space.mappings = capture_mappings(builder, &target, known.process, &mappings)?;
-    process.table = files::capture_files(builder, &target)?;
-    process.exe = link(builder, known.process, "exe", Usage::Read)?;
-    process.cwd = link(builder, known.process, "cwd", Usage::Path)?;
-    process.root = link(builder, known.process, "root", Usage::Path)?;
-    builder.image.meta.host.xfeatures = arch::xstate_features(&process.threads[0].xstate.0);
-    builder.image.spaces.push(space);
+    space.mappings = capture_mappings(builder, outsiders, proc, &mappings)?;
+    process.exe = link(builder, proc, "exe", Usage::Read)?;
+    process.cwd = link(builder, proc, "cwd", Usage::Path)?;
+    process.root = link(builder, proc, "root", Usage::Path)?;
+    builder.image.meta.host.xfeatures |= arch::xstate_features(&process.threads[0].xstate.0);
+    process.space = known.target.space;
+    let row = process.space as usize;
+    if builder.image.spaces.len() <= row {
+        builder.image.spaces.resize(row + 1, AddressSpace::default());
+    }
+    builder.image.spaces[row] = space;
     builder.image.processes.push(process);
-    Ok(Assumed(assumed.then_some(mappings)))
+    Ok((Assumed(assumed.then_some(mappings)), threads))
 }
 
 /// The files of threads that began after the others were looked at.
-fn open_new(frozen: &Frozen, known: &Known<'_>) -> Result<HashMap<u32, ThreadFiles>> {
+fn open_new(frozen: &Frozen, known: &Known) -> Result<HashMap<u32, ThreadFiles>> {
     let mut new = HashMap::new();
     for tid in frozen.threads.iter().map(Stopped::tid).filter(|tid| !known.threads.contains_key(tid)) {
-        new.insert(tid, ThreadFiles::open(known.process.sibling(tid)?)?);
+        new.insert(tid, ThreadFiles::open(known.target.process.sibling(tid)?)?);
     }
     Ok(new)
 }
@@ -342,7 +338,7 @@ fn section(asked: &Asked) -> Option<u64> {
 /// A thread, of what ptrace and `/proc` tell of it.
 fn thread(
     builder: &mut Builder,
-    known: &Known<'_>,
+    known: &Known,
     stopped: &Stopped,
     asked: Asked,
     look: &Look,
@@ -358,10 +354,11 @@ fn thread(
     }
     let waiting = known.waiting.get(&stopped.tid()).cloned().unwrap_or_default();
     let earlier = known.earlier.get(&thread.tid).copied();
-    thread.blocked = blocked::interrupted_call(known.memory, &regs, &waiting, earlier, known.stopped_ns);
+    thread.blocked =
+        blocked::interrupted_call(&known.target.memory, &regs, &waiting, earlier, known.stopped_ns);
     let status = &look.status;
     // Outside of restartable sequences, and without an `EINTR` that only our stop caused.
-    let regs = blocked::unbroken(&outside(known.memory, section, regs)?, deliverable(status));
+    let regs = blocked::unbroken(&outside(&known.target.memory, section, regs)?, deliverable(status));
     thread.regs = regs.to_bytes().into();
     thread.xstate = stopped.xstate()?.into();
     thread.sigmask = stopped.sigmask()?;

@@ -10,11 +10,15 @@ pub mod engine;
 pub mod error;
 pub mod files;
 pub mod freeze;
+pub(crate) mod herd;
 pub mod inspect;
 mod lend;
 pub mod mappings;
 pub mod regions;
+mod relations;
+pub(crate) mod target;
 mod visits;
+pub(crate) mod work;
 
 pub use builder::{Builder, Content};
 pub use checkpoint::{Options, Progress, Report, Session, checkpoint};

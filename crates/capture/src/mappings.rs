@@ -1,7 +1,7 @@
 //! The mappings of an address space, as rows of the image.
 
 use crate::attributes;
-use crate::files;
+use crate::files::{self, Outsiders};
 use crate::regions;
 use crate::{Builder, Result};
 use std::os::fd::AsFd;
@@ -104,7 +104,7 @@ fn is_same(before: &Vma, now: &Vma) -> bool {
 /// Captures all mappings of a process.
 pub fn capture_mappings(
     builder: &mut Builder,
-    target: &files::Target<'_>,
+    outsiders: &Outsiders,
     process: &Proc,
     all: &Mappings,
 ) -> Result<Vec<Mapping>> {
@@ -115,7 +115,7 @@ pub fn capture_mappings(
         return Ok(mappings);
     }
     for smap in &all.smaps {
-        let Some(backing) = backing(builder, target, process, smap)? else { continue };
+        let Some(backing) = backing(builder, outsiders, process, smap)? else { continue };
         let guards = match smap.vma.name.starts_with(b"[v") {
             true => Vec::new(),
             false => regions::within(&all.guards, smap.vma.start, smap.vma.end),
@@ -178,7 +178,7 @@ fn flags(smap: &Smap) -> MappingFlags {
 /// What stands behind a mapping; `None` if it need not be recreated.
 fn backing(
     builder: &mut Builder,
-    target: &files::Target<'_>,
+    outsiders: &Outsiders,
     process: &Proc,
     smap: &Smap,
 ) -> Result<Option<Backing>> {
@@ -200,7 +200,7 @@ fn backing(
     let shared_anonymous = vma.shared && (name == SHARED_ANONYMOUS || name.starts_with(b"[anon_shmem:"));
     if memfd.is_some() || (shared_anonymous && vma.deleted) || name.starts_with(b"/anon_hugepage") {
         let what = describe(smap);
-        if let Some(holder) = target.outsiders.memory(vma.ino) {
+        if let Some(holder) = outsiders.memory(vma.ino) {
             builder.refuse(what, format!("its memory is shared with {holder}"), "end the other process");
             return Ok(None);
         }
@@ -211,7 +211,7 @@ fn backing(
     let written = vma.shared && may_write;
     let usage = if written { Usage::Write } else { Usage::Read };
     let range = written.then_some(Range { start: offset, len: vma.len() });
-    let Some(file) = files::mapped_file(builder, target, vma, usage, range)? else { return Ok(None) };
+    let Some(file) = files::mapped_file(builder, process.pid(), vma, usage, range)? else { return Ok(None) };
     if !file.is_device {
         return Ok(Some(Backing::File { path: file.path, offset, may_write }));
     }

@@ -27,7 +27,7 @@ const SLOTS: usize = 16;
 /// What visits need to know.
 pub(crate) struct Visits<'a> {
     /// What was learned before the freeze.
-    pub known: &'a Known<'a>,
+    pub known: &'a Known,
     /// The mappings as they are now.
     pub maps: &'a [Vma],
     /// What `/proc` tells of the threads, in the order in which they were frozen.
@@ -76,10 +76,10 @@ impl Visits<'_> {
     ) -> Result<()> {
         let find = |name: &[u8]| self.maps.iter().find(|v| v.name == name);
         let planted = match find(b"[vdso]") {
-            Some(vdso) => Planted::plant(self.known.memory, (vdso.start, vdso.end))?,
+            Some(vdso) => Planted::plant(&self.known.target.memory, (vdso.start, vdso.end))?,
             None => None,
         };
-        let Some(gadgets) = self.known.gadgets.or(planted.as_ref().map(|p| p.gadgets)) else {
+        let Some(gadgets) = self.known.target.gadgets.or(planted.as_ref().map(|p| p.gadgets)) else {
             builder.refuse(
                 "its code",
                 "it has no way to make a system call and return from it, and no vdso",
@@ -95,7 +95,7 @@ impl Visits<'_> {
         let sp = registers(&process.threads[0])?.sp();
         let stack = Stack { start: vma.start, end: vma.end, sp };
         let ways = self.ways(process, planted.as_ref())?;
-        let timers = self.known.process.timers()?;
+        let timers = self.known.target.process.timers()?;
         let free = self.free_page();
         let probed = if matches!(ways[0], Way::Batch(_)) && process.threads[0].seccomp.is_empty() {
             free
@@ -113,7 +113,7 @@ impl Visits<'_> {
         }
         let data_len = batch::room_for(of_process.program());
         let (slots, xstate_len) = (SLOTS.min(ways.len()), process.threads[0].xstate.0.len());
-        let site = Site::choose(self.known.memory, gadgets, stack, xstate_len, slots, data_len)?;
+        let site = Site::choose(&self.known.target.memory, gadgets, stack, xstate_len, slots, data_len)?;
         let mut round = Round {
             ways,
             of_thread: &of_thread,
@@ -255,7 +255,7 @@ impl<'a> Round<'a> {
     }
 
     /// Asks the others, one by one; `free` is where the main thread may make a mapping, if it still has to.
-    fn alone(&mut self, site: &Site<'_>, known: &Known<'_>, free: Option<u64>) -> Result<()> {
+    fn alone(&mut self, site: &Site<'_>, known: &Known, free: Option<u64>) -> Result<()> {
         for i in 0..self.ways.len() {
             let by_itself = matches!(self.ways[i], Way::Alone);
             if !by_itself && (i > 0 || free.is_none()) {
@@ -291,9 +291,9 @@ fn registers(thread: &Thread) -> Result<Regs> {
 
 /// Whether future mappings are locked in memory (`mlockall(MCL_FUTURE)`: 1, on fault: 2), which only a new mapping
 /// shows: one is made, looked at, and unmapped.
-fn lock_future(visit: &mut Visit<'_>, known: &Known<'_>, free: Option<u64>) -> Result<u32> {
+fn lock_future(visit: &mut Visit<'_>, known: &Known, free: Option<u64>) -> Result<u32> {
     let Some(at) = free else { return Ok(0) };
-    let locked = || Ok::<_, Error>(known.process.status()?.locked);
+    let locked = || Ok::<_, Error>(known.target.process.status()?.locked);
     let before = locked()?;
     let flags = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE) as u64;
     let map = [at, PAGE, (libc::PROT_READ | libc::PROT_WRITE) as u64, flags, u64::MAX, 0];
@@ -303,7 +303,7 @@ fn lock_future(visit: &mut Visit<'_>, known: &Known<'_>, free: Option<u64>) -> R
     }
     let (after, mut present) = (locked()?, Vec::new());
     let query = Query { any: Category::PRESENT, ..Query::default() };
-    known.pagemap.scan(RemoteAddr(at), RemoteAddr(at + PAGE), query, &mut present)?;
+    known.target.pagemap.scan(RemoteAddr(at), RemoteAddr(at + PAGE), query, &mut present)?;
     visit.call(unmap.0, unmap.1)?;
     Ok(if after <= before {
         0

@@ -42,7 +42,7 @@ fn sentence(pid: u32) -> String {
 fn refusals(pid: u32) -> Vec<String> {
     let folder = target::find(pid).unwrap();
     let mut builder = Builder::new();
-    target::examine(&mut builder, &folder).unwrap();
+    target::examine(&mut builder, &folder, None).unwrap();
     target::mappings(&mut builder, &folder, &folder.smaps().unwrap());
     builder.refusals.iter().map(ToString::to_string).collect()
 }

@@ -7,6 +7,7 @@ use crate::loading::Loading;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::process::{Pid, Signal, pidfd_send_signal};
+use std::cell::Cell;
 use std::io::{PipeReader, PipeWriter, Write};
 use std::time::Duration;
 use stillpoint_linux::proc::{Proc, Stat};
@@ -71,9 +72,10 @@ impl Supervisor {
         }
     }
 
-    /// If the job leads a process group of its own in our session, it gets the terminal whenever that is ours to give.
-    pub fn with_terminal(mut self) -> Self {
-        self.terminal = Foreground::of(self.pid);
+    /// If the job leads a process group of its own in our session, it gets the terminal whenever that is ours to give; at
+    /// first another group of it does, `in_front`, if there is one.
+    pub fn with_terminal(mut self, in_front: Option<u32>) -> Self {
+        self.terminal = Foreground::of(self.pid, in_front);
         self
     }
 
@@ -235,24 +237,28 @@ struct Foreground {
     terminal: OwnedFd,
     group: Pid,
     ours: Pid,
+    /// Who gets it the first time.
+    first: Cell<Option<Pid>>,
 }
 
 impl Foreground {
     /// Nothing if the job is in our process group or not in our session, or if a group has no name here.
-    fn of(job: u32) -> Option<Self> {
+    fn of(job: u32, in_front: Option<u32>) -> Option<Self> {
         let (job, ours) = (relations(job)?, relations(std::process::id())?);
         if job.session != ours.session || job.pgrp == ours.pgrp {
             return None;
         }
         let named = |group: u32| Pid::from_raw(group as i32);
         let (group, ours) = (named(job.pgrp)?, named(ours.pgrp)?);
-        Some(Self { terminal: crate::terminal::controlling()?, group, ours })
+        let first = Cell::new(in_front.and_then(named));
+        Some(Self { terminal: crate::terminal::controlling()?, group, ours, first })
     }
 
     /// Gives the foreground to the job if we have it.
     fn give(&self) -> bool {
         let ours_to_give = rustix::termios::tcgetpgrp(&self.terminal) == Ok(self.ours);
-        ours_to_give && rustix::termios::tcsetpgrp(&self.terminal, self.group).is_ok()
+        let group = self.first.take().unwrap_or(self.group);
+        ours_to_give && rustix::termios::tcsetpgrp(&self.terminal, group).is_ok()
     }
 
     fn is_given(&self) -> bool {

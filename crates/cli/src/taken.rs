@@ -50,6 +50,7 @@ pub struct Taken {
     bytes: u64,
     pages: u64,
     written_bytes: u64,
+    processes: usize,
     pause: Duration,
     other_pauses: Vec<Duration>,
     wall: Duration,
@@ -70,6 +71,7 @@ impl From<Report> for Taken {
             bytes: r.bytes,
             pages: r.pages,
             written_bytes: r.written_bytes,
+            processes: r.processes,
             pause: r.pause,
             other_pauses: r.other_pauses,
             wall: r.wall,
@@ -95,8 +97,12 @@ impl Taken {
     /// What the user hears: the program is process `pid` to them, and the store is at `store`.
     pub fn answer(&self, asked: &Asked, pid: u32, store: &std::path::Path) -> Answer {
         let Taken { job, id, .. } = self;
+        let processes = match self.processes {
+            0 | 1 => String::new(),
+            several => format!("{several} processes  "),
+        };
         let text = format!(
-            "{job}@{id}  {} in {} pages  pause {}  {}",
+            "{job}@{id}  {processes}{} in {} pages  pause {}  {}",
             output::bytes(self.bytes),
             output::count(self.pages),
             output::short(self.pause),
@@ -109,6 +115,7 @@ impl Taken {
             "bytes": self.bytes,
             "pages": self.pages,
             "written_bytes": self.written_bytes,
+            "processes": self.processes,
             "pause_ms": output::ms(self.pause),
             "other_pauses_ms": self.other_pauses.iter().map(|&p| output::ms(p)).collect::<Vec<_>>(),
             "wall_ms": output::ms(self.wall),
@@ -134,7 +141,7 @@ pub fn failure(error: Error, target: &str) -> Failure {
         Error::Target(what) | Error::Busy(what) => Failure::usage(what),
         Error::Store(e) => jobs::store_failure(e).within(&format!("checkpoint {target}")),
         Error::Kernel(e) => Failure::from(e).within(&format!("checkpoint {target}")),
-        Error::Replaced | Error::Loading => {
+        Error::Replaced | Error::Loading | Error::Passing(_) => {
             Failure::failed(error.to_string()).within(&format!("checkpoint {target}"))
         }
         Error::Failed(what) | Error::Lost(what) => {

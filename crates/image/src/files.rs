@@ -280,6 +280,9 @@ pub struct Lock {
     /// Last byte, inclusive; `None`: to the end of the file.
     #[n(3)]
     pub end: Option<u64>,
+    /// Process that holds it, if it is one of a process; none: the root of the tree.
+    #[n(4)]
+    pub process: Option<u32>,
 }
 
 /// Kind of a file lock.
@@ -390,9 +393,15 @@ pub struct Pty {
     /// The slave was open once and no longer is: the master reads an end.
     #[n(4)]
     pub hung_up: bool,
-    /// It was the controlling terminal of the program's session.
+    /// It was the controlling terminal of a session of the program.
     #[n(5)]
     pub controlling: bool,
+    /// That session, by the id of its leader; none: the session of the root.
+    #[n(6)]
+    pub session: Option<u32>,
+    /// Process group in the foreground there, if it is within the tree.
+    #[n(7)]
+    pub foreground: Option<u32>,
 }
 
 /// Settings of a terminal.

@@ -13,6 +13,7 @@ pub mod memory;
 pub mod pages;
 pub mod process;
 mod records;
+pub mod tree;
 pub mod validate;
 pub mod wire;
 

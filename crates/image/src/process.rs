@@ -73,6 +73,59 @@ pub struct Process {
     /// Features of the extended state that the process asked for (`ARCH_REQ_XCOMP_PERM`): bit mask of XCR0.
     #[n(21)]
     pub xfeatures: u64,
+    /// The process that it is a child of, index into [`crate::Image::processes`]; none of the root.
+    #[n(22)]
+    pub parent: Option<u32>,
+    /// Its session, by the id of the leader, if that is (or was) within the tree; none: that of whoever restores.
+    #[n(23)]
+    pub session: Option<u32>,
+    /// Its process group, by the id of the leader, if that is (or was) within the tree; none: that of whoever restores.
+    #[n(24)]
+    pub group: Option<u32>,
+    /// Signal to its parent when it ends; none: `SIGCHLD`.
+    #[n(25)]
+    pub exit_signal: Option<u32>,
+    /// Its children that have ended and for which it has not waited yet.
+    #[n(26)]
+    pub ended: Option<Vec<Ended>>,
+}
+
+impl Process {
+    /// Its session, if that is within the tree.
+    pub fn own_session(&self) -> Option<u32> {
+        self.session.or(self.leads_session.then_some(self.pid))
+    }
+
+    /// Its process group, if that is within the tree.
+    pub fn own_group(&self) -> Option<u32> {
+        self.group.or((self.leads_group || self.leads_session).then_some(self.pid))
+    }
+
+    /// Children that have ended.
+    pub fn ended(&self) -> &[Ended] {
+        self.ended.as_deref().unwrap_or_default()
+    }
+}
+
+/// A process that has ended, and of which its parent has not taken notice yet.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct Ended {
+    /// Process id.
+    #[n(0)]
+    pub pid: u32,
+    /// How it ended, as wait(2) tells it; that it left a core dump is not part of it.
+    #[n(1)]
+    pub status: u32,
+    /// Its session, as [`Process::session`].
+    #[n(2)]
+    pub session: Option<u32>,
+    /// Its process group, as [`Process::group`].
+    #[n(3)]
+    pub group: Option<u32>,
+    /// Signal to its parent when it ended; none: `SIGCHLD`.
+    #[n(4)]
+    pub exit_signal: Option<u32>,
 }
 
 /// A resource limit.

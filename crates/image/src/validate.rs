@@ -6,6 +6,7 @@
 use crate::{
     Backing, Codec, FileKind, Image, MAX_BLOCK_PAGES, Mapping, OpenFile, Owner, PAGE, PageMap, Place, Process,
 };
+use std::collections::HashSet;
 
 /// What is wrong with a description.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -61,6 +62,7 @@ fn rows<'t, T>(what: &'static str, table: &'t [T]) -> impl Iterator<Item = (Row,
 
 /// Checks all cross references of an image and the order of its mappings and descriptors.
 pub fn image(image: &Image) -> Result<(), Invalid> {
+    check_tree(image)?;
     for (row, process) in rows("process", &image.processes) {
         check_process(&row, process, image)?;
     }
@@ -97,6 +99,25 @@ pub fn image(image: &Image) -> Result<(), Invalid> {
         }
         if let Some(path) = socket.path {
             row.refers("file", path, image.paths.len())?;
+        }
+    }
+    Ok(())
+}
+
+/// The first process is the root, all others stand behind their parents, and no id is there twice.
+fn check_tree(image: &Image) -> Result<(), Invalid> {
+    let mut ids = HashSet::new();
+    for (row, process) in rows("process", &image.processes) {
+        let is_root = row.row == 0;
+        row.must(process.parent.is_none() == is_root, "it has no parent, or is the root and has one")?;
+        let behind = process.parent.is_none_or(|parent| (parent as usize) < row.row);
+        row.must(behind, "it stands before its parent")?;
+        let leader = process.threads.first().is_none_or(|t| t.tid == process.pid);
+        row.must(leader, "its first thread is not its main thread")?;
+        let all = process.threads.iter().map(|t| t.tid).chain(process.ended().iter().map(|e| e.pid));
+        for id in all {
+            row.must(id > 0 && i32::try_from(id).is_ok(), "an id of it is none")?;
+            row.must(ids.insert(id), "an id of it is there twice")?;
         }
     }
     Ok(())

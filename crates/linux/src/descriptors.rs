@@ -52,25 +52,30 @@ struct EpollSlot {
     toff: u32,
 }
 
-/// Compares the open file descriptions of two descriptors of a process (`kcmp(2)`, `KCMP_FILE`). The order is
-/// arbitrary but total, and stays the same while the process lives.
-pub fn compare(pid: u32, a: u32, b: u32) -> Result<Ordering> {
+/// A descriptor of a process: process id and number.
+pub type OfProcess = (u32, u32);
+
+/// Compares the open file descriptions of two descriptors (`kcmp(2)`, `KCMP_FILE`). The order is arbitrary but total, and
+/// stays the same while they are open.
+pub fn compare(a: OfProcess, b: OfProcess) -> Result<Ordering> {
     // SAFETY: KCMP_FILE touches no memory.
-    let r = unsafe { libc::syscall(libc::SYS_kcmp, pid, pid, KCMP_FILE, a, b) };
-    match check(|| format!("compare descriptors {a} and {b} of process {pid}"), r)? {
+    let r = unsafe { libc::syscall(libc::SYS_kcmp, a.0, b.0, KCMP_FILE, a.1, b.1) };
+    let what = || format!("compare descriptor {} of process {} and {} of {}", a.1, a.0, b.1, b.0);
+    match check(what, r)? {
         0 => Ok(Ordering::Equal),
         1 => Ok(Ordering::Less),
         _ => Ok(Ordering::Greater),
     }
 }
 
-/// Whether descriptor `fd` of a process is the file that its epoll `epoll` watches under number `watched`, in the
-/// `nth` watch of that number (`kcmp(2)`, `KCMP_EPOLL_TFD`).
-pub fn is_watched(pid: u32, fd: u32, epoll: u32, watched: u32, nth: u32) -> Result<bool> {
-    let slot = EpollSlot { efd: epoll, tfd: watched, toff: nth };
+/// Whether a descriptor is the file that an epoll watches under number `watched`, in the `nth` watch of that number
+/// (`kcmp(2)`, `KCMP_EPOLL_TFD`).
+pub fn is_watched(file: OfProcess, epoll: OfProcess, watched: u32, nth: u32) -> Result<bool> {
+    let slot = EpollSlot { efd: epoll.1, tfd: watched, toff: nth };
     // SAFETY: the kernel reads a `struct kcmp_epoll_slot` from a valid address.
-    let r = unsafe { libc::syscall(libc::SYS_kcmp, pid, pid, KCMP_EPOLL_TFD, fd, &raw const slot) };
-    Ok(check(|| format!("look up what epoll descriptor {epoll} of process {pid} watches"), r)? == 0)
+    let r =
+        unsafe { libc::syscall(libc::SYS_kcmp, file.0, epoll.0, KCMP_EPOLL_TFD, file.1, &raw const slot) };
+    Ok(check(|| format!("look up what epoll descriptor {} of process {} watches", epoll.1, epoll.0), r)? == 0)
 }
 
 /// Who gets the signals of a description: `F_GETOWN_EX` and `F_GETSIG`.

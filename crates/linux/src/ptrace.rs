@@ -15,6 +15,8 @@ pub mod options {
     pub const SYSCALL_GOOD: usize = libc::PTRACE_O_TRACESYSGOOD as usize;
     /// Trace threads and processes that the thread makes; they start stopped.
     pub const TRACE_CLONE: usize = libc::PTRACE_O_TRACECLONE as usize;
+    /// Trace processes that the thread forks; they start stopped.
+    pub const TRACE_FORK: usize = libc::PTRACE_O_TRACEFORK as usize;
     /// Kill the thread when the tracer dies.
     pub const EXIT_KILL: usize = libc::PTRACE_O_EXITKILL as usize;
     /// Seccomp filters do not apply while the tracer lives (`CAP_SYS_ADMIN`).

@@ -117,6 +117,14 @@ impl<'a> Remote<'a> {
         Ok(result)
     }
 
+    /// Lets it make a last call, from which it does not come back.
+    pub fn leave_by(mut self, nr: i64, argument: u64) -> Result<Seized> {
+        let thread = self.take()?;
+        let (gadget, args) = (arch::step_address(self.area.code), [argument, 0, 0, 0, 0, 0]);
+        thread.set_regs(&self.base.for_call(gadget, self.stack(), nr, args))?;
+        thread.resume(0)
+    }
+
     /// Brings the thread to a stop on its way to user mode, where the kernel looks at interrupted calls.
     pub fn settle(&mut self) -> Result<()> {
         let thread = self.take()?;

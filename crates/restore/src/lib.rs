@@ -5,6 +5,7 @@ pub mod attributes;
 mod burial;
 pub mod clock;
 pub mod error;
+mod family;
 pub mod files;
 pub mod lazy;
 pub mod loader;

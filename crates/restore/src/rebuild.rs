@@ -4,22 +4,23 @@
 //! and nothing is left. Files are cut back as the very last step before it runs.
 
 use crate::attributes::{credentials, last, outside, process as of_process, thread as of_thread};
+use crate::family::{Family, Nursery};
 use crate::files::{Contents, OpenFiles};
 use crate::lazy::{Later, Pager, Place, Template};
 use crate::pace::Pace;
 use crate::space::{self, Backings, Filled};
-use crate::{Error, FilesPolicy, Result, Stdio, burial, clock, files, loader};
-use std::cell::Cell;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use crate::{Error, FilesPolicy, Result, Stdio, burial, clock, family, files, loader};
+use std::cell::OnceCell;
+use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 use stillpoint_image::{AddressSpace, Extent, Image, Owner, Process, Range, Terminal, Thread};
 use stillpoint_linux::arch::{self, Interrupted, Regs};
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::proc::Proc;
 use stillpoint_linux::program::{Arg, Program, Run};
-use stillpoint_linux::ptrace::{Seized, Stopped, options as trace};
+use stillpoint_linux::ptrace::{Seized, Stopped};
 use stillpoint_linux::remote::Remote;
-use stillpoint_linux::spawn::{self, CloneArgs, Shell};
+use stillpoint_linux::spawn;
 use stillpoint_linux::{RemoteAddr, host};
 use stillpoint_store::Checkpoint;
 
@@ -49,8 +50,8 @@ pub struct Restored {
     pub terminal: Option<Terminal>,
     /// Where what comes from our standard input must be written for it, if it was reading from a pipe with data.
     pub stdin_pump: Option<OwnedFd>,
-    /// Whether it led a process group that was in the foreground of its terminal.
-    pub foreground_group: bool,
+    /// Process group that was in the foreground of its terminal, if it is one of its own.
+    pub foreground_group: Option<u32>,
     /// Time until everything but its memory stood.
     pub skeleton: Duration,
     /// Time until it ran.
@@ -102,80 +103,89 @@ pub fn restore(
     progress: &dyn Progress,
 ) -> Result<Restored> {
     let image = &checkpoint.image;
-    let (process, space) = only_process(image)?;
     check_host(image)?;
-    let missing = outside::missing(process)?;
-    if !missing.is_empty() {
-        return Err(Error::Refused(missing));
-    }
-    burial::wait(process.threads.iter().map(|t| t.tid));
+    check_privileges(image)?;
+    burial::wait(family::ids(image));
     let start = Instant::now();
     let pace = Pace::new(options.limit);
     let contents = Stored { checkpoint, pace: &pace };
     let mut open = files::open(image, &contents, options.files, options.stdio)?;
     let own = Proc::process(std::process::id())?.maps()?;
-    let room = space::find_room(space, &own)?;
+    let room = space::find_room(&image.spaces, &own)?;
     let mut notes = Vec::from_iter(clock::continue_clocks(&image.meta)?);
-    let mut newborn = Newborn::make(process.pid)?;
-    let memory = Memory::open(newborn.pid())?;
-    let leader = newborn.seize()?;
+    let memories: Vec<OnceCell<Memory>> = (0..family::room_for(image)).map(|_| OnceCell::new()).collect();
+    let mut nursery = Nursery::open(image.processes[0].pid)?;
+    let leader = nursery.seize()?;
     check_processor(image, &leader)?;
-
-    let mut remote = space::clear(&memory, leader, space, room)?;
-    remote.run(&of_process::early(process, space))?;
-    let filled = Filled::of(&checkpoint.pages, process.space);
-    space::map(&mut remote, space, &filled, &Sources { open: &open })?;
-    space::advise_before(&mut remote, space)?;
+    let opened = Memory::open(nursery.pid())?;
+    let root = space::clear(memories[0].get_or_init(|| opened), leader, room)?;
+    let mut members = Family::make(image, &nursery, &memories, root, open.terminals())?;
+    let mut rows: Vec<Row<'_>> =
+        image.processes.iter().map(|p| Row::of(checkpoint, p)).collect::<Result<_>>()?;
+    for (row, remote) in rows.iter().zip(&mut members) {
+        row.lay_out(remote, &open, room)?;
+    }
     let skeleton = start.elapsed();
-    let pidfd = newborn.pidfd()?;
-    let mut later = Later::begin(checkpoint, process, space, &mut remote, pidfd, options, lazily)?;
+    let pidfd = nursery.pidfd()?;
+    let mut later = match rows.as_slice() {
+        [only] => {
+            Later::begin(checkpoint, only.process, only.space, &mut members[0], pidfd, options, lazily)?
+        }
+        _ => Err(None),
+    };
     match &mut later {
-        Ok(later) => later.load_first(&memory, progress)?,
+        Ok(later) => later.load_first(members[0].memory(), progress)?,
         Err(why) => {
             notes.extend(why.as_ref().map(|why| format!("all of its memory was loaded first: {why}")));
-            let extents = checkpoint.pages.of(Owner::Space(process.space));
-            progress.start(extents.iter().map(Extent::len).sum());
-            let reader = &checkpoint.reader;
-            loader::load(reader, extents, &memory, &pace, &|bytes| progress.advance(bytes))?;
+            load(checkpoint, &rows, &members, &pace, progress)?;
         }
     }
-    space::keep_accounts(&mut remote, space, &filled)?;
-    space::finish(&mut remote, space, &filled)?;
-    let exe = open.mapping_source(process.exe, false)?;
-    remote.run(&of_process::layout(space, Some(exe as u32)))?;
-    remote.run(&places(image, process))?;
-    open.install(image, process.table, &mut remote)?;
-    let mut threads = make_threads(&memory, remote, process)?;
+    open.seal(image)?;
+    let mut all = Vec::with_capacity(members.len());
+    for (row, mut remote) in rows.iter().zip(members) {
+        row.complete(image, &mut remote, &open)?;
+        all.push(family::make_threads(remote.memory(), remote, row.process)?);
+    }
     // Its processes have ids too, which are not to be those of the program's threads.
     let coming = match later {
-        Ok(later) => Some(later.start(&memory, process, newborn.pidfd()?, start)?),
+        Ok(later) => Some(later.start(all[0][0].memory(), rows[0].process, nursery.pidfd()?, start)?),
         Err(_) => None,
     };
-    open.finish(image, process.table, &mut threads[0])?;
-    let threads = give_attributes(threads, process, space, newborn.seccomp_suspended)?;
-    let threads = finish_threads(threads, process, room)?;
+    open.finish(
+        image,
+        &mut all.iter_mut().map(|threads| &mut threads[0] as &mut dyn Run).collect::<Vec<_>>(),
+    )?;
+    let mut ready_to_run = Vec::with_capacity(all.len());
+    for (row, threads) in rows.iter_mut().zip(all) {
+        row.pid = threads[0].pid();
+        let threads = give_attributes(threads, row.process, row.space, nursery.seccomp_suspended)?;
+        ready_to_run.push(finish_threads(threads, row.process, room)?);
+    }
     open.write_back(&contents)?;
     open.cut_back(cut_tail)?;
     open.settle(image)?;
-    if process.stopped.is_some() {
-        spawn::tgkill(newborn.pid(), newborn.pid(), libc::SIGSTOP)?;
+    for row in rows.iter().filter(|row| row.process.stopped.is_some()) {
+        spawn::tgkill(row.pid, row.pid, libc::SIGSTOP)?;
     }
-    ready(newborn.pid())?;
-    for (tid, signal) in last::late_signals(process) {
-        spawn::tgkill(newborn.pid(), tid.unwrap_or(newborn.pid()), signal as i32)?;
+    ready(nursery.pid())?;
+    for row in &rows {
+        for (tid, signal) in last::late_signals(row.process) {
+            spawn::tgkill(row.pid, tid.unwrap_or(row.pid), signal as i32)?;
+        }
     }
-    let_go(threads)?;
+    let_go(ready_to_run)?;
     let running = start.elapsed();
     coming.iter().for_each(|(coming, _)| coming.runs(running));
     let pager = coming.and_then(|(coming, child)| Some(Pager { child: child?, coming }));
-    let shell = newborn.live();
+    let shell = nursery.leave().ok_or_else(|| Error::Failed("the process has been let go".into()))?;
     notes.extend(open.notes());
+    let in_front = image.processes.iter().find(|p| p.foreground && p.own_session().is_none());
     Ok(Restored {
         pid: shell.pid,
         pidfd: shell.pidfd,
         terminal: image.terminal.clone(),
         stdin_pump: open.take_stdin_pump(),
-        foreground_group: process.leads_group && process.foreground,
+        foreground_group: in_front.and_then(Process::own_group),
         skeleton,
         running,
         pager,
@@ -184,10 +194,84 @@ pub fn restore(
     })
 }
 
-/// The process and its address space. Trees of more than one are refused when they are captured.
+/// One process that is being built.
+struct Row<'a> {
+    process: &'a Process,
+    space: &'a AddressSpace,
+    /// Its private pages.
+    extents: &'a [Extent],
+    filled: Filled,
+    /// Its id in our pid namespace.
+    pid: u32,
+}
+
+impl<'a> Row<'a> {
+    fn of(checkpoint: &'a Checkpoint, process: &'a Process) -> Result<Self> {
+        let space = checkpoint.image.spaces.get(process.space as usize);
+        let space = space.ok_or_else(|| Error::Failed("the manifest names no address space".into()))?;
+        let filled = Filled::of(&checkpoint.pages, process.space);
+        let extents = checkpoint.pages.of(Owner::Space(process.space));
+        Ok(Row { process, space, extents, filled, pid: 0 })
+    }
+
+    /// Makes its mappings.
+    fn lay_out(&self, remote: &mut Remote<'_>, open: &OpenFiles, room: u64) -> Result<()> {
+        space::settle(remote, self.space, room)?;
+        remote.run(&of_process::early(self.process, self.space))?;
+        space::map(remote, self.space, &self.filled, &Sources { open })?;
+        space::advise_before(remote, self.space)
+    }
+
+    /// What comes when its memory is filled, or will be.
+    fn complete(&self, image: &Image, remote: &mut Remote<'_>, open: &OpenFiles) -> Result<()> {
+        space::keep_accounts(remote, self.space, &self.filled)?;
+        space::finish(remote, self.space, &self.filled)?;
+        let exe = open.mapping_source(self.process.exe, false)?;
+        remote.run(&of_process::layout(self.space, Some(exe as u32)))?;
+        remote.run(&places(image, self.process))?;
+        open.install(image, self.process.table, remote)
+    }
+}
+
+/// Loads all private pages of all processes.
+fn load(
+    checkpoint: &Checkpoint,
+    rows: &[Row<'_>],
+    members: &[Remote<'_>],
+    pace: &Pace,
+    progress: &dyn Progress,
+) -> Result<()> {
+    progress.start(rows.iter().flat_map(|row| row.extents).map(Extent::len).sum());
+    let done = |bytes| progress.advance(bytes);
+    for (row, remote) in rows.iter().zip(members) {
+        loader::load(&checkpoint.reader, row.extents, remote.memory(), pace, &done)?;
+    }
+    Ok(())
+}
+
+/// Refuses what our privileges, or this machine, do not allow.
+fn check_privileges(image: &Image) -> Result<()> {
+    let mut all: Vec<String> = Vec::new();
+    for process in &image.processes {
+        for why in outside::missing(process)? {
+            if !all.contains(&why) {
+                all.push(why);
+            }
+        }
+    }
+    match all.is_empty() {
+        true => Ok(()),
+        false => Err(Error::Refused(all)),
+    }
+}
+
+/// The process and its address space, where there may be only one.
 pub(crate) fn only_process(image: &Image) -> Result<(&Process, &AddressSpace)> {
     let [process] = image.processes.as_slice() else {
-        return Err(Error::Refused(vec![format!("it is a tree of {} processes", image.processes.len())]));
+        return Err(Error::Refused(vec![format!(
+            "it is a tree of {} processes, and only one can be cloned yet",
+            image.processes.len()
+        )]));
     };
     let space = image.spaces.get(process.space as usize);
     Ok((process, space.ok_or_else(|| Error::Failed("the manifest names no address space".into()))?))
@@ -223,64 +307,6 @@ fn check_processor(image: &Image, thread: &Stopped) -> Result<()> {
         )]));
     }
     Ok(())
-}
-
-/// A process that is killed and reaped unless it gets to live.
-struct Newborn {
-    shell: Option<Shell>,
-    /// Its seccomp filters do not apply while we live.
-    seccomp_suspended: bool,
-}
-
-impl Newborn {
-    fn make(pid: u32) -> Result<Self> {
-        match burial::until_free(|| pid, || spawn::shell(Some(pid), 0), is_taken) {
-            Ok(shell) => Ok(Newborn { shell: Some(shell), seccomp_suspended: true }),
-            Err(e) if is_taken(&e) => Err(Error::PidTaken(pid)),
-            Err(e) if e.errno() == Some(libc::EPERM) => Err(Error::NoPidPrivilege(pid)),
-            Err(e) => Err(e.into()),
-        }
-    }
-
-    fn pid(&self) -> u32 {
-        self.shell.as_ref().map_or(0, |s| s.pid)
-    }
-
-    fn pidfd(&self) -> Result<BorrowedFd<'_>> {
-        let shell = self.shell.as_ref().ok_or_else(|| Error::Failed("the process has been let go".into()))?;
-        Ok(shell.pidfd.as_fd())
-    }
-
-    fn seize(&mut self) -> Result<Stopped> {
-        let options = trace::SYSCALL_GOOD | trace::TRACE_CLONE | trace::EXIT_KILL;
-        let seized = match Seized::seize(self.pid(), options | trace::SUSPEND_SECCOMP) {
-            Ok(seized) => seized,
-            Err(_) => {
-                self.seccomp_suspended = false;
-                Seized::seize(self.pid(), options)?
-            }
-        };
-        seized.interrupt()?;
-        Ok(seized.wait()?.stopped(self.pid())?)
-    }
-
-    fn live(&mut self) -> Shell {
-        self.shell.take().expect("it lives once")
-    }
-}
-
-impl Drop for Newborn {
-    fn drop(&mut self) {
-        if let Some(shell) = self.shell.take() {
-            let _ = rustix::process::pidfd_send_signal(&shell.pidfd, rustix::process::Signal::KILL);
-            spawn::reap(shell.pid);
-        }
-    }
-}
-
-/// Whether an id was not to be had.
-fn is_taken(e: &stillpoint_linux::Error) -> bool {
-    e.errno() == Some(libc::EEXIST)
 }
 
 /// Contents of objects and files, from the store.
@@ -321,52 +347,6 @@ impl Backings for Sources<'_> {
     fn object(&self, object: u32) -> Result<i32> {
         self.open.object(object)
     }
-}
-
-/// Makes the other threads; each starts stopped, in the middle of the leader's program. Returns all, the leader first.
-fn make_threads<'a>(
-    memory: &'a Memory,
-    mut leader: Remote<'a>,
-    process: &Process,
-) -> Result<Vec<Remote<'a>>> {
-    let flags = libc::CLONE_VM | libc::CLONE_FS | libc::CLONE_FILES | libc::CLONE_SIGHAND;
-    let flags = flags | libc::CLONE_THREAD | libc::CLONE_SYSVSEM;
-    let others = process.threads.get(1..).unwrap_or_default();
-    let (mut born, made) = (Vec::new(), Cell::new(0));
-    let make = || {
-        let mut program = Program::new();
-        for thread in &others[made.get()..] {
-            let id = program.data(&thread.tid.to_le_bytes());
-            let args = CloneArgs { flags: flags as u64, set_tid_size: 1, ..CloneArgs::default() };
-            let record = program.data(&args.to_bytes());
-            program.link(record, CloneArgs::SET_TID_OFFSET, id);
-            let what = format!("make thread {}", thread.tid);
-            program.call(what, libc::SYS_clone3, [record, Arg::Value(size_of::<CloneArgs>() as u64)]);
-        }
-        let done = leader.run(&program);
-        born.extend(leader.take_born());
-        made.set(born.len());
-        done
-    };
-    let next = || others.get(made.get()).map_or(0, |thread| thread.tid);
-    burial::until_free(next, make, is_taken).map_err(|e| match is_taken(&e) {
-        true => Error::PidTaken(process.pid),
-        false => e.into(),
-    })?;
-    let area = leader.area();
-    let mut threads = vec![leader];
-    for tid in born {
-        let stopped = Seized::born(tid).wait()?.stopped(tid)?;
-        threads.push(Remote::new(memory, stopped, area)?);
-    }
-    if threads.len() != process.threads.len() {
-        return Err(Error::Failed(format!(
-            "{} of {} threads were made",
-            threads.len(),
-            process.threads.len()
-        )));
-    }
-    Ok(threads)
 }
 
 /// Current directory and root, while all paths still lead where they did for us.
@@ -414,11 +394,11 @@ fn give_attributes<'a>(
     Ok(threads)
 }
 
-/// Lets all threads run, the first one first. What runs already may end the others, by `execve(2)` or as a whole: then
+/// Lets all threads run, the root's first one first. What runs already may end the others, by `execve(2)` or as a whole: then
 /// it is for us, their tracer, to see their ends, which `execve` waits for.
-fn let_go(threads: Vec<Stopped>) -> Result<()> {
+fn let_go(processes: Vec<Vec<Stopped>>) -> Result<()> {
     let mut first = true;
-    for thread in threads {
+    for thread in processes.into_iter().flatten() {
         let tid = thread.tid();
         match thread.detach() {
             Err(stillpoint_linux::Error::Gone(_)) if !first => {

@@ -30,10 +30,10 @@ pub trait Backings {
     fn object(&self, object: u32) -> Result<i32>;
 }
 
-/// Finds room for the area: `AREA_LEN + SPARE_LEN` bytes used neither by us nor by the program.
-pub fn find_room(space: &AddressSpace, own: &[Vma]) -> Result<u64> {
+/// Finds room for the area: `AREA_LEN + SPARE_LEN` bytes used neither by us nor by any process of the program.
+pub fn find_room(spaces: &[AddressSpace], own: &[Vma]) -> Result<u64> {
     let mut taken: Vec<(u64, u64)> = own.iter().map(|v| (v.start, v.end)).collect();
-    taken.extend(space.mappings.iter().map(|m| {
+    taken.extend(spaces.iter().flat_map(|s| &s.mappings).map(|m| {
         let below = if m.flags.contains(MappingFlags::GROWS_DOWN) { BELOW_STACK } else { 0 };
         (m.start.saturating_sub(below), m.end)
     }));
@@ -52,8 +52,8 @@ pub fn find_room(space: &AddressSpace, own: &[Vma]) -> Result<u64> {
 }
 
 /// Prepares a fresh copy of our process for remote programs: afterwards it has nothing but the area and the kernel's
-/// own mappings, and those are where the program had them.
-pub fn clear<'a>(memory: &'a Memory, thread: Stopped, space: &AddressSpace, room: u64) -> Result<Remote<'a>> {
+/// own mappings, where we have them.
+pub fn clear<'a>(memory: &'a Memory, thread: Stopped, room: u64) -> Result<Remote<'a>> {
     let own_code =
         Area { code: RemoteAddr(arch::program_loop().as_ptr() as u64), ..Area::new(room, AREA_LEN) };
     let rseq = thread.rseq()?;
@@ -77,10 +77,19 @@ pub fn clear<'a>(memory: &'a Memory, thread: Stopped, space: &AddressSpace, room
     }
     memory.write_forced(RemoteAddr(room), arch::program_loop())?;
     remote.move_to(Area::new(room, AREA_LEN));
-    let kernels: Vec<_> = Proc::process(memory.pid())?.maps()?.into_iter().filter(is_kernels).collect();
-    remote.run(&unmap_all_but(&kernels, room))?;
-    move_kernel_mappings(&mut remote, space, &kernels, room + AREA_LEN)?;
+    remote.run(&unmap_all_but(&kernels(memory)?, room))?;
     Ok(remote)
+}
+
+/// Moves the kernel's own mappings of a process that was [cleared](clear), or is a copy of one, to where the program had them.
+pub fn settle(remote: &mut Remote<'_>, space: &AddressSpace, room: u64) -> Result<()> {
+    let kernels = kernels(remote.memory())?;
+    move_kernel_mappings(remote, space, &kernels, room + AREA_LEN)
+}
+
+/// The kernel's own mappings.
+fn kernels(memory: &Memory) -> Result<Vec<Vma>> {
+    Ok(Proc::process(memory.pid())?.maps()?.into_iter().filter(is_kernels).collect())
 }
 
 fn is_kernels(vma: &Vma) -> bool {

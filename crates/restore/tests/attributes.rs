@@ -174,7 +174,7 @@ fn a_rich_programs_attributes_are_given_to_a_blank_one() {
     let rich = start("rich");
     let folder = target::find(rich.tids[0]).unwrap();
     let mut builder = Builder::new();
-    target::examine(&mut builder, &folder).unwrap();
+    target::examine(&mut builder, &folder, None).unwrap();
     target::mappings(&mut builder, &folder, &folder.smaps().unwrap());
     assert_eq!(builder.refusals, []);
     let (mut p, space) = read(&mut Still::new(&rich));

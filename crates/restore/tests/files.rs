@@ -7,9 +7,9 @@ use std::io::{BufRead, BufReader};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio as Io};
-use stillpoint_capture::files::{Outsiders, Target, capture_files};
+use stillpoint_capture::files::{Holder, Outsiders, Target, capture_files};
 use stillpoint_capture::{Builder, Refusal};
-use stillpoint_image::{FileKind, Image, Owner};
+use stillpoint_image::{FileKind, Image, Owner, Process};
 use stillpoint_linux::descriptors::pidfd_open;
 use stillpoint_linux::local::LocalRun;
 use stillpoint_restore::files::{self, Contents};
@@ -61,14 +61,10 @@ fn capture(pid: u32) -> Builder {
 fn capture_as(pid: u32, frozen: bool) -> Builder {
     let mut builder = Builder::new();
     let pidfd = pidfd_open(pid, 0).unwrap();
-    let outsiders = Outsiders::scan(&[pid]);
-    let target = Target {
-        pid,
-        pidfd: std::os::fd::AsFd::as_fd(&pidfd),
-        frozen,
-        inherited: &[],
-        outsiders: &outsiders,
-    };
+    let outsiders = Outsiders::scan(&[pid], Vec::new());
+    let process = stillpoint_linux::proc::Proc::process(pid).unwrap();
+    let holders = [Holder { pid, pidfd: std::os::fd::AsFd::as_fd(&pidfd), process: &process }];
+    let target = Target { holders: &holders, frozen, inherited: &[], outsiders: &outsiders };
     capture_files(&mut builder, &target).unwrap();
     take_digests(&mut builder);
     builder
@@ -130,13 +126,17 @@ fn helper() {
             owner.id = std::process::id();
         }
     }
+    let process = Process { pid: std::process::id(), ..Process::default() };
+    image.processes.push(process);
     let _ = rustix::process::setsid(); // as a program that had a terminal of its own did
     let open = files::open(&image, &Folder(dir.clone()), FilesPolicy::Refuse, Stdio::Current).unwrap();
     let mut open = std::mem::ManuallyDrop::new(open); // install closes its descriptors: we are both sides
     open.cut_back(&mut |_, _, _| Ok(())).unwrap();
     open.settle(&image).unwrap();
+    open.terminals().values().for_each(|slave| rustix::process::ioctl_tiocsctty(slave).unwrap());
+    open.seal(&image).unwrap();
     open.install(&image, 0, &mut LocalRun).unwrap();
-    open.finish(&image, 0, &mut LocalRun).unwrap();
+    open.finish(&image, &mut [&mut LocalRun]).unwrap();
     fs::write(dir.join("ready"), b"").unwrap();
     loop {
         std::thread::park();
@@ -193,7 +193,13 @@ fn tell(image: &Image, pid: u32) -> Vec<String> {
             format!("{socket:?} {named:?} {peer:?}")
         }
         FileKind::Memory(o) => format!("{:?}", image.objects[*o as usize]),
-        FileKind::PtyMaster(p) | FileKind::PtySlave(p) => format!("{kind:?} {:?}", image.ptys[*p as usize]),
+        FileKind::PtyMaster(p) | FileKind::PtySlave(p) => {
+            let mut pty = image.ptys[*p as usize].clone();
+            // Ids are those of another process afterwards.
+            pty.session = pty.session.map(|session| u32::from(session == pid));
+            pty.foreground = pty.foreground.map(|group| u32::from(group == pid));
+            format!("{kind:?} {pty:?}")
+        }
         FileKind::Epoll(list) => {
             let mut list: Vec<_> = list.iter().map(|w| (w.fd, w.events, w.data, first(w.file))).collect();
             list.sort_unstable();
@@ -214,14 +220,17 @@ fn tell(image: &Image, pid: u32) -> Vec<String> {
     let line = |d: &stillpoint_image::Descriptor| {
         let f = &image.files[d.file as usize];
         let owner = f.owner.map(|o| (o.kind, o.id == pid, o.signal));
+        let lock = |l: &stillpoint_image::Lock| {
+            format!("{:?} {}", (l.kind, l.exclusive, l.start, l.end), l.process == Some(pid))
+        };
+        let locks: Vec<String> = f.locks.iter().map(lock).collect();
         let shared = first(d.file);
         format!(
-            "{} shares={shared:?} cloexec={} flags={:o} pos={} {owner:?} {:?} {}",
+            "{} shares={shared:?} cloexec={} flags={:o} pos={} {owner:?} {locks:?} {}",
             d.fd,
             d.close_on_exec,
             if f.flags & 0o20_000_000 != 0 { f.flags & !0o20_200_000 } else { f.flags },
             f.position,
-            f.locks,
             kind(&f.kind)
         )
     };
@@ -701,20 +710,11 @@ g = open("gone", "w+b"); g.write(b"g" * 5000); g.flush(); b = mmap.mmap(g.fileno
     let program = start(dir.path(), script);
     let mut builder = capture(program.0.id());
     let pid = program.0.id();
-    let pidfd = pidfd_open(pid, 0).unwrap();
-    let outsiders = Outsiders::default();
-    let target = Target {
-        pid,
-        pidfd: std::os::fd::AsFd::as_fd(&pidfd),
-        frozen: true,
-        inherited: &[],
-        outsiders: &outsiders,
-    };
     let vmas = stillpoint_linux::proc::Proc::process(pid).unwrap().maps().unwrap();
     for vma in vmas.iter().filter(|v| v.ino != 0) {
         let written = vma.shared.then_some(Range { start: vma.offset, len: vma.len() });
         let usage = if vma.shared { Usage::Write } else { Usage::Read };
-        assert!(mapped_file(&mut builder, &target, vma, usage, written).unwrap().is_some());
+        assert!(mapped_file(&mut builder, pid, vma, usage, written).unwrap().is_some());
     }
     assert_eq!(builder.refusals, []);
     take_digests(&mut builder);

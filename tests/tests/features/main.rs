@@ -133,6 +133,50 @@ mod signals {
     );
 }
 
+mod trees {
+    scenarios!("tree":
+        pair,
+        generations,
+        many,
+        programs,
+        ended,
+        ended_pending,
+        exit_signals,
+        nobody_waits,
+        sessions,
+        groups,
+        leaderless,
+        dead_leader,
+        orphans,
+        stopped,
+        shared_memory,
+        shared_object,
+        shared_file,
+        copied_on_write,
+        pipes,
+        socket_pairs,
+        accepted,
+        shared_offset,
+        locks,
+        lock_waiter,
+        objects,
+        handles,
+        proc_files,
+        asynchronous,
+        alone,
+        parent_death,
+        sleeping.ignoring(&["thread", "child"]),
+        terminals,
+        turns.ignoring(&["thread", "child"]),
+        token.ignoring(&["thread", "child"]),
+        forks.ignoring(&["thread", "child"]),
+        spawns.ignoring(&["thread", "child"]),
+        forking_threads.ignoring(&["thread", "child"]),
+        waits,
+        signalled.ignoring(&["thread", "child"]),
+    );
+}
+
 mod threads {
     scenarios!("threads":
         many,

@@ -151,12 +151,13 @@ pub struct Examined {
     since: Instant,
 }
 
-/// Notes what about the process as a whole cannot be captured. It may be running: [`examine_again`] then tells whether
+/// Notes what about the process as a whole cannot be captured. `others` are the processes
+/// that might share something with it, if not all. It may be running: [`examine_again`] then tells whether
 /// what was found still holds.
 ///
 /// # Errors
 /// That its files in `/proc` cannot be read, [`Kernel::Gone`] among them.
-pub fn examine(builder: &mut Builder, target: &Proc) -> Result<Examined> {
+pub fn examine(builder: &mut Builder, target: &Proc, others: Option<&[u32]>) -> Result<Examined> {
     let own = Proc::process(std::process::id())?;
     let mut examined = Examined {
         ours: own.namespaces()?,
@@ -170,7 +171,6 @@ pub fn examine(builder: &mut Builder, target: &Proc) -> Result<Examined> {
     if leader_ended(builder, target)? {
         return Ok(examined);
     }
-    children(builder, &target.children()?);
     examined.theirs = target.namespaces()?;
     examined.private = restored_privately(&own, target)?;
     examined.confines = confinement(builder, &own, target)?;
@@ -183,7 +183,10 @@ pub fn examine(builder: &mut Builder, target: &Proc) -> Result<Examined> {
     // As late as possible: this is what takes long where there are many processes.
     examined.last_pid = proc::last_pid();
     examined.since = Instant::now();
-    sharers(builder, target, &proc::processes()?);
+    match others {
+        Some(others) => sharers(builder, target, others, false),
+        None => sharers(builder, target, &proc::processes()?, true),
+    }
     Ok(examined)
 }
 
@@ -264,8 +267,6 @@ pub fn examine_again(
     examined: &Examined,
     threads: &[Seen],
 ) -> Result<()> {
-    let made: Vec<u32> = threads.iter().flat_map(|t| t.look.children.iter().copied()).collect();
-    children(builder, &made);
     if examined.confines {
         confinement(builder, &Proc::process(std::process::id())?, target)?;
     }
@@ -279,7 +280,7 @@ pub fn examine_again(
     let own = |pid: &u32| threads.iter().any(|t| t.tid == *pid);
     let mut others = newer(examined)?;
     others.retain(|pid| !own(pid));
-    sharers(builder, target, &others);
+    sharers(builder, target, &others, false);
     Ok(())
 }
 
@@ -290,7 +291,7 @@ impl Examined {
         let (last_pid, since) = (proc::last_pid(), Instant::now());
         let mut builder = Builder::new();
         if let Ok(all) = proc::processes() {
-            sharers(&mut builder, target, &all);
+            sharers(&mut builder, target, &all, true);
             if builder.refusals.is_empty() {
                 (self.last_pid, self.since) = (last_pid, since);
             }
@@ -371,23 +372,6 @@ fn newer(examined: &Examined) -> Result<Vec<u32>> {
     match now.checked_sub(before) {
         Some(few) if few < MANY && examined.since.elapsed() < NO_ROUND => Ok((before + 1..=now).collect()),
         _ => Ok(proc::processes()?),
-    }
-}
-
-fn children(builder: &mut Builder, children: &[u32]) {
-    for &child in children {
-        let what = format!("child {}", named(child));
-        let zombie = Proc::process(child).and_then(|c| c.stat()).is_ok_and(|s| s.state == b'Z');
-        let traced = Proc::process(child).ok().and_then(|c| tracer(&c, child)).is_some();
-        if zombie {
-            builder.refuse(what, "it has ended and the program has not yet waited for it", "try again later");
-        } else if traced {
-            // The process between the program and its twin.
-            builder.refuse(what, "it is traced, for another checkpoint it seems", "try again later");
-        } else {
-            let hint = "wait until it has ended, or capture the child instead";
-            builder.refuse(what, "programs with child processes cannot be captured yet", hint);
-        }
     }
 }
 
@@ -516,9 +500,24 @@ fn states(builder: &mut Builder, what: &dyn Fn() -> String, stat: &Stat, status:
     }
 }
 
-/// Other processes with the same memory, descriptors or current directory: a `vfork` that has not yet executed, or
-/// plain clone(2). Processes that we may not look at are taken not to share.
-fn sharers(builder: &mut Builder, target: &Proc, others: &[u32]) {
+/// How long a process may have the memory of the one that made it until it executes another program (`vfork(2)`).
+const VFORK: Duration = Duration::from_millis(200);
+
+/// Whether one process has the memory of another for a moment only (`vfork(2)`); waits for the end of that.
+pub(crate) fn passes(pid: u32, other: u32) -> bool {
+    let start = Instant::now();
+    while sharing::shared(pid, other, Shared::Memory).unwrap_or(false) {
+        if start.elapsed() > VFORK {
+            return false;
+        }
+        std::thread::sleep(Duration::from_micros(500));
+    }
+    true
+}
+
+/// Other processes with the same memory, descriptors or current directory: a `vfork` that does not end, if the target
+/// `runs`, or plain clone(2). Processes that we may not look at are taken not to share.
+fn sharers(builder: &mut Builder, target: &Proc, others: &[u32], runs: bool) {
     // A thread of the program that has just ended still has what it shared.
     let is_own =
         |pid| Proc::thread_by_tid(pid).and_then(|t| t.status()).map_or(true, |s| s.tgid == target.pid());
@@ -531,7 +530,10 @@ fn sharers(builder: &mut Builder, target: &Proc, others: &[u32]) {
             (Shared::Files, "descriptors"),
             (Shared::FileSystem, "current directory"),
         ] {
-            if sharing::shared(pid, target.pid(), object).unwrap_or(false) && !is_own(pid) {
+            if sharing::shared(pid, target.pid(), object).unwrap_or(false)
+                && !is_own(pid)
+                && !(runs && object == Shared::Memory && passes(pid, target.pid()))
+            {
                 // The twin of another checkpoint, while it is being made.
                 let twin = Proc::process(pid).ok().and_then(|p| tracer(&p, pid)).is_some();
                 let of = if twin { ", for another checkpoint it seems" } else { "" };
@@ -635,7 +637,7 @@ fn is_device(target: &Proc, map: &Smap) -> bool {
 }
 
 /// `process 123 (name)`
-pub(super) fn named(pid: u32) -> String {
+pub(crate) fn named(pid: u32) -> String {
     match Proc::process(pid).and_then(|p| p.comm()) {
         Ok(comm) => describe(pid, &comm),
         Err(_) => format!("process {pid}"),

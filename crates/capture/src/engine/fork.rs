@@ -7,9 +7,10 @@
 use super::{Copied, Cut, Engine, MemoryEngine, Running, Still, put};
 use crate::lend::Lender;
 use crate::regions::{Span, own_pages, spans, zeros};
+use crate::target::Target;
 use crate::{Error, Result};
 use std::time::{Duration, Instant};
-use stillpoint_image::{Image, Mapping, MappingFlags, Owner, Range};
+use stillpoint_image::{Image, Mapping, MappingFlags, Range};
 use stillpoint_linux::headroom::headroom;
 use stillpoint_linux::pagemap::Pagemap;
 use stillpoint_linux::proc::Proc;
@@ -61,11 +62,11 @@ impl Fork {
 
     /// Copies what the twin does not inherit or must not keep; returns why not, if that is too much.
     fn set_aside(&mut self, still: &Still<'_>) -> Result<Option<String>> {
-        let mappings = &still.builder.image.spaces[0].mappings;
+        let mappings = &still.builder.image.spaces[still.target.space as usize].mappings;
         let left_out: Vec<&Mapping> = mappings.iter().filter(|m| !m.shared && is_left_out(m)).collect();
         let apart = |s: &Span| left_out.iter().any(|m| m.start == s.range.start);
         let (apart, inherited): (Vec<Span>, Vec<Span>) =
-            spans(&still.builder.image.spaces[0]).into_iter().partition(apart);
+            spans(&still.builder.image.spaces[still.target.space as usize]).into_iter().partition(apart);
         let mut ranges = Vec::new();
         self.aside_ranges.clear();
         for span in &apart {
@@ -100,7 +101,14 @@ impl Fork {
         for zeros_matter in [false, true] {
             for piece in pieces(&kinds[usize::from(zeros_matter)]) {
                 let ranges: Vec<Range> = piece.iter().map(|o| o.range).collect();
-                put(twin.memory(), &ranges, zeros(zeros_matter), running.writer, running.progress)?;
+                put(
+                    running.target.owner(),
+                    twin.memory(),
+                    &ranges,
+                    zeros(zeros_matter),
+                    running.writer,
+                    running.progress,
+                )?;
                 give_back(twin, &piece);
             }
         }
@@ -122,13 +130,13 @@ impl MemoryEngine for Fork {
 
     fn cut(&mut self, still: &mut Still<'_>) -> Result<Cut> {
         let target = still.target;
-        if let Some(why) = obstacle(&still.builder.image) {
+        if let Some(why) = obstacle(&still.builder.image, target)? {
             return Ok(Cut::Impossible(why));
         }
         if let Some(why) = self.set_aside(still)? {
             return Ok(Cut::Impossible(why));
         }
-        let mappings = &still.builder.image.spaces[0].mappings;
+        let mappings = &still.builder.image.spaces[still.target.space as usize].mappings;
         let shared = mappings.iter().filter(|m| m.shared);
         self.shared = shared.map(|m| Range { start: m.start, len: m.end - m.start }).collect();
         let lender = Lender { process: &target.process, memory: &target.memory, gadgets: target.gadgets };
@@ -171,11 +179,11 @@ impl MemoryEngine for Fork {
             }
         };
         twin.end()?;
-        self.aside.put(running.writer)?;
+        self.aside.put(running.target.owner(), running.writer)?;
         running.progress.advance(self.aside_ranges.iter().map(|r| r.len).sum());
         own.append(&mut self.aside_ranges);
         own.sort_by_key(|r| r.start);
-        running.writer.keep_only(Owner::Space(0), own);
+        running.writer.keep_only(running.target.owner(), own);
         Ok(())
     }
 }
@@ -190,16 +198,21 @@ fn is_inherited(mapping: &Mapping) -> bool {
 }
 
 /// What a twin cannot be made with, or would harm.
-fn obstacle(image: &Image) -> Option<String> {
-    let (process, space) = (&image.processes[0], &image.spaces[0]);
-    if process.child_subreaper {
-        return Some("orphans come to the program (PR_SET_CHILD_SUBREAPER), as its twin would".into());
+fn obstacle(image: &Image, target: &Target) -> Result<Option<String>> {
+    let (process, space) = (target.described(image)?, &image.spaces[target.space as usize]);
+    let mut above = Some(process);
+    while let Some(process) = above {
+        if process.child_subreaper {
+            let why = "orphans come to the program (PR_SET_CHILD_SUBREAPER), as its twin would";
+            return Ok(Some(why.into()));
+        }
+        above = process.parent.and_then(|parent| image.processes.get(parent as usize));
     }
     let needed = |m: &&Mapping| m.flags.contains(MappingFlags::STACK) || m.prot & libc::PROT_EXEC as u32 != 0;
     if space.mappings.iter().filter(needed).any(|m| !is_inherited(m)) {
-        return Some("it keeps its stack or code from its children (MADV_DONTFORK)".into());
+        return Ok(Some("it keeps its stack or code from its children (MADV_DONTFORK)".into()));
     }
-    None
+    Ok(None)
 }
 
 /// Whether somebody will bury the twin. In a container the first process may never have heard of that; each twin

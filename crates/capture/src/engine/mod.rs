@@ -13,11 +13,14 @@ pub mod tracking;
 pub mod wp;
 
 pub(crate) use loading::Loading;
+pub(crate) use tracking::Tracking;
+pub(crate) use wp::Armed;
 
 use crate::blocked::Earlier;
-use crate::checkpoint::{Progress, Target};
+use crate::checkpoint::Progress;
 use crate::freeze::Frozen;
 use crate::regions::zeros;
+use crate::target::Target;
 use crate::{Builder, Error, Result};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
@@ -95,6 +98,28 @@ pub(crate) fn reason(engine: Engine) -> &'static str {
         Engine::Precopy => "the next checkpoint will cost only what changes",
         Engine::Fork => "it copies nothing in the cut, however fast the program writes",
         _ => "it needs nothing of the kernel and of the program",
+    }
+}
+
+/// The checkpoint that has every page that was not written since.
+#[derive(Clone, Debug)]
+pub(crate) struct Base {
+    pub job: String,
+    pub id: u64,
+    /// Row of the address space there.
+    pub space: u32,
+}
+
+/// What is followed of a process, handed from one checkpoint to the next.
+#[derive(Debug, Default)]
+pub(crate) struct Kept {
+    pub tracking: Option<Tracking>,
+    pub armed: Option<Armed>,
+}
+
+impl Kept {
+    pub fn is_empty(&self) -> bool {
+        self.tracking.is_none() && self.armed.is_none()
     }
 }
 
@@ -179,6 +204,11 @@ pub(crate) trait MemoryEngine {
         false
     }
 
+    /// It is done; what is followed of the process is kept for the next checkpoint.
+    fn kept(self: Box<Self>) -> Kept {
+        Kept::default()
+    }
+
     /// Whether it is worth preparing again after a cut that was too much.
     fn try_again(&self) -> bool {
         false
@@ -187,6 +217,7 @@ pub(crate) trait MemoryEngine {
 
 /// Copies pages of a process into the store.
 pub(crate) fn put(
+    owner: Owner,
     memory: &Memory,
     ranges: &[Range],
     zeros: Zeros,
@@ -198,7 +229,7 @@ pub(crate) fn put(
         let ranges: Vec<(u64, u64)> = batch.iter().map(|r| (r.start, r.len)).collect();
         memory.read_many(&ranges, buffer)
     };
-    writer.put_parallel(Owner::Space(0), ranges, zeros, &fill).map_err(put_error)
+    writer.put_parallel(owner, ranges, zeros, &fill).map_err(put_error)
 }
 
 pub(crate) fn put_error(e: PutError<stillpoint_linux::Error>) -> Error {
@@ -239,7 +270,7 @@ impl Copied {
         Ok(memory.read_many(&from, &mut self.bytes[..total])?)
     }
 
-    pub fn put(&self, writer: &mut Writer) -> Result<()> {
+    pub fn put(&self, owner: Owner, writer: &mut Writer) -> Result<()> {
         let mut at = 0;
         for (range, zeros_matter) in &self.ranges {
             let bytes = &self.bytes[at..at + range.len as usize];
@@ -249,8 +280,7 @@ impl Copied {
                 buffer.copy_from_slice(&bytes[from..from + buffer.len()]);
                 Ok::<(), stillpoint_linux::Error>(())
             };
-            let put: Result<(), PutError<_>> =
-                writer.put(Owner::Space(0), *range, zeros(*zeros_matter), fill);
+            let put: Result<(), PutError<_>> = writer.put(owner, *range, zeros(*zeros_matter), fill);
             put.map_err(put_error)?;
         }
         Ok(())

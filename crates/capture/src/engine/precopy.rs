@@ -5,13 +5,13 @@
 //! program dropped or unmapped since it was copied is found missing at the cut, and forgotten.
 
 use super::tracking::{Found, Look, Looking, Tracking, WORTH_HELPERS, writes_unnoticed};
-use super::{AtRest, Copied, Cut, Engine, Loading, MemoryEngine, Running, Still, politely, put_error};
-use crate::checkpoint::Target;
+use super::{AtRest, Copied, Cut, Engine, Kept, Loading, MemoryEngine, Running, Still, politely, put_error};
 use crate::regions::{spans, spans_of_maps, zeros};
+use crate::target::Target;
 use crate::{Error, Result};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
-use stillpoint_image::{Extent, Owner, PAGE, Range};
+use stillpoint_image::{Extent, PAGE, Range};
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::proc::Vma;
 
@@ -37,8 +37,8 @@ pub(crate) struct Behind {
 
 /// At work on one checkpoint.
 #[derive(Debug)]
-pub(crate) struct Precopy<'t> {
-    tracking: &'t mut Option<Tracking>,
+pub(crate) struct Precopy {
+    tracking: Option<Tracking>,
     /// A claim to a program that is not followed yet.
     loading: Option<Loading>,
     /// What the base checkpoint has.
@@ -68,9 +68,9 @@ pub(crate) struct Precopy<'t> {
     took: (Duration, Duration),
 }
 
-impl<'t> Precopy<'t> {
+impl Precopy {
     /// With the tracking of the session, and `most` bytes to be copied at the cut.
-    pub fn new(tracking: &'t mut Option<Tracking>, behind: Behind, most: u64) -> Self {
+    pub fn new(tracking: Option<Tracking>, behind: Behind, most: u64) -> Self {
         let copied = Copied::default();
         let Behind { base, source, loading } = behind;
         Precopy {
@@ -132,7 +132,9 @@ impl<'t> Precopy<'t> {
 
     fn round(&mut self, running: &mut Running<'_>) -> Result<u64> {
         let spans = || Ok(spans_of_maps(&running.target.process.maps()?));
-        let Some(tracking) = self.tracking else { return Err(Error::Failed("it is not followed".into())) };
+        let Some(tracking) = &mut self.tracking else {
+            return Err(Error::Failed("it is not followed".into()));
+        };
         self.looked = Instant::now();
         let Found { dirty, .. } = tracking.look(running.target, spans, Look::Protect)?;
         // Looked at after pages were protected and before they are copied: see there.
@@ -157,14 +159,14 @@ impl<'t> Precopy<'t> {
     }
 }
 
-impl MemoryEngine for Precopy<'_> {
+impl MemoryEngine for Precopy {
     fn engine(&self) -> Engine {
         Engine::Precopy
     }
 
     fn prepare(&mut self, running: &mut Running<'_>) -> Result<()> {
         if self.tracking.is_none() {
-            *self.tracking = Some(Tracking::start(running, self.loading.take())?);
+            self.tracking = Some(Tracking::start(running, self.loading.take())?);
         }
         running.writer.reuse(&std::mem::take(&mut self.base))?;
         self.rounds(running)
@@ -201,8 +203,10 @@ impl MemoryEngine for Precopy<'_> {
         if let Some(why) = self.unfit.take() {
             return Ok(Cut::Impossible(why));
         }
-        let spans = spans(&still.builder.image.spaces[0]);
-        let Some(tracking) = self.tracking else { return Err(Error::Failed("it is not followed".into())) };
+        let spans = spans(&still.builder.image.spaces[still.target.space as usize]);
+        let Some(tracking) = &mut self.tracking else {
+            return Err(Error::Failed("it is not followed".into()));
+        };
         for look in [Look::AtRest, Look::Protect] {
             let began = Instant::now();
             let found = match self.resting.take() {
@@ -247,9 +251,13 @@ impl MemoryEngine for Precopy<'_> {
         if let Some(pages) = self.refer(running)? {
             running.log.tell(format!("{pages} pages are still to be loaded, and stay where they are stored"));
         }
-        self.copied.put(running.writer)?;
-        running.writer.keep_only(Owner::Space(0), std::mem::take(&mut self.own));
+        self.copied.put(running.target.owner(), running.writer)?;
+        running.writer.keep_only(running.target.owner(), std::mem::take(&mut self.own));
         Ok(())
+    }
+
+    fn kept(self: Box<Self>) -> Kept {
+        Kept { tracking: self.tracking, ..Kept::default() }
     }
 
     fn try_again(&self) -> bool {
@@ -309,8 +317,8 @@ fn put_what_is_there(
         }
         Ok(())
     };
-    let writer = &mut *running.writer;
-    let put = politely(|| writer.put_parallel(Owner::Space(0), ranges, zeros(zeros_matter), &fill));
+    let (writer, owner) = (&mut *running.writer, running.target.owner());
+    let put = politely(|| writer.put_parallel(owner, ranges, zeros(zeros_matter), &fill));
     put.map_err(put_error)?;
     Ok(missed.into_inner().unwrap_or_else(PoisonError::into_inner))
 }

@@ -3,7 +3,7 @@
 use super::{Cut, Engine, MemoryEngine, Running, Still, put};
 use crate::Result;
 use crate::regions::{own_pages, spans, zeros};
-use stillpoint_image::{Owner, Range};
+use stillpoint_image::Range;
 
 /// At work on one checkpoint.
 #[derive(Debug, Default)]
@@ -21,7 +21,7 @@ impl MemoryEngine for Stop {
     }
 
     fn cut(&mut self, still: &mut Still<'_>) -> Result<Cut> {
-        let spans = spans(&still.builder.image.spaces[0]);
+        let spans = spans(&still.builder.image.spaces[still.target.space as usize]);
         let mut kinds = [Vec::new(), Vec::new()];
         for span in &spans {
             own_pages(&still.target.pagemap, span, &mut kinds[usize::from(span.zeros_matter)])?;
@@ -29,7 +29,14 @@ impl MemoryEngine for Stop {
         still.progress.start(kinds.iter().flatten().map(|r| r.len).sum());
         for zeros_matter in [false, true] {
             let ranges = &kinds[usize::from(zeros_matter)];
-            put(&still.target.memory, ranges, zeros(zeros_matter), still.writer, still.progress)?;
+            put(
+                still.target.owner(),
+                &still.target.memory,
+                ranges,
+                zeros(zeros_matter),
+                still.writer,
+                still.progress,
+            )?;
         }
         self.own = kinds.concat();
         self.own.sort_by_key(|r| r.start);
@@ -37,7 +44,7 @@ impl MemoryEngine for Stop {
     }
 
     fn finish(&mut self, running: &mut Running<'_>) -> Result<()> {
-        running.writer.keep_only(Owner::Space(0), std::mem::take(&mut self.own));
+        running.writer.keep_only(running.target.owner(), std::mem::take(&mut self.own));
         Ok(())
     }
 }

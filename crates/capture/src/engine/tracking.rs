@@ -1,12 +1,12 @@
 //! What a process has written since its last checkpoint, as the kernel notes it.
 
-use super::{Loading, Running};
+use super::{Base, Loading, Running};
 use crate::blocked::{Earlier, would_be_noticed};
 use crate::brief::stop_briefly;
-use crate::checkpoint::Target;
 use crate::freeze::Frozen;
 use crate::lend::Lender;
 use crate::regions::{Span, range, within};
+use crate::target::Target;
 use crate::{Error, Result};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -45,9 +45,8 @@ const NEAR: u64 = 256 * PAGE;
 #[derive(Debug)]
 pub struct Tracking {
     userfault: Userfault,
-    /// The checkpoint (job and number) that has every page that was not written since; none before the first, and
-    /// after one that failed.
-    pub base: Option<(String, u64)>,
+    /// None before the first checkpoint, and after one that failed.
+    pub(crate) base: Option<Base>,
     /// Spans that were followed at the last look.
     followed: Vec<Range>,
     /// What that look found, piece by piece, ascending.

@@ -7,33 +7,68 @@ use std::cmp::Ordering;
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use stillpoint_linux::Error;
-use stillpoint_linux::descriptors::{compare, duplicate_from};
-use stillpoint_linux::fdinfo::{self, Detail, FdInfo, Folders};
+use stillpoint_linux::descriptors::{OfProcess, compare, duplicate_from};
+use stillpoint_linux::fdinfo::{self, Detail, FdInfo, Folders, LockLine};
+
+/// A descriptor.
+#[derive(Clone, Copy, Debug)]
+pub struct Held {
+    /// The process that holds it, by its place among the [`Target::holders`].
+    pub process: usize,
+    /// Process id in our pid namespace.
+    pub pid: u32,
+    /// Its number.
+    pub fd: u32,
+    /// Whether it closes on exec.
+    pub close_on_exec: bool,
+}
 
 /// An open file description of the target.
 #[derive(Debug)]
 pub struct Description {
-    /// Its descriptors and whether each closes on exec; never empty, ascending.
-    pub fds: Vec<(u32, bool)>,
+    /// Its descriptors; never empty, ascending by process and number.
+    pub held: Vec<Held>,
     /// Our duplicate of it.
     pub file: OwnedFd,
     /// `fstat`.
     pub stat: Stat,
     /// `/proc/PID/fd/N`.
     pub link: Vec<u8>,
-    /// `/proc/PID/fdinfo/N`.
+    /// `/proc/PID/fdinfo/N` of the first one, without locks.
     pub info: FdInfo,
+    /// Locks, and the process through which each was seen, by its place among the [`Target::holders`]: those of a process show
+    /// in its own only.
+    pub locks: Vec<(usize, LockLine)>,
 }
 
 impl Description {
-    /// Lowest descriptor.
+    /// Number of the first descriptor.
     pub fn fd(&self) -> u32 {
-        self.fds[0].0
+        self.held[0].fd
+    }
+
+    /// Process that holds the first descriptor, in our pid namespace.
+    pub fn pid(&self) -> u32 {
+        self.held[0].pid
+    }
+
+    /// The first descriptor.
+    pub fn first(&self) -> OfProcess {
+        (self.pid(), self.fd())
+    }
+
+    /// Numbers of its descriptors, in whichever process.
+    pub fn numbers(&self) -> impl Iterator<Item = u32> {
+        self.held.iter().map(|h| h.fd)
     }
 
     /// For messages: `descriptor 5 (socket:[1234])`.
     pub fn name(&self) -> String {
-        format!("descriptor {} ({})", self.fd(), String::from_utf8_lossy(&self.link))
+        let of = match self.held[0].process {
+            0 => String::new(),
+            _ => format!(" of process {}", self.pid()),
+        };
+        format!("descriptor {}{of} ({})", self.fd(), String::from_utf8_lossy(&self.link))
     }
 
     /// Device and inode number.
@@ -62,41 +97,63 @@ impl Description {
     }
 }
 
-/// All open file descriptions of the target, ordered by their lowest descriptor.
+/// All open file descriptions of the target, ordered by the first process that holds them, and their lowest descriptor.
 pub fn read(target: &Target<'_>) -> Result<Vec<Description>> {
     let mut all: Vec<Description> = Vec::new();
     // Only descriptors of the same inode and name can share a description. Each group is kept in kcmp's order.
     let mut groups: HashMap<(u64, u64, Vec<u8>), Vec<usize>> = HashMap::new();
-    let folders = Folders::open(target.pid)?;
-    for fd in fdinfo::list(target.pid)? {
-        let Some(found) = describe(target, &folders, fd)? else { continue };
-        let key = (found.stat.st_dev, found.stat.st_ino, found.link.clone());
-        let group = groups.entry(key).or_default();
-        let placed = match place(target.pid, group, &all, fd) {
-            // The target runs and closed one of them since: take it for one of its own.
-            Err(e) if !target.frozen && e.errno() == Some(libc::EBADF) => Err(group.len()),
-            placed => placed?,
+    for (process, holder) in target.holders.iter().enumerate() {
+        let listed = Folders::open(holder.pid).and_then(|f| Ok((f, fdinfo::list(holder.pid)?)));
+        let (folders, fds) = match listed {
+            Err(_) if !target.frozen => continue, // it has ended since
+            listed => listed?,
         };
-        match placed {
-            Ok(known) => all[known].fds.extend(found.fds),
-            Err(at) => {
-                group.insert(at, all.len());
-                all.push(found);
+        for fd in fds {
+            let Some(found) = describe(target, process, &folders, fd)? else { continue };
+            let key = (found.stat.st_dev, found.stat.st_ino, found.link.clone());
+            let group = groups.entry(key).or_default();
+            let placed = match place(group, &all, found.first()) {
+                // The target runs and closed one of them since: take it for one of its own.
+                Err(e) if !target.frozen && matches!(e.errno(), Some(libc::EBADF | libc::ESRCH)) => {
+                    Err(group.len())
+                }
+                placed => placed?,
+            };
+            match placed {
+                Ok(known) => all[known].add(found),
+                Err(at) => {
+                    group.insert(at, all.len());
+                    all.push(found);
+                }
             }
         }
     }
     Ok(all)
 }
 
+impl Description {
+    /// Another descriptor of the same description.
+    fn add(&mut self, other: Description) {
+        let process = other.held[0].process;
+        if !self.held.iter().any(|h| h.process == process) {
+            self.locks.extend(other.locks.into_iter().filter(|(_, line)| line.kind == POSIX));
+        }
+        self.held.extend(other.held);
+    }
+}
+
+/// What fdinfo calls locks that belong to a process.
+pub const POSIX: &str = "POSIX";
+
 /// An index into all descriptions, or where in its group a new one belongs.
 type Place = std::result::Result<usize, usize>;
 
 /// Binary search of a descriptor among descriptions in kcmp's order: the one it shares, or where a new one belongs.
-fn place(pid: u32, group: &[usize], all: &[Description], fd: u32) -> Result<Place, Error> {
+fn place(group: &[usize], all: &[Description], descriptor: OfProcess) -> Result<Place, Error> {
     let (mut low, mut high) = (0, group.len());
     while low < high {
         let middle = (low + high) / 2;
-        match compare(pid, all[group[middle]].fd(), fd)? {
+        match compare(all[group[middle]].first(), descriptor)? {
             Ordering::Equal => return Ok(Ok(group[middle])),
             Ordering::Less => low = middle + 1,
             Ordering::Greater => high = middle,
@@ -106,15 +163,21 @@ fn place(pid: u32, group: &[usize], all: &[Description], fd: u32) -> Result<Plac
 }
 
 /// Looks at one descriptor; `None` if the target, which then runs, closed it meanwhile.
-fn describe(target: &Target<'_>, folders: &Folders, fd: u32) -> Result<Option<Description>> {
-    let gone = |e: &Error| !target.frozen && matches!(e.errno(), Some(libc::ENOENT | libc::EBADF));
+fn describe(target: &Target<'_>, process: usize, folders: &Folders, fd: u32) -> Result<Option<Description>> {
+    let holder = &target.holders[process];
+    let gone = |e: &Error| {
+        let ended = matches!(e.errno(), Some(libc::ENOENT | libc::EBADF | libc::ESRCH));
+        !target.frozen && (ended || matches!(e, Error::Gone(_)))
+    };
     let look = || -> Result<Description, Error> {
-        let file = duplicate_from(target.pidfd, fd)?;
+        let file = duplicate_from(holder.pidfd, fd)?;
         let stat = rustix::fs::fstat(&file).map_err(|e| Error::call(format!("fstat descriptor {fd}"), e))?;
         let link = folders.link(fd)?;
-        let info = folders.read(fd)?;
+        let mut info = folders.read(fd)?;
+        let locks = std::mem::take(&mut info.locks).into_iter().map(|line| (process, line)).collect();
         let close_on_exec = info.flags & libc::O_CLOEXEC as u32 != 0;
-        Ok(Description { fds: vec![(fd, close_on_exec)], file, stat, link, info })
+        let held = vec![Held { process, pid: holder.pid, fd, close_on_exec }];
+        Ok(Description { held, file, stat, link, info, locks })
     };
     match look() {
         Ok(found) => Ok(Some(found)),

@@ -101,7 +101,7 @@ fn epoll(
             let why = format!("it watches a file that was descriptor {} and is open elsewhere now", line.fd);
             return scan.refuse(d, why, "");
         };
-        let file = match scan.all[index].fds.iter().any(|(fd, _)| *fd == line.fd) {
+        let file = match scan.all[index].numbers().any(|fd| fd == line.fd) {
             true => scan.row_of_descriptor(standard, index, line.fd)?,
             false => scan.row(index),
         };
@@ -113,17 +113,20 @@ fn epoll(
 /// The description that an epoll watches under a number: most often the one that still has this number, but the
 /// number may have been closed or reused while another descriptor keeps the description alive.
 fn watched(scan: &Scan<'_>, epoll: &Description, number: u32, nth: u32) -> Result<Option<usize>> {
-    let has_number = |index: &usize| scan.all[*index].fds.iter().any(|(fd, _)| *fd == number);
-    let first = (0..scan.all.len()).find(has_number);
-    let others = (0..scan.all.len()).filter(|i| Some(*i) != first);
-    for index in first.into_iter().chain(others) {
-        match is_watched(scan.target.pid, scan.all[index].fd(), epoll.fd(), number, nth) {
+    let has_it =
+        |process, index: usize| scan.all[index].held.iter().any(|h| h.process == process && h.fd == number);
+    let beside = |index: &usize| epoll.held.iter().any(|h| has_it(h.process, *index));
+    let first: Vec<usize> = (0..scan.all.len()).filter(beside).collect();
+    let others = (0..scan.all.len()).filter(|i| !first.contains(i));
+    for index in first.iter().copied().chain(others) {
+        match is_watched(scan.all[index].first(), epoll.first(), number, nth) {
             Ok(true) => return Ok(Some(index)),
             Ok(false) => {}
             // The target runs, and has removed the watch or closed a descriptor since.
             Err(e)
                 if !scan.target.frozen
-                    && matches!(e.errno(), Some(libc::ENOENT | libc::EBADF | libc::EINVAL)) => {}
+                    && matches!(e.errno(), Some(libc::ENOENT | libc::EBADF | libc::EINVAL | libc::ESRCH)) => {
+            }
             Err(e) => return Err(e.into()),
         }
     }
@@ -132,8 +135,9 @@ fn watched(scan: &Scan<'_>, epoll: &Description, number: u32, nth: u32) -> Resul
 
 fn pid_handle(scan: &mut Scan<'_>, d: &Description, pid: i64, inner: i64) -> Result<Option<FileKind>> {
     let of_thread = d.info.flags & libc::O_EXCL as u32 != 0;
-    let own = u32::try_from(pid).ok().filter(|pid| of_thread || *pid == scan.target.pid);
-    match own.and_then(|pid| scan.inner_id(pid)) {
+    let own = u32::try_from(pid).ok();
+    let inner_id = |pid| if of_thread { scan.inner_id(pid) } else { scan.inner_pid(pid) };
+    match own.and_then(inner_id) {
         Some(id) => Ok(Some(FileKind::Pid(id))),
         _ if pid <= 0 => scan.refuse(d, "it is a handle to a process that ended", "let the program close it"),
         _ => {
@@ -153,7 +157,7 @@ fn inotify(scan: &mut Scan<'_>, d: &Description, lines: &[InotifyLine]) -> Resul
     }
     let mut watches = Vec::with_capacity(lines.len());
     for line in lines {
-        let Some((path, file)) = locate(scan.target.pid, line)? else {
+        let Some((path, file)) = locate(d.pid(), line)? else {
             let why = format!("watch {}: the path of inode {} cannot be found", line.wd, line.ino);
             return scan.refuse(d, why, "CAP_DAC_READ_SEARCH is needed to look it up");
         };

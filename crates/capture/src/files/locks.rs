@@ -6,9 +6,9 @@ use crate::Result;
 use stillpoint_image::{FileOwner, Lock, LockKind};
 
 /// Locks of a description. Leases are refused.
-pub(crate) fn locks(scan: &mut Scan<'_>, d: &Description) -> Vec<Lock> {
+pub(crate) fn locks(scan: &mut Scan<'_>, d: &Description) -> Result<Vec<Lock>> {
     let mut locks = Vec::new();
-    for line in &d.info.locks {
+    for (process, line) in &d.locks {
         let kind = match line.kind.as_str() {
             "FLOCK" => LockKind::Flock,
             "POSIX" => LockKind::Posix,
@@ -23,9 +23,13 @@ pub(crate) fn locks(scan: &mut Scan<'_>, d: &Description) -> Vec<Lock> {
                 continue;
             }
         };
-        locks.push(Lock { kind, exclusive: line.exclusive, start: line.start, end: line.end });
+        let process = match kind {
+            LockKind::Posix => scan.inner_pid(scan.target.holders[*process].pid),
+            _ => None,
+        };
+        locks.push(Lock { kind, exclusive: line.exclusive, start: line.start, end: line.end, process });
     }
-    locks
+    Ok(locks)
 }
 
 /// Who gets the signals of a description (`F_SETOWN`, `F_SETSIG`).
@@ -41,8 +45,8 @@ pub(crate) fn signal_owner(scan: &mut Scan<'_>, d: &Description) -> Result<Optio
     let inner = match owner.kind {
         _ if id == 0 => Some(0),
         0 => scan.inner_id(id),
-        1 if id == scan.target.pid => scan.inner_id(id),
-        2 if id == scan.stat.pgrp => Some(id),
+        1 => scan.inner_pid(id),
+        2 => scan.stats.iter().find(|(stat, _)| stat.pgrp == id).map(|(_, group)| *group),
         _ => None,
     };
     let Some(id) = inner else {

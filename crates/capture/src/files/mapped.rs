@@ -1,6 +1,6 @@
 //! Files behind mappings.
 
-use super::{Target, paths};
+use super::paths;
 use crate::{Builder, Content, Result};
 use rustix::fs::{FileType, Mode, OFlags};
 use std::os::fd::OwnedFd;
@@ -18,11 +18,11 @@ pub struct Mapped {
     pub is_device: bool,
 }
 
-/// Row of the file behind a mapping; `None` if it was refused. `written` is the range of the file that the program
+/// Row of the file behind a mapping of a process; `None` if it was refused. `written` is the range of the file that the program
 /// can write through the mapping: its contents are saved too, as nothing tells what is written there after the cut.
 pub fn mapped_file(
     builder: &mut Builder,
-    target: &Target<'_>,
+    pid: u32,
     vma: &Vma,
     usage: Usage,
     written: Option<Range>,
@@ -38,7 +38,7 @@ pub fn mapped_file(
         let path = builder.path(paths::describe(&vma.name, &stat, usage)).0;
         return Ok(Some(Mapped { path, is_device: false }));
     }
-    let link_path = format!("/proc/{}/{}", target.pid, vma.link_name());
+    let link_path = format!("/proc/{pid}/{}", vma.link_name());
     let what = format!("mapping {:x}-{:x} ({})", vma.start, vma.end, name.display());
     let link = std::fs::read_link(&link_path).map_err(|e| Error::file(&link_path, e))?;
     let flags = OFlags::PATH | OFlags::CLOEXEC;

@@ -28,7 +28,7 @@ pub mod standard;
 pub mod terminals;
 
 use crate::{Builder, Result};
-use descriptions::Description;
+use descriptions::{Description, Held};
 use rustix::fs::FileType;
 use standard::Standard;
 use std::collections::HashMap;
@@ -44,33 +44,43 @@ pub use memory::memory_object;
 pub use outsiders::Outsiders;
 pub use paths::{deleted_content, path_file};
 
-/// The process whose descriptors are captured.
+/// A process whose descriptors are captured.
 #[derive(Clone, Copy, Debug)]
-pub struct Target<'a> {
+pub struct Holder<'a> {
     /// Its id in our pid namespace.
     pub pid: u32,
     /// A handle to it.
     pub pidfd: BorrowedFd<'a>,
-    /// Whether it stands still. If not (a check ahead of time), queued data is not looked at, and what is refused may
+    /// Its folder of `/proc`.
+    pub process: &'a Proc,
+}
+
+/// The processes whose descriptors are captured.
+#[derive(Clone, Copy, Debug)]
+pub struct Target<'a> {
+    /// All of them, the root first.
+    pub holders: &'a [Holder<'a>],
+    /// Whether they stand still. If not (a check ahead of time), queued data is not looked at, and what is refused may
     /// be about a moment in which the program was just opening or closing something.
     pub frozen: bool,
-    /// Streams from outside besides the standard ones that it was started with, as far as that is known: descriptor
-    /// and what `/proc/PID/fd` called it.
+    /// Streams from outside besides the standard ones that the root was started with, as far as that is known:
+    /// descriptor and what `/proc/PID/fd` called it.
     pub inherited: &'a [(u32, Vec<u8>)],
-    /// Who else holds what, looked up before it was frozen: this takes longer than all the rest.
+    /// Who else holds what, looked up before they were frozen: this takes longer than all the rest.
     pub outsiders: &'a Outsiders,
 }
 
-/// Captures the descriptor table of the target and everything behind it; returns the row of the table.
+/// Captures the descriptor tables of the target and everything behind them; returns the rows of the tables, in the order
+/// of the holders.
 ///
 /// What cannot be captured is among [`Builder::refusals`] afterwards; the rows that belong to it make no sense.
-pub fn capture_files(builder: &mut Builder, target: &Target<'_>) -> Result<u32> {
+pub fn capture_files(builder: &mut Builder, target: &Target<'_>) -> Result<Vec<u32>> {
     // Each description of the target is one more descriptor of ours.
     raise_descriptor_limit()?;
     let all = descriptions::read(target)?;
     let mut scan = Scan::new(builder, target, &all)?;
     let standard = Standard::find(&mut scan)?;
-    let mut table = FileTable::default();
+    let mut tables = vec![FileTable::default(); target.holders.len()];
     // Rows of descriptions come first and in order, so that epoll watches can refer to them before they are filled.
     let base = scan.base;
     scan.builder.image.files.resize(base as usize + all.len(), placeholder());
@@ -83,15 +93,16 @@ pub fn capture_files(builder: &mut Builder, target: &Target<'_>) -> Result<u32> 
             let file = scan.open_file(description, kind)?;
             scan.builder.image.files[row as usize] = file;
         }
-        for &(fd, close_on_exec) in &description.fds {
+        for &Held { process, fd, close_on_exec, .. } in &description.held {
             let file = scan.row_of_descriptor(&standard, index, fd)?;
-            table.descriptors.push(Descriptor { fd, file, close_on_exec });
+            tables[process].descriptors.push(Descriptor { fd, file, close_on_exec });
         }
     }
     standard.capture_terminal(&mut scan)?;
-    table.descriptors.sort_by_key(|d| d.fd);
-    builder.image.tables.push(table);
-    Ok(builder.image.tables.len() as u32 - 1)
+    let first = builder.image.tables.len() as u32;
+    tables.iter_mut().for_each(|table| table.descriptors.sort_by_key(|d| d.fd));
+    builder.image.tables.extend(tables);
+    Ok((first..builder.image.tables.len() as u32).collect())
 }
 
 fn placeholder() -> OpenFile {
@@ -114,15 +125,25 @@ pub struct Scan<'a> {
     unix: Option<HashMap<u32, UnixSocket>>,
     pub(crate) options: options::Defaults,
     pub(crate) same_network: bool,
-    /// The target's folder of `/proc`, and what `stat` tells there.
-    process: Proc,
-    pub(crate) stat: Stat,
+    /// What `stat` tells of the holders, and their process groups as they see them.
+    pub(crate) stats: Vec<(Stat, u32)>,
 }
 
 impl<'a> Scan<'a> {
     fn new(builder: &'a mut Builder, target: &'a Target<'a>, all: &'a [Description]) -> Result<Self> {
-        let process = Proc::process(target.pid)?;
         let network = |pid: &str| std::fs::read_link(format!("/proc/{pid}/ns/net")).ok();
+        let mut stats = Vec::with_capacity(target.holders.len());
+        for holder in target.holders {
+            let read = || -> stillpoint_linux::Result<(Stat, u32)> {
+                let (stat, status) = (holder.process.stat()?, holder.process.status()?);
+                let group = status.ns_pgid.last().copied().unwrap_or(stat.pgrp);
+                Ok((stat, group))
+            };
+            stats.push(match read() {
+                Err(_) if !target.frozen => Default::default(),
+                read => read?,
+            });
+        }
         Ok(Scan {
             base: builder.image.files.len() as u32,
             builder,
@@ -134,9 +155,8 @@ impl<'a> Scan<'a> {
             ptys: HashMap::new(),
             unix: None,
             options: options::Defaults::default(),
-            same_network: network(&target.pid.to_string()) == network("self"),
-            stat: process.stat()?,
-            process,
+            same_network: network(&target.holders[0].pid.to_string()) == network("self"),
+            stats,
         })
     }
 
@@ -151,9 +171,21 @@ impl<'a> Scan<'a> {
         self.base + index as u32
     }
 
-    /// Id of one of the target's threads (or of itself) as it sees it; `None` if it is no thread of the target.
+    /// Id of a thread of the target (or of one of its processes) as it sees it; `None` if it is none of the target's.
     pub fn inner_id(&self, tid: u32) -> Option<u32> {
-        Some(self.process.sibling(tid).ok()?.status().ok()?.own_tid())
+        let of = |holder: &Holder<'_>| Some(holder.process.sibling(tid).ok()?.status().ok()?.own_tid());
+        self.target.holders.iter().find_map(of)
+    }
+
+    /// Id of a process of the target as it sees it.
+    pub fn inner_pid(&self, pid: u32) -> Option<u32> {
+        let holder = self.target.holders.iter().find(|h| h.pid == pid)?;
+        Some(holder.process.status().ok()?.own_pid())
+    }
+
+    /// Whether a terminal is the controlling one of some process of the target, by device number.
+    pub fn controls(&self, device: u64) -> bool {
+        self.stats.iter().any(|(stat, _)| u64::from(stat.tty) == device)
     }
 
     /// What `sock_diag` says about a unix socket.
@@ -167,7 +199,7 @@ impl<'a> Scan<'a> {
 
     fn open_file(&mut self, d: &Description, kind: FileKind) -> Result<OpenFile> {
         let owner = locks::signal_owner(self, d)?;
-        let locks = locks::locks(self, d);
+        let locks = locks::locks(self, d)?;
         let flags = d.info.flags & !(libc::O_CLOEXEC as u32);
         Ok(OpenFile { flags, position: d.info.pos, kind, owner, locks })
     }

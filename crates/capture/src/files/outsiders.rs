@@ -1,13 +1,15 @@
 //! Which other processes hold the same pipes, sockets and terminals as the target.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::os::unix::ffi::OsStrExt;
 use stillpoint_linux::proc::{self, Proc};
 
 /// Who holds what outside the target, as far as we may see it: links of `/proc/*/fd`.
 #[derive(Debug, Default)]
 pub struct Outsiders {
-    holders: HashMap<Vec<u8>, Holder>,
+    holders: HashMap<Vec<u8>, Vec<Holder>>,
+    /// Inode numbers of nameless shared memory that the target has mapped.
+    memory: Vec<u64>,
 }
 
 /// A process that holds an object.
@@ -26,48 +28,63 @@ impl std::fmt::Display for Holder {
 }
 
 impl Outsiders {
-    /// Looks through the descriptors of all processes but `except` and ourselves. Processes that end meanwhile or
-    /// that we may not look at are left out: the state of the objects themselves is asked as well.
-    pub fn scan(except: &[u32]) -> Self {
-        let mut holders = HashMap::new();
-        let processes = std::fs::read_dir("/proc").into_iter().flatten().flatten();
-        let pids = processes.filter_map(|e| e.file_name().to_str().and_then(|n| n.parse::<u32>().ok()));
-        for pid in pids.filter(|pid| *pid != std::process::id() && !except.contains(pid)) {
-            let mut holder: Option<Holder> = None;
-            let fds = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
-            for link in fds.filter_map(|fd| identity(&fd.path())) {
-                let holder = holder.get_or_insert_with(|| Holder { pid, name: name_of(pid) });
-                holders.entry(link).or_insert_with(|| holder.clone());
-            }
-        }
-        Outsiders { holders }
+    /// Looks through the descriptors of all processes but `except` and ourselves, and through their mappings for `memory`:
+    /// nameless shared memory (memfds and shared anonymous memory), by the inode numbers of what the target has mapped.
+    /// Processes that end meanwhile or that we may not look at are left out: the state of the objects themselves is asked
+    /// as well.
+    pub fn scan(except: &[u32], mut memory: Vec<u64>) -> Self {
+        memory.sort_unstable();
+        memory.dedup();
+        let mut outsiders = Outsiders { holders: HashMap::new(), memory };
+        let pids = proc::processes().unwrap_or_default();
+        outsiders.look_at(pids.into_iter().filter(|pid| !except.contains(pid)));
+        outsiders
     }
 
-    /// Looks through the mappings of all processes but `except` and ourselves for nameless shared memory: memfds and
-    /// shared anonymous memory, by the inode numbers of those that the target has mapped.
-    pub fn scan_memory(&mut self, except: &[u32], wanted: &[u64]) {
-        if wanted.is_empty() {
-            return;
-        }
-        let pids = proc::processes().unwrap_or_default();
-        for pid in pids.into_iter().filter(|pid| *pid != std::process::id() && !except.contains(pid)) {
-            let maps = Proc::process(pid).and_then(|p| p.maps()).unwrap_or_default();
-            for vma in maps.iter().filter(|v| v.deleted && v.shared && wanted.contains(&v.ino)) {
-                let holder = || Holder { pid, name: name_of(pid) };
-                self.holders.entry(memory_key(vma.ino)).or_insert_with(holder);
+    /// These belong to the target.
+    pub fn leave_out(&mut self, pids: &[u32]) {
+        self.holders.values_mut().for_each(|holders| holders.retain(|h| !pids.contains(&h.pid)));
+    }
+
+    /// Looks at further processes.
+    pub fn look_at(&mut self, pids: impl IntoIterator<Item = u32>) {
+        for pid in pids.into_iter().filter(|pid| *pid != std::process::id()) {
+            let links: HashSet<Vec<u8>> = links(pid).chain(self.mapped(pid)).collect();
+            if !links.is_empty() {
+                let holder = Holder { pid, name: name_of(pid) };
+                links.into_iter().for_each(|l| self.holders.entry(l).or_default().push(holder.clone()));
             }
         }
+    }
+
+    /// Nameless shared memory of the target that a process has mapped.
+    fn mapped(&self, pid: u32) -> Vec<Vec<u8>> {
+        if self.memory.is_empty() {
+            return Vec::new();
+        }
+        let maps = Proc::process(pid).and_then(|p| p.maps()).unwrap_or_default();
+        let of_target =
+            maps.iter().filter(|v| v.deleted && v.shared && self.memory.binary_search(&v.ino).is_ok());
+        of_target.map(|v| memory_key(v.ino)).collect()
     }
 
     /// Who holds the object that a link of `/proc/PID/fd` names; for a memfd see [`Outsiders::memory`].
     pub fn holder(&self, link: &[u8]) -> Option<&Holder> {
-        self.holders.get(link)
+        // Whoever it was may have let go of it, or ended.
+        let still = |h: &&Holder| links(h.pid).chain(self.mapped(h.pid)).any(|l| l == link);
+        self.holders.get(link)?.iter().find(still)
     }
 
     /// Who holds the memfd or has mapped the shared memory with this inode number.
     pub fn memory(&self, ino: u64) -> Option<&Holder> {
-        self.holders.get(memory_key(ino).as_slice())
+        self.holder(&memory_key(ino))
     }
+}
+
+/// What the descriptors of a process lead to.
+fn links(pid: u32) -> impl Iterator<Item = Vec<u8>> {
+    let fds = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+    fds.filter_map(|fd| identity(&fd.path()))
 }
 
 fn memory_key(ino: u64) -> Vec<u8> {

@@ -150,7 +150,7 @@ pub(crate) fn describe(path: &[u8], stat: &Stat, usage: Usage) -> PathFile {
     }
 }
 
-/// A file of procfs: global ones and the target's own. The target's own are named `/proc/self/…` in the image.
+/// A file of procfs: global ones and those about the target's own processes.
 fn proc_file(scan: &mut Scan<'_>, d: &Description) -> Result<Option<FileKind>> {
     let link = String::from_utf8_lossy(&d.link).into_owned();
     let rest = link.strip_prefix("/proc").unwrap_or(&link);
@@ -162,7 +162,7 @@ fn proc_file(scan: &mut Scan<'_>, d: &Description) -> Result<Option<FileKind>> {
             return scan.refuse(d, why, "close it before the checkpoint");
         }
         Err(_) => link.clone(),
-        Ok(pid) if pid == scan.target.pid => own_proc_path(scan, below),
+        Ok(pid) if scan.inner_pid(pid).is_some() => own_proc_path(scan, d, pid, below),
         Ok(pid) => {
             let why = format!("it is about process {pid}, which is not part of the program");
             return scan.refuse(d, why, "close it before the checkpoint");
@@ -172,9 +172,13 @@ fn proc_file(scan: &mut Scan<'_>, d: &Description) -> Result<Option<FileKind>> {
     Ok(Some(FileKind::Proc(row)))
 }
 
-/// `/proc/PID/task/TID/…` with the thread's id as the program sees it.
-fn own_proc_path(scan: &Scan<'_>, below: &str) -> String {
-    let mut path = String::from("/proc/self");
+/// `/proc/PID/task/TID/…` with the ids as the program sees them; `/proc/self/…` is about the first process that holds the
+/// description, which opens it again.
+fn own_proc_path(scan: &Scan<'_>, d: &Description, pid: u32, below: &str) -> String {
+    let mut path = match scan.inner_pid(pid).filter(|_| pid != d.pid()) {
+        Some(pid) => format!("/proc/{pid}"),
+        None => String::from("/proc/self"),
+    };
     let mut after_task = false;
     for part in below.split('/').filter(|p| !p.is_empty()) {
         let inner = part.parse().ok().and_then(|tid| scan.inner_id(tid));

@@ -290,7 +290,7 @@ fn name(
     if diag.name.first().is_none_or(|b| *b == 0) {
         return Ok(true); // an abstract name
     }
-    let path = absolute(scan.target.pid, &diag.name);
+    let path = absolute(d.pid(), &diag.name);
     match rustix::fs::lstat(&path) {
         Ok(stat) if diag.vfs.is_some_and(|(ino, _)| ino == stat.st_ino as u32) => {
             let row = paths::describe(path.as_os_str().as_bytes(), &stat, Usage::Path);

@@ -44,12 +44,12 @@ impl Standard {
     pub fn find(scan: &mut Scan<'_>) -> Result<Self> {
         let mut standard = Standard::default();
         for d in scan.all {
-            for &(fd, _) in d.fds.iter().filter(|(fd, _)| *fd <= 2) {
+            for fd in d.numbers().filter(|fd| *fd <= 2) {
                 if let Some(object) = object(d)
                     && is_outside(scan, d)?
                 {
-                    standard.objects.entry(object).or_default()[fd as usize] = true;
-                    if fd == 0 {
+                    let carried = &mut standard.objects.entry(object).or_default()[fd as usize];
+                    if !std::mem::replace(carried, true) && fd == 0 {
                         capture_input(scan, d)?;
                     }
                 }
@@ -74,7 +74,7 @@ impl Standard {
         let Some(carried) = self.objects.get(&object(d)?) else {
             return self.inherited.get(&object(d)?).copied();
         };
-        if let Some(&(fd, _)) = d.fds.iter().find(|(fd, _)| *fd <= 2) {
+        if let Some(fd) = d.numbers().find(|fd| *fd <= 2) {
             return Some(fd);
         }
         let order = if d.can_read() { [0, 1, 2] } else { [1, 2, 0] };
@@ -91,9 +91,9 @@ impl Standard {
     }
 }
 
-/// Whether a description is what the program was started with under this number.
+/// Whether a description is what the root was started with under this number.
 fn is_still(d: &Description, fd: u32, name: &[u8]) -> bool {
-    d.link == name && d.fds.iter().any(|f| f.0 == fd)
+    d.link == name && d.held.iter().any(|h| h.process == 0 && h.fd == fd)
 }
 
 /// Whether the other end is outside the target.

@@ -7,6 +7,7 @@ use rustix::fs::{FileType, major, minor};
 use std::os::fd::AsFd;
 use stillpoint_image::{Bytes, FileKind, Pty, Terminal, Usage};
 use stillpoint_linux::descriptors::{poll_now, readable};
+use stillpoint_linux::proc::Stat;
 use stillpoint_linux::tty;
 
 /// Device number of memory devices.
@@ -34,7 +35,7 @@ pub(crate) fn device(scan: &mut Scan<'_>, d: &Description) -> Result<Option<File
     if has_master(scan, d) {
         return slave(scan, d);
     }
-    if d.stat.st_rdev == u64::from(scan.stat.tty) {
+    if scan.controls(d.stat.st_rdev) {
         return controlling(scan, d);
     }
     let why = "it is a terminal that is neither a standard stream nor the controlling terminal";
@@ -130,14 +131,28 @@ fn pty(scan: &mut Scan<'_>, master: &Description) -> Result<Option<u32>> {
     }
     let row = scan.builder.image.ptys.len() as u32;
     let device = rustix::fs::makedev(136 + number / 256, number % 256);
+    let (session, foreground) = session_on(scan, device)?;
     scan.builder.image.ptys.push(Pty {
         number,
         terminal: settings(&master.file)?,
         locked: tty::locked(&master.file)?,
         packet_mode: tty::packet_mode(&master.file)?,
         hung_up: poll_now(&master.file, libc::POLLIN)? & libc::POLLHUP != 0,
-        controlling: u64::from(scan.stat.tty) == device,
+        controlling: scan.controls(device),
+        session,
+        foreground,
     });
     scan.ptys.insert(number, row);
     Ok(Some(row))
+}
+
+/// The session of which a terminal is the controlling one, and the process group in its foreground, if they are the target's.
+fn session_on(scan: &Scan<'_>, device: u64) -> Result<(Option<u32>, Option<u32>)> {
+    let on = scan.stats.iter().position(|(stat, _)| u64::from(stat.tty) == device);
+    let Some(process) = on else { return Ok((None, None)) };
+    let (stat, status) = (&scan.stats[process].0, scan.target.holders[process].process.status()?);
+    let session = status.ns_sid.last().copied().unwrap_or(stat.session);
+    let in_front = |(s, _): &&(Stat, u32)| i64::from(s.pgrp) == i64::from(stat.tpgid);
+    let foreground = scan.stats.iter().find(in_front).map(|(_, group)| *group);
+    Ok((Some(session).filter(|s| *s != 0), foreground.filter(|g| *g != 0)))
 }

@@ -104,6 +104,7 @@ fn outside(
         back,
         terminal: again.checkpoint.image.terminal.clone(),
         stdin_pump: None,
+        in_front: None,
         pager: None,
         inside: Some(line),
         record: None,

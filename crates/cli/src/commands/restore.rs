@@ -74,6 +74,8 @@ pub(super) struct Revived {
     pub(super) back: Back,
     pub(super) terminal: Option<Terminal>,
     pub(super) stdin_pump: Option<OwnedFd>,
+    /// The process group of it that gets the terminal.
+    pub(super) in_front: Option<u32>,
     /// Loads what is not there yet.
     pub(super) pager: Option<Pager>,
     /// Tells how the program in a private pid namespace ended.
@@ -118,6 +120,7 @@ impl Revived {
                     back,
                     terminal: r.terminal,
                     stdin_pump: r.stdin_pump,
+                    in_front: r.foreground_group,
                     pager: r.pager,
                     inside: None,
                     record: None,
@@ -168,7 +171,10 @@ impl Revived {
         let checkpointer = self.checkpointer();
         let Child { pid, pidfd } = self.child;
         let supervisor = Supervisor::new(self.signals, pid, pidfd);
-        let supervisor = if self.stdio == Stdio::Current { supervisor.with_terminal() } else { supervisor };
+        let supervisor = match self.stdio {
+            Stdio::Current => supervisor.with_terminal(self.in_front),
+            _ => supervisor,
+        };
         let supervisor = supervisor.with_checkpointer(checkpointer).with_loading(loading);
         let end = supervisor.watch();
         let end = end.map(|end| self.inside.map_or(end, |inside| inside.end(end)));

@@ -91,6 +91,8 @@ pub struct Stat {
     pub env_start: u64,
     /// End of the environment.
     pub env_end: u64,
+    /// How it ended, as wait(2) tells it; 0 where we may not trace it.
+    pub exit_code: u32,
 }
 
 impl Stat {
@@ -124,7 +126,7 @@ fn parse_line(text: &[u8]) -> Option<Stat> {
     let close = text.iter().rposition(|&b| b == b')')?;
     let comm = text.get(open + 1..close)?.to_vec();
     // `field(3)` is the state: numbers are those of proc_pid_stat(5).
-    let mut fields = [None; 52];
+    let mut fields = [None; 53];
     for (field, word) in fields[3..].iter_mut().zip(text::words(text[close + 1..].trim_ascii())) {
         *field = Some(word);
     }
@@ -164,6 +166,7 @@ fn parse_line(text: &[u8]) -> Option<Stat> {
         arg_end: unsigned(49)?,
         env_start: unsigned(50)?,
         env_end: unsigned(51)?,
+        exit_code: small(52)?,
     })
 }
 
@@ -184,6 +187,7 @@ mod tests {
             assert_eq!((stat.nice, stat.num_threads, stat.start_time), (-5, 3, 168758));
             assert_eq!((stat.start_code, stat.start_stack, stat.exit_signal), (11, 13, 17));
             assert_eq!((stat.rt_priority, stat.policy, stat.env_end), (50, 2, 27));
+            assert_eq!(stat.exit_code, 0);
         }
     }
 

@@ -14,16 +14,11 @@ const ARCH_REQ_XCOMP_PERM: u64 = 0x1023;
 /// Without [`PR_TIMER_CREATE_RESTORE_IDS`] a timer's id is reached by making and deleting all before it.
 const MOST_TIMER_STEPS: u32 = 10_000;
 
-/// What comes before memory is built: session and group, because descriptors of terminals need them; states of the
+/// What comes before memory is built: states of the
 /// address space that new mappings inherit and that the memory's own states then override; leave to use large
 /// registers, without which [`stillpoint_image::Thread::xstate`] cannot be set.
 pub fn early(process: &Process, space: &AddressSpace) -> Program {
     let mut p = Program::new();
-    if process.leads_session {
-        p.call("setsid", libc::SYS_setsid, []);
-    } else if process.leads_group {
-        p.call("setpgid", libc::SYS_setpgid, [0.into(), 0.into()]);
-    }
     let (disable, flags) = (u64::from(space.thp_disable & 1), u64::from(space.thp_disable & !1));
     prctl(&mut p, "PR_SET_THP_DISABLE", PR_SET_THP_DISABLE, [disable.into(), flags.into()]);
     if space.memory_merge {

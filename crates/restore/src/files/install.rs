@@ -1,6 +1,6 @@
 //! Bringing the open files into the new process.
 
-use super::moves::{self, Step, Wanted};
+use super::moves::{self, Step as Move, Wanted};
 use super::{OpenFiles, locks, missing, standard};
 use crate::Result;
 use std::collections::HashMap;
@@ -9,8 +9,8 @@ use stillpoint_image::{
     Descriptor, EpollWatch, FileKind, FileOwner, FileTable, Image, LockKind, OpenFile, TimerFd,
 };
 use stillpoint_linux::proc::Proc;
-use stillpoint_linux::program::{Arg, Program, Run};
-use stillpoint_linux::{descriptors, tty, watches};
+use stillpoint_linux::program::{Arg, Program, Run, Step};
+use stillpoint_linux::{descriptors, watches};
 
 const CLOEXEC: u64 = libc::O_CLOEXEC as u64;
 /// `F_SETLK` and others, whose number is an argument.
@@ -24,12 +24,11 @@ fn table_of(image: &Image, table: u32) -> Result<&FileTable> {
 
 impl OpenFiles {
     /// Brings the descriptors to their numbers in the new process, which has a copy of our table, and closes all
-    /// others, those that mappings were made from among them; memfds are sealed. Descriptions that are made later
+    /// others, those that mappings were made from among them. Descriptions that are made later
     /// ([`OpenFiles::finish`]) are `/dev/null` until then.
     ///
     /// The limit on descriptor numbers must still be ours, not the program's.
     pub fn install(&self, image: &Image, table: u32, process: &mut dyn Run) -> Result<()> {
-        self.seal(image)?;
         let table = table_of(image, table)?;
         let mut program = Program::new();
         for step in moves::plan(&self.wanted(table)) {
@@ -48,48 +47,59 @@ impl OpenFiles {
         table.descriptors.iter().map(one).collect()
     }
 
-    /// Makes what belongs to the process itself, once its threads stand and after [`OpenFiles::install`]: files
-    /// about itself, epoll watches, owners of signals, POSIX locks, timers (last: their time runs from here).
-    pub fn finish(&self, image: &Image, table: u32, process: &mut dyn Run) -> Result<()> {
-        let table = table_of(image, table)?;
-        let mut work = Finish { image, table, home: HashMap::new(), program: Program::new() };
-        for d in &table.descriptors {
-            work.home.entry(d.file).or_insert(d.fd);
+    /// Makes what belongs to processes themselves, once their threads stand and after [`OpenFiles::install`]: files about
+    /// themselves, epoll watches, owners of signals, POSIX locks, timers (last: their time runs from here). `processes`: in
+    /// the order of the image's.
+    ///
+    /// A description that several processes hold is made in the first of them, and fetched from there by the others.
+    pub fn finish(&self, image: &Image, processes: &mut [&mut dyn Run]) -> Result<()> {
+        let mut work = Finish::new(image)?;
+        for (row, home, file) in work.rows()? {
+            work.open_late(row, home, file)?;
         }
-        let rows: Vec<(u32, u32, &OpenFile)> = work.rows()?;
-        for &(_, fd, file) in &rows {
-            work.control_terminal(fd, file); // before anybody opens /dev/tty
+        work.run(processes)?;
+        for (row, home, file) in work.rows()? {
+            if is_late(image, file) {
+                work.share(row, home)?;
+            }
         }
-        for &(row, fd, file) in &rows {
-            work.open_late(row, fd, file)?;
-        }
-        for &(_, fd, file) in &rows {
+        work.run(processes)?;
+        for (_, home, file) in work.rows()? {
             if let FileKind::Epoll(list) = &file.kind {
                 for watch in list {
-                    work.watch(fd, watch)?;
+                    work.watch(home, watch)?;
                 }
             }
         }
-        for &(_, fd, file) in &rows {
-            work.owner(fd, file);
-            work.lock(fd, file)?;
+        work.run(processes)?;
+        for (row, home, file) in work.rows()? {
+            work.owner(home, file);
+            work.lock(row, home, file)?;
         }
-        for &(_, fd, file) in &rows {
+        for (_, home, file) in work.rows()? {
             if let FileKind::Timer(timer) = &file.kind {
-                work.timer(fd, timer);
+                work.timer(home, timer);
             }
         }
-        process.run(&work.program)?;
-        Ok(())
+        work.run(processes)
     }
 }
 
-fn add_step(program: &mut Program, step: Step) {
+/// Whether a description can only be made in a process that holds it.
+fn is_late(image: &Image, file: &OpenFile) -> bool {
+    match file.kind {
+        FileKind::Pid(_) | FileKind::Proc(_) => true,
+        FileKind::ControllingTerminal => standard::is_inside(image),
+        _ => false,
+    }
+}
+
+fn add_step(program: &mut Program, step: Move) {
     match step {
-        Step::Duplicate { from, to, close_on_exec } => {
+        Move::Duplicate { from, to, close_on_exec } => {
             duplicate(program, from.into_arg(), to, close_on_exec);
         }
-        Step::Mark { number, close_on_exec } => {
+        Move::Mark { number, close_on_exec } => {
             let args = [number.into_arg(), value(libc::F_SETFD), u64::from(close_on_exec).into()];
             program.call(format!("mark descriptor {number}"), libc::SYS_fcntl, args);
         }
@@ -115,6 +125,15 @@ fn duplicate(program: &mut Program, from: Arg, to: u32, close_on_exec: bool) {
     );
 }
 
+/// Gives an open file that was fetched this number instead of the one it has, which may be the same.
+fn move_to(program: &mut Program, fetched: Step, to: u32) {
+    let args = [fetched.into(), value(libc::F_DUPFD_CLOEXEC), u64::from(to.saturating_add(1)).into()];
+    let above = program.call("put a descriptor aside", libc::SYS_fcntl, args);
+    program.call("close", libc::SYS_close, [fetched.into()]);
+    duplicate(program, above.into(), to, true);
+    program.call("close", libc::SYS_close, [above.into()]);
+}
+
 /// Closes every number that the program does not have.
 fn close_others(program: &mut Program, table: &FileTable) {
     let mut numbers: Vec<u64> = table.descriptors.iter().map(|d| u64::from(d.fd)).collect();
@@ -129,108 +148,182 @@ fn close_others(program: &mut Program, table: &FileTable) {
     }
 }
 
+/// A descriptor of a process, by its place among the image's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Home {
+    process: usize,
+    fd: u32,
+}
+
 /// The work of [`OpenFiles::finish`] in progress.
 struct Finish<'a> {
     image: &'a Image,
-    table: &'a FileTable,
-    /// A descriptor of each open file.
-    home: HashMap<u32, u32>,
-    program: Program,
+    /// Descriptor tables of the processes.
+    tables: Vec<&'a FileTable>,
+    /// The first descriptor of each open file.
+    home: HashMap<u32, Home>,
+    /// What the processes are to do next.
+    programs: Vec<Program>,
 }
 
 impl<'a> Finish<'a> {
-    /// Open files of the table with one of their descriptors, in the order of these.
-    fn rows(&self) -> Result<Vec<(u32, u32, &'a OpenFile)>> {
+    fn new(image: &'a Image) -> Result<Self> {
+        let tables = image.processes.iter().map(|p| table_of(image, p.table)).collect::<Result<Vec<_>>>()?;
+        let mut home = HashMap::new();
+        for (process, table) in tables.iter().enumerate() {
+            for d in &table.descriptors {
+                home.entry(d.file).or_insert(Home { process, fd: d.fd });
+            }
+        }
+        let programs = tables.iter().map(|_| Program::new()).collect();
+        Ok(Finish { image, tables, home, programs })
+    }
+
+    /// Open files with the first of their descriptors, in the order of these.
+    fn rows(&self) -> Result<Vec<(u32, Home, &'a OpenFile)>> {
         let mut rows = Vec::with_capacity(self.home.len());
-        for (&row, &fd) in &self.home {
+        for (&row, &home) in &self.home {
             let file = self.image.files.get(row as usize).ok_or_else(|| missing("open file", row))?;
-            rows.push((row, fd, file));
+            rows.push((row, home, file));
         }
         rows.sort_unstable_by_key(|r| r.1);
         Ok(rows)
     }
 
-    /// A slave that was the controlling terminal becomes so again; the process leads its session by now.
-    fn control_terminal(&mut self, fd: u32, file: &OpenFile) {
-        let FileKind::PtySlave(index) = file.kind else { return };
-        if !self.image.ptys.get(index as usize).is_some_and(|p| p.controlling) {
-            return;
+    /// Lets the processes do what has been put down.
+    fn run(&mut self, processes: &mut [&mut dyn Run]) -> Result<()> {
+        for (program, process) in self.programs.iter_mut().zip(processes) {
+            let program = std::mem::take(program);
+            if !program.is_empty() {
+                process.run(&program)?;
+            }
         }
-        let args = [fd.into_arg(), tty::TIOCSCTTY.into(), 0.into()];
-        self.program.attempt("take the controlling terminal", libc::SYS_ioctl, args);
-        if let Some(process) = self.image.processes.first().filter(|p| p.foreground && p.leads_group) {
-            let group = self.program.data(&process.pid.to_ne_bytes());
-            let args = [fd.into_arg(), libc::TIOCSPGRP.into(), group];
-            self.program.attempt("take the foreground of the terminal", libc::SYS_ioctl, args);
+        Ok(())
+    }
+
+    /// Descriptors of an open file in a process.
+    fn descriptors(&self, process: usize, row: u32) -> impl Iterator<Item = &'a Descriptor> {
+        self.tables[process].descriptors.iter().filter(move |d| d.file == row)
+    }
+
+    /// Gets an open file from the process that has it; the result is a descriptor to be closed.
+    fn fetch(&mut self, process: usize, from: Home) -> Step {
+        let pid = self.image.processes[from.process].pid;
+        let program = &mut self.programs[process];
+        let handle = program.call(
+            format!("open a handle to process {pid}"),
+            libc::SYS_pidfd_open,
+            [pid.into_arg(), 0.into()],
+        );
+        let args = [handle.into(), from.fd.into_arg(), 0.into()];
+        let fetched = program.call(
+            format!("fetch descriptor {} of process {pid}", from.fd),
+            libc::SYS_pidfd_getfd,
+            args,
+        );
+        program.call("close", libc::SYS_close, [handle.into()]);
+        fetched
+    }
+
+    /// Gives an open file that was made late to all other processes that hold it.
+    fn share(&mut self, row: u32, home: Home) -> Result<()> {
+        for process in home.process + 1..self.tables.len() {
+            let all: Vec<Descriptor> = self.descriptors(process, row).copied().collect();
+            if all.is_empty() {
+                continue;
+            }
+            let fetched = self.fetch(process, home);
+            let program = &mut self.programs[process];
+            for d in all {
+                duplicate(program, fetched.into(), d.fd, d.close_on_exec);
+            }
+            program.call("close", libc::SYS_close, [fetched.into()]);
         }
+        Ok(())
     }
 
     /// Opens what can only be opened in the process itself, and puts it in the place kept for it. That place is
     /// taken, so the number the kernel gives is never the one it is to get.
-    fn open_late(&mut self, row: u32, fd: u32, file: &OpenFile) -> Result<()> {
-        let flags = super::open_flags(file.flags) as u32;
+    fn open_late(&mut self, row: u32, home: Home, file: &OpenFile) -> Result<()> {
+        if !is_late(self.image, file) {
+            return Ok(());
+        }
+        let (flags, fd) = (super::open_flags(file.flags) as u32, home.fd);
+        let all: Vec<Descriptor> = self.descriptors(home.process, row).copied().collect();
+        let program = &mut self.programs[home.process];
         let opened = match file.kind {
             FileKind::Pid(pid) => {
                 let flags = file.flags & (libc::O_EXCL | libc::O_NONBLOCK) as u32;
                 let what = format!("open a handle to {pid} (descriptor {fd})");
-                self.program.call(what, libc::SYS_pidfd_open, [pid.into_arg(), flags.into_arg()])
+                program.call(what, libc::SYS_pidfd_open, [pid.into_arg(), flags.into_arg()])
             }
             FileKind::Proc(path) => {
                 let path = &self.image.paths.get(path as usize).ok_or_else(|| missing("file", path))?.path;
-                let name = self.program.string(&path.0);
+                let name = program.string(&path.0);
                 let what = format!("open {path} (descriptor {fd})");
                 let here = value(libc::AT_FDCWD);
-                self.program.call(what, libc::SYS_openat, [here, name, flags.into_arg()])
+                program.call(what, libc::SYS_openat, [here, name, flags.into_arg()])
             }
-            FileKind::ControllingTerminal if standard::is_inside(self.image) => {
-                let name = self.program.string(b"/dev/tty");
+            FileKind::ControllingTerminal => {
+                let name = program.string(b"/dev/tty");
                 let here = value(libc::AT_FDCWD);
                 let what = format!("open /dev/tty (descriptor {fd})");
-                self.program.call(what, libc::SYS_openat, [here, name, flags.into_arg()])
+                program.call(what, libc::SYS_openat, [here, name, flags.into_arg()])
             }
             _ => return Ok(()),
         };
         if file.position != 0 && file.flags & libc::O_PATH as u32 == 0 {
             let args = [opened.into(), file.position.into(), value(libc::SEEK_SET)];
-            self.program.call(format!("seek descriptor {fd}"), libc::SYS_lseek, args);
+            program.call(format!("seek descriptor {fd}"), libc::SYS_lseek, args);
         }
-        for d in self.table.descriptors.iter().filter(|d| d.file == row) {
-            duplicate(&mut self.program, opened.into(), d.fd, d.close_on_exec);
+        for d in all {
+            duplicate(program, opened.into(), d.fd, d.close_on_exec);
         }
-        self.program.call("close", libc::SYS_close, [opened.into()]);
+        program.call("close", libc::SYS_close, [opened.into()]);
         Ok(())
     }
 
     /// Adds a watch under the number it was added under, which may be closed or belong to another file by now:
     ///
     /// 1. What has the number is put aside.
-    /// 2. The watched description gets the number, and the watch is added.
+    /// 2. The watched description gets the number, and the watch is added. It may be one that the process does not hold.
     /// 3. What had the number gets it back, or it is closed. The watch stays, as it holds on to the description and
     ///    not to the number, and the description has another descriptor.
-    fn watch(&mut self, epoll: u32, watch: &EpollWatch) -> Result<()> {
-        let now = self.table.descriptors.iter().find(|d| d.fd == watch.fd);
+    fn watch(&mut self, epoll: Home, watch: &EpollWatch) -> Result<()> {
+        let process = epoll.process;
+        let now = self.tables[process].descriptors.iter().find(|d| d.fd == watch.fd);
         let in_place = now.is_some_and(|d| d.file == watch.file);
-        let home = *self.home.get(&watch.file).ok_or_else(|| missing("open file", watch.file))?;
         let number = watch.fd.into_arg();
         let mut aside = None;
         if !in_place {
+            let here = self.descriptors(process, watch.file).next().map(|d| d.fd);
+            let elsewhere = *self.home.get(&watch.file).ok_or_else(|| missing("open file", watch.file))?;
+            let fetched = here.is_none().then(|| self.fetch(process, elsewhere));
+            let program = &mut self.programs[process];
             if now.is_some() {
                 let args = [number, value(libc::F_DUPFD_CLOEXEC), 0.into()];
-                aside = Some(self.program.call("put a descriptor aside", libc::SYS_fcntl, args));
+                aside = Some(program.call("put a descriptor aside", libc::SYS_fcntl, args));
             }
-            duplicate(&mut self.program, home.into_arg(), watch.fd, true);
+            match (here, fetched) {
+                (_, Some(fetched)) => {
+                    move_to(program, fetched, watch.fd);
+                }
+                (Some(here), _) => duplicate(program, here.into_arg(), watch.fd, true),
+                (None, None) => return Err(missing("open file", watch.file)),
+            }
         }
-        let event = self.program.data(&watches::epoll_event(watch.events, watch.data));
-        let what = format!("watch descriptor {} with epoll {epoll}", watch.fd);
-        let args = [epoll.into_arg(), value(libc::EPOLL_CTL_ADD), number, event];
-        self.program.call(what, libc::SYS_epoll_ctl, args);
+        let program = &mut self.programs[process];
+        let event = program.data(&watches::epoll_event(watch.events, watch.data));
+        let what = format!("watch descriptor {} with epoll {}", watch.fd, epoll.fd);
+        let args = [epoll.fd.into_arg(), value(libc::EPOLL_CTL_ADD), number, event];
+        program.call(what, libc::SYS_epoll_ctl, args);
         match (aside, now) {
             (Some(aside), Some(d)) => {
-                duplicate(&mut self.program, aside.into(), d.fd, d.close_on_exec);
-                self.program.call("close", libc::SYS_close, [aside.into()]);
+                duplicate(program, aside.into(), d.fd, d.close_on_exec);
+                program.call("close", libc::SYS_close, [aside.into()]);
             }
             _ if !in_place => {
-                self.program.call("close", libc::SYS_close, [number]);
+                program.call("close", libc::SYS_close, [number]);
             }
             _ => {}
         }
@@ -238,35 +331,42 @@ impl<'a> Finish<'a> {
     }
 
     /// Who gets the signals, and with `O_ASYNC`, that there are any.
-    fn owner(&mut self, fd: u32, file: &OpenFile) {
+    fn owner(&mut self, home: Home, file: &OpenFile) {
+        let (program, fd) = (&mut self.programs[home.process], home.fd);
         if let Some(owner) = file.owner {
             if owner.id != 0 {
-                let record = self.program.data(&owner_bytes(self.image, &owner));
+                let record = program.data(&owner_bytes(self.image, &owner));
                 let what = format!("set the owner of descriptor {fd}");
                 let args = [fd.into_arg(), value(descriptors::F_SETOWN_EX), record];
-                self.program.call(what, libc::SYS_fcntl, args);
+                program.call(what, libc::SYS_fcntl, args);
             }
             let args = [fd.into_arg(), value(descriptors::F_SETSIG), owner.signal.into_arg()];
-            self.program.call(format!("set the signal of descriptor {fd}"), libc::SYS_fcntl, args);
+            program.call(format!("set the signal of descriptor {fd}"), libc::SYS_fcntl, args);
         }
         if file.flags & libc::O_ASYNC as u32 != 0 && file.flags & libc::O_PATH as u32 == 0 {
             let args = [fd.into_arg(), value(libc::F_SETFL), file.flags.into_arg()];
-            self.program.call(format!("set O_ASYNC of descriptor {fd}"), libc::SYS_fcntl, args);
+            program.call(format!("set O_ASYNC of descriptor {fd}"), libc::SYS_fcntl, args);
         }
     }
 
-    fn lock(&mut self, fd: u32, file: &OpenFile) -> Result<()> {
+    /// Locks of processes, each taken by its own, through its descriptor.
+    fn lock(&mut self, row: u32, home: Home, file: &OpenFile) -> Result<()> {
         for lock in file.locks.iter().filter(|l| l.kind == LockKind::Posix) {
-            let record = self.program.data(&locks::range(lock).to_bytes()?);
+            let of = |pid| self.image.processes.iter().position(|p| p.pid == pid);
+            let process = lock.process.and_then(of).unwrap_or(home.process);
+            let fd = self.descriptors(process, row).next().map_or(home.fd, |d| d.fd);
+            let program = &mut self.programs[process];
+            let record = program.data(&locks::range(lock).to_bytes()?);
             let args = [fd.into_arg(), value(libc::F_SETLK), record];
-            self.program.call(format!("lock the file of descriptor {fd}"), libc::SYS_fcntl, args);
+            program.call(format!("lock the file of descriptor {fd}"), libc::SYS_fcntl, args);
         }
         Ok(())
     }
 
     /// A timer goes on for the time that was left, or until the wall-clock time it was set to. Setting it clears
     /// the count of expirations, which therefore comes after.
-    fn timer(&mut self, fd: u32, timer: &TimerFd) {
+    fn timer(&mut self, home: Home, timer: &TimerFd) {
+        let (program, fd) = (&mut self.programs[home.process], home.fd);
         let absolute = libc::TFD_TIMER_ABSTIME as u32;
         let (flags, time) = match timer.expires_ns {
             Some(time) => (timer.flags, time),
@@ -276,13 +376,13 @@ impl<'a> Finish<'a> {
         };
         // The kernel wants this flag with absolute times only.
         let flags = if flags & absolute == 0 { 0 } else { flags };
-        let record = self.program.data(&watches::itimerspec(time, timer.interval_ns));
+        let record = program.data(&watches::itimerspec(time, timer.interval_ns));
         let args = [fd.into_arg(), flags.into_arg(), record, 0.into()];
-        self.program.call(format!("set timer {fd}"), libc::SYS_timerfd_settime, args);
+        program.call(format!("set timer {fd}"), libc::SYS_timerfd_settime, args);
         if timer.ticks > 0 {
-            let ticks = self.program.data(&timer.ticks.to_ne_bytes());
+            let ticks = program.data(&timer.ticks.to_ne_bytes());
             let args = [fd.into_arg(), watches::TFD_IOC_SET_TICKS.into(), ticks];
-            self.program.call(format!("set the ticks of timer {fd}"), libc::SYS_ioctl, args);
+            program.call(format!("set the ticks of timer {fd}"), libc::SYS_ioctl, args);
         }
     }
 }
@@ -290,10 +390,10 @@ impl<'a> Finish<'a> {
 fn owner_bytes(image: &Image, owner: &FileOwner) -> Vec<u8> {
     const PROCESS: u32 = 1;
     const GROUP: u32 = 2;
-    // A process that did not lead its group is in ours now.
-    let leads = image.processes.first().is_some_and(|p| p.leads_group);
+    // A process that was in a group from outside is in ours now.
+    let is_own = image.processes.iter().any(|p| p.own_group() == Some(owner.id));
     let (kind, id) = match owner.kind {
-        GROUP if !leads => match our_group() {
+        GROUP if !is_own => match our_group() {
             Some(group) => (GROUP, group),
             // Our group has no name in this pid namespace: of its members, the program itself is told.
             None => (PROCESS, image.processes.first().map_or(0, |p| p.pid)),

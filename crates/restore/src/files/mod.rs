@@ -3,8 +3,8 @@
 //! | when | what |
 //! | --- | --- |
 //! | in the controller, before the new process exists | [`open`]: checks all files, then opens or makes every description that can be made outside of it |
-//! | in the new process, a copy of ours with a copy of our descriptors, once its memory stands | [`OpenFiles::install`]: brings them to their numbers and closes all others |
-//! | when its threads stand | [`OpenFiles::finish`]: what belongs to the process: epoll watches, POSIX locks, owners of signals, timers, files about itself |
+//! | in each new process, a copy of ours with a copy of our descriptors, once its memory stands | [`OpenFiles::install`]: brings them to their numbers and closes all others |
+//! | when all threads stand | [`OpenFiles::finish`]: what belongs to processes: epoll watches, POSIX locks, owners of signals, timers, files about themselves |
 //! | at the very end | [`OpenFiles::write_back`], [`OpenFiles::cut_back`], [`OpenFiles::settle`]; then drop it |
 
 mod check;
@@ -68,6 +68,8 @@ pub struct OpenFiles {
     created: Created,
     notes: Vec<String>,
     stdin_pump: Option<OwnedFd>,
+    /// Slaves of pseudo-terminals that control a session, by row of [`Image::ptys`].
+    terminals: HashMap<u32, OwnedFd>,
 }
 
 /// Opens everything. Nothing that exists is changed, and all reasons against it are found before anything is made.
@@ -124,6 +126,7 @@ impl<'a> Opening<'a> {
             created: Created::default(),
             notes: Vec::new(),
             stdin_pump: None,
+            terminals: HashMap::new(),
         };
         Ok(Opening { image, contents, stdio, deleted: HashMap::new(), files })
     }
@@ -181,6 +184,12 @@ impl OpenFiles {
     /// Descriptor of a memory object (row of [`Image::objects`]), for reading and writing.
     pub fn object(&self, object: u32) -> Result<i32> {
         Ok(self.objects.get(object as usize).ok_or_else(|| missing("memory object", object))?.as_raw_fd())
+    }
+
+    /// Slaves of pseudo-terminals that control a session of the program, by row of [`Image::ptys`]. They have the same numbers
+    /// in new processes until [`OpenFiles::install`].
+    pub fn terminals(&self) -> &HashMap<u32, OwnedFd> {
+        &self.terminals
     }
 
     /// Seals memfds as they were. Once all mappings of them stand: some seals forbid making more.

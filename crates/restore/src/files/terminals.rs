@@ -23,7 +23,7 @@ pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
         tty::set_locked(&master, false)?;
         let slaves = opening.rows(|f| (f.kind == FileKind::PtySlave(index)).then_some(()));
         // Closing the last slave hangs the master up, so one is opened only where there were some.
-        let first = (!slaves.is_empty() || pty.hung_up)
+        let first = (!slaves.is_empty() || pty.hung_up || pty.controlling)
             .then(|| tty::open_slave(&master, libc::O_RDWR))
             .transpose()?;
         tty::set_settings(&master, &pty.terminal.termios.0)?;
@@ -32,7 +32,9 @@ pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
             let fd = tty::open_slave(&master, open_flags(file.flags))?;
             opening.put(row, fd)?;
         }
-        drop(first);
+        if let Some(first) = first.filter(|_| pty.controlling) {
+            opening.files.terminals.insert(index, first);
+        }
         tty::set_packet_mode(&master, pty.packet_mode)?;
         tty::set_locked(&master, pty.locked)?;
         for (row, ..) in opening.rows(|f| (f.kind == FileKind::PtyMaster(index)).then_some(())) {

@@ -20,11 +20,12 @@ mod pages;
 mod server;
 
 use super::tracking::{open_inside, writes_through_proc};
-use super::{Copied, Cut, Engine, MemoryEngine, Running, Still, politely};
+use super::{Base, Copied, Cut, Engine, Kept, MemoryEngine, Running, Still, politely};
 use crate::brief::stop_briefly;
-use crate::checkpoint::{Progress, Target};
+use crate::checkpoint::Progress;
 use crate::freeze::Frozen;
 use crate::regions::{Span, own_pages, range, spans, spans_of_maps};
+use crate::target::Target;
 use crate::{Error, Result};
 use around::Around;
 use copies::Copies;
@@ -33,7 +34,7 @@ use server::{Desk, Held};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
-use stillpoint_image::{Extent, Owner, PAGE, Range, Thread};
+use stillpoint_image::{Extent, PAGE, Range, Thread};
 use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::pagemap::{Category, Pagemap, Query, Run};
@@ -88,14 +89,14 @@ pub(crate) struct Armed {
     own: Vec<Range>,
     /// Own pages that were found at the cut where nothing was known.
     found: Vec<Range>,
-    /// The checkpoint (job and number) that has every page that was not written since; none before the first.
-    pub base: Option<(String, u64)>,
+    /// None before the first checkpoint.
+    pub base: Option<Base>,
 }
 
 /// At work on one checkpoint.
 #[derive(Debug)]
-pub(crate) struct Wp<'t> {
-    armed: &'t mut Option<Armed>,
+pub(crate) struct Wp {
+    armed: Option<Armed>,
     /// Writers wait, and are noted, also after this checkpoint.
     lasting: bool,
     /// What the base checkpoint has.
@@ -113,10 +114,10 @@ pub(crate) struct Wp<'t> {
     done: bool,
 }
 
-impl<'t> Wp<'t> {
+impl Wp {
     /// With what the session has armed, and `base` what the checkpoint has that it is relative to; `buffer` bytes may be
     /// on their way to the store. `lasting`: there will be further checkpoints.
-    pub fn new(armed: &'t mut Option<Armed>, base: Vec<Extent>, buffer: u64, lasting: bool) -> Self {
+    pub fn new(armed: Option<Armed>, base: Vec<Extent>, buffer: u64, lasting: bool) -> Self {
         let plain = std::env::var_os("STILLPOINT_WP").is_some_and(|v| v == "plain");
         let lasting = lasting && !plain;
         Wp {
@@ -138,7 +139,7 @@ impl<'t> Wp<'t> {
     }
 }
 
-impl MemoryEngine for Wp<'_> {
+impl MemoryEngine for Wp {
     fn engine(&self) -> Engine {
         Engine::Wp
     }
@@ -150,14 +151,14 @@ impl MemoryEngine for Wp<'_> {
             return Err(Error::Lost(why.into()));
         }
         if self.base.is_empty() {
-            *self.armed = None;
+            self.armed = None;
         }
         let base = std::mem::take(&mut self.base);
         // After an instant that was lost all is saved.
         self.incremental = self.armed.is_some();
         match self.armed {
             Some(_) => running.writer.reuse(&base)?,
-            None => *self.armed = Some(Armed::start(running)?),
+            None => self.armed = Some(Armed::start(running)?),
         }
         if self.plain {
             running.log.tell("plain: all is protected in the cut, and a fault copies one page");
@@ -179,10 +180,10 @@ impl MemoryEngine for Wp<'_> {
         let (plain, buffer, lasting) = (self.plain, self.buffer, self.lasting);
         let desk = self.armed()?.desk.clone();
         let mut held = desk.hold();
-        let spans = spans(&still.builder.image.spaces[0]);
+        let spans = spans(&still.builder.image.spaces[still.target.space as usize]);
         let eager = if plain { 0 } else { EAGER << (2 * self.tries) };
         held.changed.extend(&self.fleeting);
-        let threads = &still.builder.image.processes[0].threads;
+        let threads = &still.target.described(&still.builder.image)?.threads;
         let others = self.armed()?.cut(&mut held, &spans, threads, eager)?;
         let bytes: u64 = others.iter().map(|(r, _)| r.len).sum();
         if bytes > buffer.max(AT_MOST) {
@@ -209,23 +210,20 @@ impl MemoryEngine for Wp<'_> {
             self.fleeting.extend(gone);
         }
         let own = saved?;
-        self.copied.put(running.writer)?;
-        running.writer.keep_only(Owner::Space(0), union([own, others].concat()));
+        self.copied.put(running.target.owner(), running.writer)?;
+        running.writer.keep_only(running.target.owner(), union([own, others].concat()));
         self.armed()?.complete = true;
         self.done = true;
         Ok(())
     }
 
+    fn kept(self: Box<Self>) -> Kept {
+        let armed = self.armed.filter(|_| self.lasting && self.done);
+        Kept { armed, ..Kept::default() }
+    }
+
     fn try_again(&self) -> bool {
         self.tries < TRIES
-    }
-}
-
-impl Drop for Wp<'_> {
-    fn drop(&mut self) {
-        if !(self.lasting && self.done) {
-            *self.armed = None;
-        }
     }
 }
 
@@ -492,8 +490,8 @@ impl Armed {
         self.nothing_unnoticed()?;
         running.progress.start(self.desk.hold().pages.unsaved() * PAGE);
         let source = Sweep { desk: &self.desk, progress: running.progress, put: Mutex::default() };
-        let writer = &mut *running.writer;
-        let put = politely(|| writer.put_from(Owner::Space(0), Zeros::Omit, &source));
+        let (writer, owner) = (&mut *running.writer, running.target.owner());
+        let put = politely(|| writer.put_from(owner, Zeros::Omit, &source));
         put.map_err(|e| match e {
             PutError::Fill(why) => Error::Lost(why),
             PutError::Store(e) => Error::Store(e),

@@ -1,0 +1,138 @@
+//! How the processes of a tree belong together: parents, sessions, process groups, and children that have ended.
+
+use crate::attributes::target::{Seen, named};
+use crate::{Builder, Result};
+use std::collections::HashMap;
+use stillpoint_image::{Ended, tree};
+use stillpoint_linux::proc::{Proc, Stat, Status};
+
+/// What `/proc` tells of a process that was described, in the order of the rows.
+pub struct Relative {
+    /// Its id in our pid namespace.
+    pub pid: u32,
+    /// What was seen of its threads, the main thread first.
+    pub threads: Vec<Seen>,
+}
+
+/// Ids as we see them and as the program does.
+#[derive(Clone, Copy)]
+struct Ids {
+    pid: u32,
+    own: u32,
+    session: u32,
+    own_session: u32,
+    group: u32,
+    own_group: u32,
+}
+
+impl Ids {
+    fn of(stat: &Stat, status: &Status) -> Self {
+        // In a pid namespace of its own, session and group may lie outside: 0 there.
+        let inner = |ids: &[u32], outer: u32| ids.last().copied().unwrap_or(outer);
+        Ids {
+            pid: stat.pid,
+            own: status.own_pid(),
+            session: stat.session,
+            own_session: inner(&status.ns_sid, stat.session),
+            group: stat.pgrp,
+            own_group: inner(&status.ns_pgid, stat.pgrp),
+        }
+    }
+}
+
+/// Fills in the relations of all processes of the image, and refuses what cannot be had again.
+///
+/// # Errors
+/// That a child cannot be looked at.
+pub fn describe(builder: &mut Builder, relatives: &[Relative]) -> Result<()> {
+    let row_of: HashMap<u32, usize> = relatives.iter().enumerate().map(|(row, r)| (r.pid, row)).collect();
+    let mut all = Vec::with_capacity(relatives.len());
+    let mut ended: Vec<(usize, Ids, Ended)> = Vec::new();
+    for (row, relative) in relatives.iter().enumerate() {
+        let look = &relative.threads[0].look;
+        all.push(Ids::of(&look.stat, &look.status));
+        let process = &mut builder.image.processes[row];
+        process.parent = row_of.get(&look.stat.ppid).filter(|_| row > 0).map(|&parent| parent as u32);
+        let signal = look.stat.exit_signal;
+        process.exit_signal = (signal != libc::SIGCHLD && row > 0).then_some(signal.max(0) as u32);
+        let children = relative.threads.iter().flat_map(|t| &t.look.children);
+        for &child in children.filter(|child| !row_of.contains_key(child)) {
+            ended.extend(zombie(builder, child)?.map(|(ids, e)| (row, ids, e)));
+        }
+    }
+    let members: Vec<Ids> = all.iter().copied().chain(ended.iter().map(|e| e.1)).collect();
+    let root = all[0];
+    for (row, ids) in all.iter().enumerate() {
+        let (session, group) = belonging(builder, root, &members, ids);
+        let process = &mut builder.image.processes[row];
+        (process.session, process.group) = (session, group);
+    }
+    for (row, ids, mut end) in ended {
+        (end.session, end.group) = belonging(builder, root, &members, &ids);
+        builder.image.processes[row].ended.get_or_insert_with(Vec::new).push(end);
+    }
+    check_sessions(builder, &all);
+    Ok(())
+}
+
+/// A child that is not part of the tree: it has ended, or is about to.
+fn zombie(builder: &mut Builder, pid: u32) -> Result<Option<(Ids, Ended)>> {
+    let Ok(folder) = Proc::process(pid) else { return Ok(None) };
+    let (stat, status) = (folder.stat()?, folder.status()?);
+    if stat.state != b'Z' {
+        builder.refuse(format!("child {}", named(pid)), "it is just beginning or ending", "try again");
+        return Ok(None);
+    }
+    let ids = Ids::of(&stat, &status);
+    let signal = stat.exit_signal;
+    let exit_signal = (signal != libc::SIGCHLD).then_some(signal.max(0) as u32);
+    let ended = Ended { pid: ids.own, status: stat.exit_code, session: None, group: None, exit_signal };
+    Ok(Some((ids, ended)))
+}
+
+/// Session and group of a process, as far as they are its tree's own.
+fn belonging(builder: &mut Builder, root: Ids, members: &[Ids], ids: &Ids) -> (Option<u32>, Option<u32>) {
+    let is_led = |id: u32| members.iter().any(|m| m.pid == id);
+    let what = || named(ids.pid);
+    let outside = |id: u32| Proc::process(id).is_ok();
+    let session = match ids.session {
+        session if is_led(session) => Some(ids.own_session),
+        session if session == root.session => None,
+        session => {
+            let why = match outside(session) {
+                true => {
+                    format!("it is in the session of {}, which is not part of the program", named(session))
+                }
+                false => format!("the leader of its session ({session}) has ended"),
+            };
+            builder.refuse(what(), why, "");
+            None
+        }
+    };
+    let group = match ids.group {
+        group if is_led(group) => Some(ids.own_group),
+        group if group == root.group => None,
+        group if outside(group) => {
+            let why =
+                format!("it is in the process group of {}, which is not part of the program", named(group));
+            builder.refuse(what(), why, "");
+            None
+        }
+        // Its leader has ended, and the group goes on.
+        _ => Some(ids.own_group),
+    };
+    (session, group)
+}
+
+fn check_sessions(builder: &mut Builder, all: &[Ids]) {
+    if !builder.refusals.is_empty() {
+        return;
+    }
+    for (row, ids) in all.iter().enumerate() {
+        if tree::session_at_birth(&builder.image, row).is_err() {
+            let why = "its children are in sessions that they cannot have inherited from it";
+            builder.refuse(named(ids.pid), why, "");
+            return;
+        }
+    }
+}

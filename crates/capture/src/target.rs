@@ -1,0 +1,124 @@
+//! One process of a program, before it is stopped.
+
+use crate::attributes::target;
+use crate::freeze::Frozen;
+use crate::{Builder, Error, Result};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use rustix::time::{ClockId, clock_gettime};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::SystemTime;
+use stillpoint_image::{Image, Meta, Owner, Process};
+use stillpoint_linux::arch::Gadgets;
+use stillpoint_linux::inject::find_gadgets;
+use stillpoint_linux::memory::Memory;
+use stillpoint_linux::pagemap::Pagemap;
+use stillpoint_linux::proc::Proc;
+
+/// One process of a program, before it is stopped.
+#[derive(Debug)]
+pub struct Target {
+    /// Its id in our pid namespace.
+    pub pid: u32,
+    /// Row of its address space in the image, under which its pages are stored.
+    pub space: u32,
+    /// Its pidfd.
+    pub pidfd: OwnedFd,
+    /// Its `/proc` folder.
+    pub process: Arc<Proc>,
+    /// Its memory.
+    pub memory: Memory,
+    /// Its page map.
+    pub pagemap: Pagemap,
+    /// Where in its code a system call can be made; none if that was not looked for, or there is no such place.
+    pub gadgets: Option<Gadgets>,
+    /// What its clocks differ by from ours, nanoseconds.
+    clock_shift: (i64, i64),
+}
+
+impl Target {
+    /// Refuses what cannot be captured, before anything is done to it.
+    ///
+    /// # Errors
+    /// [`Error::Target`], [`Error::Refused`], and what cannot be read.
+    pub fn open(pid: u32, space: u32) -> Result<Self> {
+        let mut target = Self::open_quickly(pid, space)?;
+        let maps = target.process.maps()?;
+        let code = maps.iter().filter(|v| v.prot & libc::PROT_EXEC as u32 != 0);
+        let code: Vec<_> = code.filter(|v| v.name != b"[vsyscall]").map(|v| (v.start, v.end)).collect();
+        target.gadgets = find_gadgets(&target.memory, &code);
+        Ok(target)
+    }
+
+    /// As [`Target::open`], without a look through its code, which takes long: calls are then made in its vdso.
+    ///
+    /// # Errors
+    /// As [`Target::open`].
+    pub fn open_quickly(pid: u32, space: u32) -> Result<Self> {
+        let gone = || Error::Target(format!("there is no process {pid}"));
+        let id = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or_else(gone)?;
+        let pidfd = pidfd_open(id, PidfdFlags::empty()).map_err(|_| gone())?;
+        let process = Arc::new(target::find(pid)?);
+        // A process whose main thread has ended has no memory by its own name.
+        let mut builder = Builder::new();
+        target::leader_ended_for_good(&mut builder, &process)?;
+        builder.refuse_if_needed()?;
+        let (memory, pagemap) = (Memory::open(pid)?, Pagemap::open(pid)?);
+        let clock_shift = clock_shift(&process);
+        Ok(Target { pid, space, pidfd, process, memory, pagemap, gadgets: None, clock_shift })
+    }
+
+    /// Brings all threads to rest.
+    ///
+    /// # Errors
+    /// [`Error::Replaced`] if what is known of it is of another program than it is now.
+    pub fn freeze(&self) -> Result<Frozen> {
+        let frozen = Frozen::freeze(&self.process)?;
+        match self.is_replaced() {
+            true => Err(Error::Replaced),
+            false => Ok(frozen),
+        }
+    }
+
+    /// Whether it has become another program (`execve(2)`) since it was opened: its memory of then is no more.
+    pub fn is_replaced(&self) -> bool {
+        self.pagemap.is_of_the_past()
+    }
+
+    /// Its monotonic and boot time, nanoseconds.
+    pub fn clocks(&self) -> (i64, i64) {
+        let now = |clock| {
+            let t = clock_gettime(clock);
+            t.tv_sec * 1_000_000_000 + t.tv_nsec
+        };
+        (now(ClockId::Monotonic) + self.clock_shift.0, now(ClockId::Boottime) + self.clock_shift.1)
+    }
+
+    /// Notes the moment of the cut.
+    pub fn stamp(&self, meta: &mut Meta) {
+        meta.taken_ns = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos() as u64;
+        (meta.monotonic_ns, meta.boottime_ns) = self.clocks();
+    }
+
+    /// Whose its pages are.
+    pub fn owner(&self) -> Owner {
+        Owner::Space(self.space)
+    }
+
+    /// Its row in an image that describes it.
+    ///
+    /// # Errors
+    /// That it is not described there.
+    pub fn described<'i>(&self, image: &'i Image) -> Result<&'i Process> {
+        let own = image.processes.iter().find(|p| p.space == self.space);
+        own.ok_or_else(|| Error::Failed(format!("process {} has not been described", self.pid)))
+    }
+}
+
+/// What the target's monotonic and boot time differ by from ours, nanoseconds.
+fn clock_shift(process: &Proc) -> (i64, i64) {
+    let theirs = process.time_offsets().ok().flatten().unwrap_or_default();
+    let own =
+        Proc::process(std::process::id()).and_then(|p| p.time_offsets()).ok().flatten().unwrap_or_default();
+    (theirs.0 - own.0, theirs.1 - own.1)
+}

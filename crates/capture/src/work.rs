@@ -1,0 +1,741 @@
+//! A checkpoint being taken: of every process of a tree its memory engine, and of all of them one instant.
+
+use crate::blocked::Earlier;
+use crate::engine::fork::Fork;
+use crate::engine::precopy::{Behind, Precopy};
+use crate::engine::stop::Stop;
+use crate::engine::tracking::joined_with;
+use crate::engine::wp::Wp;
+use crate::engine::{self, Cut, Engine, Kept, Log, MemoryEngine, Running, Still};
+use crate::files::{Holder, Moment, Outsiders};
+use crate::freeze::Hurry;
+use crate::herd::FrozenTree;
+use crate::inspect::{Assumed, Known, Ready, Regard, inspect};
+use crate::relations::{self, Relative};
+use crate::target::Target;
+use crate::{Builder, Error, Options, Progress, Result, files};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Signal, pidfd_send_signal};
+use std::collections::{HashMap, VecDeque};
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use stillpoint_image::{AddressSpace, Image, Owner, PAGE, PathFile, Range, Usage};
+use stillpoint_linux::host;
+use stillpoint_linux::proc::{self, Proc};
+use stillpoint_store::{Committed, Writer};
+
+/// For so many checkpoints it is taken that a program that wrote faster than could be copied still does.
+const PACE_KEPT: u32 = 8;
+/// For so long, what was learned of a program serves for its freeze.
+const FRESH: Duration = Duration::from_millis(30);
+/// Files that the program keeps writing are read at the cut, up to this size, bytes.
+const READ_AT_THE_CUT: u64 = 4 << 20;
+/// Of a process that has just been made, so much is copied in the cut rather than read from a twin, bytes.
+const SMALL: u64 = 4 << 20;
+/// Of more new processes than this not each is looked at, but all there are.
+const MANY: u32 = 1000;
+
+/// One process of the tree, with the engine that saves its memory.
+pub(crate) struct Member {
+    pub target: Arc<Target>,
+    /// What its threads were waiting for when it was stopped before.
+    pub earlier: Earlier,
+    /// For so many checkpoints, `auto` need not try to copy ahead: the program writes faster.
+    pub outpaced: u32,
+    behind: Behind,
+    /// What is followed of it, while no engine has that.
+    kept: Kept,
+    engine: Option<Box<dyn MemoryEngine>>,
+    /// Engines to be tried if that one does not do.
+    left: VecDeque<Engine>,
+    /// Its memory may still be on its way, and the engine knows from where.
+    is_loading: bool,
+}
+
+impl Member {
+    /// A process of which so much is followed, for the first engine that can.
+    pub fn new(target: Arc<Target>, earlier: Earlier, outpaced: u32, kept: Kept, behind: Behind) -> Self {
+        let is_loading =
+            behind.loading.is_some() || kept.tracking.as_ref().is_some_and(|t| t.loading.is_some());
+        let (engine, left) = (None, VecDeque::new());
+        Member { target, earlier, outpaced, behind, kept, engine, left, is_loading }
+    }
+
+    /// One that was found when it stood still already.
+    fn newcomer(target: Arc<Target>, asked: Engine, most: u64) -> Result<Self> {
+        let rss = target.process.status()?.rss;
+        let mut member = Self::new(target, Earlier::default(), 0, Kept::default(), Behind::default());
+        let small = rss <= SMALL || asked == Engine::Stop;
+        member.engine = Some(match small {
+            true => Box::new(Stop::default()),
+            false => {
+                member.left = VecDeque::from([Engine::Stop]);
+                Box::new(Fork::new(most))
+            }
+        });
+        Ok(member)
+    }
+
+    /// Takes back what is followed from the engine, which is done.
+    pub fn kept(&mut self) -> Kept {
+        match self.engine.take() {
+            Some(engine) => engine.kept(),
+            None => std::mem::take(&mut self.kept),
+        }
+    }
+
+    fn engine(&mut self) -> Result<&mut (dyn MemoryEngine + 'static)> {
+        self.engine.as_deref_mut().ok_or_else(|| Error::Failed("there is no engine".into()))
+    }
+}
+
+/// A checkpoint being taken.
+pub(crate) struct Work<'a> {
+    pub options: &'a Options,
+    /// There will be further checkpoints.
+    pub lasting: bool,
+    /// The job's newest checkpoint.
+    pub last: Option<&'a Image>,
+    pub progress: &'a (dyn Progress + Sync),
+    /// All processes, the root first.
+    pub members: Vec<Member>,
+    pub log: Log,
+    /// Nothing may be assumed in the freeze that has to be confirmed after it.
+    exact: bool,
+    /// What was learned of the program while it ran, and when.
+    learned: Option<(Instant, Learned)>,
+    /// Until the commit.
+    writer: Option<Writer>,
+    /// Whose contents the writer has, besides memory's: objects and files by their numbers at one instant.
+    stored: Vec<Owner>,
+    /// So many processes have been numbered, also those that have ended since: the writer may have pages of them.
+    rows: u32,
+}
+
+/// A checkpoint that was taken.
+pub(crate) struct Done {
+    pub committed: Committed,
+    pub pause: Duration,
+    pub engine: Engine,
+    pub incremental: bool,
+    pub processes: usize,
+}
+
+/// What can be known of a program while it runs.
+struct Learned {
+    /// Where it is to be described.
+    builder: Builder,
+    /// Who else holds what.
+    outsiders: Outsiders,
+    /// The newest process there was before that was looked at.
+    last_pid: Option<u32>,
+    /// Its processes, the root first.
+    known: Vec<Known>,
+    /// What a rehearsal found, which may be wrong.
+    rehearsed: Builder,
+}
+
+/// The program at rest, and described.
+struct Held {
+    /// Dropped first.
+    tree: FrozenTree,
+    builder: Builder,
+    known: Vec<Known>,
+    assumed: Vec<Assumed>,
+    rehearsed: Builder,
+    hurry: Hurry,
+    /// Serves the cut too.
+    ready: Ready,
+}
+
+/// A member whose cut was not taken, and why.
+struct NotTaken {
+    member: usize,
+    cut: Cut,
+}
+
+impl<'a> Work<'a> {
+    pub fn new(
+        options: &'a Options,
+        lasting: bool,
+        last: Option<&'a Image>,
+        progress: &'a (dyn Progress + Sync),
+        members: Vec<Member>,
+        writer: Writer,
+    ) -> Self {
+        let rows = members.iter().map(|m| m.target.space + 1).max().unwrap_or(0);
+        Work {
+            options,
+            lasting,
+            last,
+            progress,
+            members,
+            log: Log::default(),
+            exact: options.kill,
+            learned: None,
+            writer: Some(writer),
+            stored: Vec::new(),
+            rows,
+        }
+    }
+
+    /// Takes the checkpoint, of each process with the first engine that can.
+    pub fn take(&mut self) -> Result<Done> {
+        for member in &mut self.members {
+            member.left = engine::order(self.options.engine).into();
+            if self.options.engine == Engine::Auto && member.outpaced > 0 {
+                member.outpaced -= 1;
+                self.log.tell("the program wrote faster than could be copied the last time");
+                member.left.retain(|&engine| engine != Engine::Precopy);
+            }
+        }
+        // Nothing is done to a program that must be refused. Where it is followed already, there is nothing new to do.
+        let is_followed = |member: &Member| match member.left.front() {
+            Some(Engine::Precopy) => member.kept.tracking.is_some(),
+            Some(Engine::Wp) => member.kept.armed.is_some(),
+            _ => false,
+        };
+        if self.members.iter().all(is_followed) {
+            self.learn_and_prepare()?;
+        } else {
+            self.learned = Some((Instant::now(), self.learn()?));
+            self.prepare_all()?;
+        }
+        loop {
+            let mut held = self.freeze()?;
+            if let Some(not_taken) = self.cut(&mut held)? {
+                self.after_no_cut(held, not_taken)?;
+                continue;
+            }
+            let exact = self.exact;
+            let contents: Vec<(Owner, Vec<Range>)> =
+                held.builder.contents.iter().map(|c| (c.owner, c.ranges.clone())).collect();
+            let lost = match self.complete(held) {
+                Err((member, Error::Lost(why))) => {
+                    self.log.tell(format!("an instant was lost: {why}"));
+                    member
+                }
+                Err((_, e)) => return Err(e),
+                Ok(done) => return Ok(done),
+            };
+            // In the next instant they may have other numbers, or not be there.
+            if let Some(writer) = &mut self.writer {
+                for (owner, ranges) in contents {
+                    ranges.into_iter().for_each(|range| writer.forget(owner, whole_pages(range)));
+                }
+            }
+            // What was only assumed wrongly is no reason for another engine.
+            self.again(lost.filter(|_| self.exact == exact))?;
+        }
+    }
+
+    /// Lets the program go on after an engine could not take its cut, and gets ready for the next instant.
+    fn after_no_cut(&mut self, held: Held, NotTaken { member, cut }: NotTaken) -> Result<()> {
+        self.log.pauses.push(held.tree.thaw());
+        self.note_calls(&held.builder.image);
+        let name = self.members[member].engine()?.engine().name();
+        if let Cut::Impossible(why) = cut {
+            if self.options.engine != Engine::Auto {
+                return Err(impossible(name, &why));
+            }
+            self.tell(member, format!("{name} is not possible: {why}"));
+            self.choose(member)?;
+            return self.again(None);
+        }
+        self.again(Some(member))
+    }
+
+    /// Gets ready for another instant; the engine of this member could not do with the last one.
+    fn again(&mut self, failed: Option<usize>) -> Result<()> {
+        for index in (0..self.members.len()).rev() {
+            let engine = self.members[index].engine()?;
+            let (kind, tries) = (engine.engine(), failed != Some(index) || engine.try_again());
+            if !tries {
+                self.tell(index, format!("{} does not get ahead of the program", kind.name()));
+                self.choose(index)?;
+            } else if kind == Engine::Wp && failed != Some(index) && self.members.len() > 1 {
+                // Its writers wait for what nobody is going to save: it begins once more.
+                self.members[index].left.push_front(kind);
+                self.choose(index)?;
+            } else if !self.prepare_again(index)? {
+                self.choose(index)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Prepares the first engine that can for every member. One that has ended meanwhile is left out.
+    fn prepare_all(&mut self) -> Result<()> {
+        let mut index = 0;
+        while index < self.members.len() {
+            match self.choose(index) {
+                Err(_) if index > 0 && self.has_left(index) => {
+                    self.members.remove(index);
+                }
+                chosen => {
+                    chosen?;
+                    index += 1;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether a process has ended, or become another program: the freeze will find what there is.
+    fn has_left(&self, index: usize) -> bool {
+        let target = &self.members[index].target;
+        crate::attributes::target::has_ended(target.pid) || target.is_replaced()
+    }
+
+    fn tell(&mut self, index: usize, sentence: impl std::fmt::Display) {
+        match index {
+            0 => self.log.tell(sentence.to_string()),
+            _ => self.log.tell(format!("process {}: {sentence}", self.members[index].target.pid)),
+        }
+    }
+
+    /// Gives a member the next engine that can be prepared.
+    fn choose(&mut self, index: usize) -> Result<()> {
+        let asked = self.options.engine;
+        while let Some(next) = self.members[index].left.pop_front() {
+            let member = &mut self.members[index];
+            let mut kept = member.kept();
+            // Memory is followed in one way only.
+            if next != Engine::Precopy {
+                kept.tracking = None;
+            }
+            if next != Engine::Wp {
+                kept.armed = None;
+            }
+            if next != Engine::Precopy && member.is_loading {
+                // The others read all of it.
+                return Err(Error::Loading);
+            }
+            let is_followed =
+                kept.tracking.is_some() || kept.armed.is_some() || member.behind.loading.is_some();
+            let behind = match is_followed {
+                true => std::mem::take(&mut member.behind),
+                false => Behind::default(),
+            };
+            member.engine = Some(match next {
+                Engine::Precopy => Box::new(Precopy::new(kept.tracking, behind, self.options.buffer)),
+                Engine::Fork => Box::new(Fork::new(self.options.buffer)),
+                Engine::Wp => Box::new(Wp::new(kept.armed, behind.base, self.options.buffer, self.lasting)),
+                _ => Box::new(Stop::default()),
+            });
+            let (name, first) = (next.name(), next == asked);
+            if asked == Engine::Auto && index == 0 {
+                self.log.tell(format!("auto takes {name}: {}", engine::reason(next)));
+            }
+            match self.prepare(index) {
+                Ok(()) => return Ok(()),
+                Err(e @ (Error::Kernel(_) | Error::Failed(_))) if !first => {
+                    self.tell(index, format!("{name} is not possible: {e}"));
+                }
+                Err(Error::Lost(why)) => {
+                    self.tell(index, format!("{name} would not do: {why}"));
+                    self.members[index].outpaced = PACE_KEPT;
+                }
+                Err(Error::Failed(why)) => return Err(impossible(name, &why)),
+                Err(e) => return Err(e),
+            }
+        }
+        Err(Error::Failed(format!("the engine {} cannot save this program", asked.name())))
+    }
+
+    /// False if another engine must take over.
+    fn prepare_again(&mut self, index: usize) -> Result<bool> {
+        let name = self.members[index].engine()?.engine().name();
+        match self.prepare(index) {
+            Err(Error::Lost(why)) => {
+                self.tell(index, format!("{name} would not do: {why}"));
+                Ok(false)
+            }
+            Err(Error::Failed(why)) if self.options.engine == Engine::Auto => {
+                self.tell(index, format!("{name} is not possible any more: {why}"));
+                Ok(false)
+            }
+            Err(_) if index > 0 && self.has_left(index) => Ok(true),
+            prepared => prepared.map(|()| true),
+        }
+    }
+
+    fn prepare(&mut self, index: usize) -> Result<()> {
+        self.running(index, |engine, running| engine.prepare(running))
+    }
+
+    /// Lets the engine of a member work while the program runs.
+    fn running<T>(
+        &mut self,
+        index: usize,
+        work: impl FnOnce(&mut dyn MemoryEngine, &mut Running<'_>) -> Result<T>,
+    ) -> Result<T> {
+        let writer = writer(&mut self.writer)?;
+        let Member { target, earlier, engine, .. } = &mut self.members[index];
+        let engine = engine.as_deref_mut().ok_or_else(|| Error::Failed("there is no engine".into()))?;
+        let (progress, log) = (self.progress, &mut self.log);
+        work(engine, &mut Running { target, earlier, writer, progress, log })
+    }
+
+    fn learn(&self) -> Result<Learned> {
+        let members: Vec<_> = self.members.iter().map(|m| (m.target.clone(), m.is_loading)).collect();
+        learn(&members, self.options, self.exact)
+    }
+
+    /// Prepares and meanwhile learns, whose errors come first.
+    fn learn_and_prepare(&mut self) -> Result<()> {
+        let members: Vec<_> = self.members.iter().map(|m| (m.target.clone(), m.is_loading)).collect();
+        let (options, exact) = (self.options, self.exact);
+        let (learned, prepared) = std::thread::scope(|scope| {
+            let learned = scope.spawn(move || Ok((Instant::now(), learn(&members, options, exact)?)));
+            let prepared = self.prepare_all();
+            let failed = |_| Err(Error::Failed("looking at the program failed inside stillpoint".into()));
+            (learned.join().unwrap_or_else(failed), prepared)
+        });
+        self.learned = Some(learned?);
+        prepared
+    }
+
+    /// Brings the program to rest and describes it.
+    fn freeze(&mut self) -> Result<Held> {
+        let holds = |learned: &Learned| learned.known.iter().all(Known::holds);
+        let learned = self.learned.take().filter(|(since, l)| since.elapsed() < FRESH && holds(l));
+        let mut learned = match learned {
+            Some((_, learned)) => learned,
+            None => self.learn()?,
+        };
+        // Files that do not change until the cut need not be read in it.
+        reuse_digests(&mut learned.rehearsed, self.last);
+        files::take_digests_of(&mut learned.rehearsed, Usage::Write, Moment::Running);
+        for index in 0..self.members.len() {
+            match self.running(index, |engine, running| engine.converge(running)) {
+                Err(_) if index > 0 && self.has_left(index) => {}
+                converged => converged?,
+            }
+        }
+        learned.known.iter_mut().for_each(Known::observe);
+        let ready = Ready::new(learned.known.iter().map(Known::threads).sum());
+        let hurry = Hurry::begin();
+        let targets: Vec<Arc<Target>> = self.members.iter().map(|m| m.target.clone()).collect();
+        let mut tree = FrozenTree::freeze(&targets, self.rows)?;
+        self.rows += tree.newcomers.len() as u32;
+        let Learned { mut builder, outsiders, last_pid, known, rehearsed } = learned;
+        let known = self.gather(&mut builder, &tree, known)?;
+        let outsiders = with_newer(outsiders, last_pid, &tree);
+        targets[0].stamp(&mut builder.image.meta);
+        let assumed = self.describe(&mut builder, &mut tree, &known, &outsiders)?;
+        builder.refuse_if_needed()?;
+        Ok(Held { tree, builder, known, assumed, rehearsed, hurry, ready })
+    }
+
+    /// Makes the members those that rest, in their order; returns what is known of them.
+    fn gather(&mut self, builder: &mut Builder, tree: &FrozenTree, known: Vec<Known>) -> Result<Vec<Known>> {
+        let mut members: HashMap<u32, Member> =
+            std::mem::take(&mut self.members).into_iter().map(|m| (m.target.pid, m)).collect();
+        let mut known: HashMap<u32, Known> = known.into_iter().map(|k| (k.target.pid, k)).collect();
+        let pids: Vec<u32> = tree.processes.iter().map(|p| p.pid).collect();
+        let mut in_order = Vec::with_capacity(pids.len());
+        for &pid in &pids {
+            let newcomer = tree.newcomers.iter().find(|t| t.pid == pid);
+            let (member, of_it) = match (newcomer, members.remove(&pid), known.remove(&pid)) {
+                (None, Some(member), Some(known)) => (member, known),
+                (None, Some(member), None) => {
+                    let known = Known::new(builder, &member.target, &pids)?;
+                    (member, known)
+                }
+                (newcomer, ..) => {
+                    let gone = || Error::Failed(format!("process {pid} is not known"));
+                    let target = newcomer.ok_or_else(gone)?;
+                    let member = Member::newcomer(target.clone(), self.options.engine, self.options.buffer)?;
+                    (member, Known::new(builder, target, &pids)?)
+                }
+            };
+            self.members.push(member);
+            in_order.push(of_it);
+        }
+        for (member, known) in self.members.iter().zip(&mut in_order) {
+            known.stopped(&member.earlier, member.target.clocks().0);
+        }
+        Ok(in_order)
+    }
+
+    /// Describes everything but the contents of memory.
+    fn describe(
+        &mut self,
+        builder: &mut Builder,
+        tree: &mut FrozenTree,
+        known: &[Known],
+        outsiders: &Outsiders,
+    ) -> Result<Vec<Assumed>> {
+        let (mut assumed, mut relatives) = (Vec::new(), Vec::new());
+        for ((member, frozen), known) in self.members.iter_mut().zip(&mut tree.processes).zip(known) {
+            let target = member.target.clone();
+            let maps = target.process.maps()?;
+            let engine = member.engine()?;
+            let mut describe = || inspect(builder, frozen, known, outsiders, &maps);
+            let (assumes, threads) = match engine.rest(&target, &maps)? {
+                Some(work) => std::thread::scope(|scope| {
+                    let helper = scope.spawn(&work);
+                    let described = describe();
+                    let worked = work();
+                    joined_with(helper.join()).and(worked).and(described)
+                }),
+                None => describe(),
+            }?;
+            assumed.push(assumes);
+            relatives.push(Relative { pid: target.pid, threads });
+        }
+        if !builder.refusals.is_empty() {
+            return Ok(assumed);
+        }
+        relations::describe(builder, &relatives)?;
+        let holders: Vec<Holder<'_>> = self.members.iter().map(|m| holder(&m.target)).collect();
+        let (frozen, inherited) = (true, self.options.inherited.as_slice());
+        let target = files::Target { holders: &holders, frozen, inherited, outsiders };
+        let tables = files::capture_files(builder, &target)?;
+        builder.image.processes.iter_mut().zip(tables).for_each(|(process, table)| process.table = table);
+        // Of processes that have ended since they were numbered nothing is there.
+        builder.image.spaces.resize(self.rows as usize, AddressSpace::default());
+        Ok(assumed)
+    }
+
+    /// Makes the instant recoverable; tells who could not.
+    fn cut(&mut self, held: &mut Held) -> Result<Option<NotTaken>> {
+        let (progress, log, options) = (self.progress, &mut self.log, self.options);
+        let writer = writer(&mut self.writer)?;
+        let builder = &held.builder;
+        for (index, (member, frozen)) in self.members.iter_mut().zip(&mut held.tree.processes).enumerate() {
+            let target = member.target.clone();
+            loop {
+                let still = &mut Still { target: &target, frozen, builder, writer, progress, log };
+                let cut = member.engine()?.cut(still)?;
+                let may_change = member.left.front() == Some(&Engine::Stop)
+                    && held.tree.newcomers.iter().any(|t| t.pid == target.pid);
+                match cut {
+                    Cut::Taken => break,
+                    Cut::Impossible(_) if may_change && options.engine == Engine::Auto => {
+                        member.left.clear();
+                        member.engine = Some(Box::new(Stop::default()));
+                    }
+                    cut => return Ok(Some(NotTaken { member: index, cut })),
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// All that is left to do once the instant is recoverable. An error tells which member could not, if it was one.
+    fn complete(&mut self, held: Held) -> Result<Done, (Option<usize>, Error)> {
+        let whole = |e| (None, e);
+        let Held { tree, mut builder, known, assumed, rehearsed, hurry, ready } = held;
+        self.store_contents(&builder).map_err(whole)?;
+        reuse_digests(&mut builder, Some(&rehearsed.image));
+        files::take_digests_of(&mut builder, Usage::Write, Moment::Still(READ_AT_THE_CUT));
+        if self.options.kill {
+            return self.complete_and_kill(builder, tree);
+        }
+        let pause = tree.thaw();
+        drop((hurry, ready));
+        self.note_calls(&builder.image);
+        let (finished, holds) = std::thread::scope(|scope| {
+            let holds = scope.spawn(|| all_hold(&assumed, &known));
+            let finished = self.finish();
+            let failed = |_| Err(Error::Failed("looking at mappings failed inside stillpoint".into()));
+            (finished, holds.join().unwrap_or_else(failed))
+        });
+        finished.inspect_err(|_| self.log.pauses.push(pause))?;
+        if !holds.map_err(whole)? {
+            self.exact = true;
+            self.log.pauses.push(pause);
+            return Err((None, Error::Lost("the program changed states of its mappings".into())));
+        }
+        self.commit(builder, pause).map_err(whole)
+    }
+
+    /// Stores what is behind descriptors and shared mappings; forgets what was stored of an instant that was lost.
+    fn store_contents(&mut self, builder: &Builder) -> Result<()> {
+        let of_a_lost_instant = std::mem::take(&mut self.stored);
+        self.stored = builder.contents.iter().map(|c| c.owner).collect();
+        let (writer, progress) = (writer(&mut self.writer)?, self.progress);
+        of_a_lost_instant.into_iter().for_each(|owner| writer.keep_only(owner, Vec::new()));
+        for content in &builder.contents {
+            files::copy_content(content, writer, &mut |bytes| progress.advance(bytes))?;
+            writer.keep_only(content.owner, content.ranges.clone());
+        }
+        Ok(())
+    }
+
+    fn finish(&mut self) -> Result<(), (Option<usize>, Error)> {
+        for index in 0..self.members.len() {
+            let finished = self.running(index, |engine, running| engine.finish(running));
+            finished.map_err(|e| (Some(index), e))?;
+        }
+        let settle = |writer: &mut Writer| Ok(writer.settle()?);
+        writer(&mut self.writer).and_then(settle).map_err(|e| (None, e))
+    }
+
+    /// The program is killed once the checkpoint is safe, and does not run in between.
+    fn complete_and_kill(
+        &mut self,
+        mut builder: Builder,
+        tree: FrozenTree,
+    ) -> Result<Done, (Option<usize>, Error)> {
+        let whole = |e| (None, e);
+        self.finish()?;
+        reuse_digests(&mut builder, self.last);
+        files::take_digests_of(&mut builder, Usage::Write, Moment::Still(u64::MAX));
+        let done = self.commit(builder, tree.since.elapsed()).map_err(whole)?;
+        // Children first: nobody is to be told of an end that it did not see.
+        for member in self.members.iter().rev() {
+            let pid = member.target.pid;
+            match pidfd_send_signal(&member.target.pidfd, Signal::KILL) {
+                Ok(()) | Err(rustix::io::Errno::SRCH) => {}
+                Err(e) => return Err(whole(Error::Failed(format!("kill {pid}: {e}")))),
+            }
+        }
+        let pause = tree.thaw();
+        self.members.iter().rev().for_each(|member| wait_for_end(&member.target));
+        Ok(Done { pause, ..done })
+    }
+
+    fn commit(&mut self, mut builder: Builder, pause: Duration) -> Result<Done> {
+        reuse_digests(&mut builder, self.last);
+        for usage in [Usage::Write, Usage::Read] {
+            files::take_digests_of(&mut builder, usage, Moment::Running);
+        }
+        let root = self.members[0].engine()?;
+        let (engine, incremental) = (root.engine(), root.is_incremental());
+        builder.image.meta.engine = engine.name().into();
+        builder.image.meta.pause_ns = pause.as_nanos() as u64;
+        let mut writer = self.writer.take().ok_or_else(|| Error::Failed("there is no writer".into()))?;
+        for gone in (0..self.rows).filter(|row| self.members.iter().all(|m| m.target.space != *row)) {
+            writer.keep_only(Owner::Space(gone), Vec::new());
+        }
+        let processes = builder.image.processes.len();
+        let committed = writer.commit(builder.image)?;
+        Ok(Done { committed, pause, engine, incremental, processes })
+    }
+
+    /// Keeps what the threads were found waiting for.
+    fn note_calls(&mut self, image: &Image) {
+        for member in &mut self.members {
+            member.earlier = earlier_calls(image, &member.target);
+        }
+    }
+}
+
+fn writer(writer: &mut Option<Writer>) -> Result<&mut Writer> {
+    writer.as_mut().ok_or_else(|| Error::Failed("the checkpoint is committed already".into()))
+}
+
+fn holder(target: &Target) -> Holder<'_> {
+    Holder { pid: target.pid, pidfd: target.pidfd.as_fd(), process: &target.process }
+}
+
+fn all_hold(assumed: &[Assumed], known: &[Known]) -> Result<bool> {
+    for (assumed, known) in assumed.iter().zip(known) {
+        if !assumed.holds(known)? {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// Outsiders, without those that were made by the program since they were looked for, and with all others that were.
+fn with_newer(mut outsiders: Outsiders, last_pid: Option<u32>, tree: &FrozenTree) -> Outsiders {
+    outsiders.leave_out(&tree.processes.iter().map(|p| p.pid).collect::<Vec<_>>());
+    let newer: Vec<u32> = match last_pid.zip(proc::last_pid()) {
+        Some((before, now)) if before == now => return outsiders,
+        Some((before, now)) if now > before && now - before < MANY => (before + 1..=now).collect(),
+        _ => proc::processes().unwrap_or_default(),
+    };
+    let whose = |pid: &u32| Proc::process(*pid).and_then(|p| p.status()).map(|s| s.tgid).ok();
+    let is_ours = |tgid: u32| tgid == std::process::id() || tree.processes.iter().any(|p| p.pid == tgid);
+    outsiders.look_at(
+        newer.into_iter().filter(|pid| whose(pid).is_some_and(|tgid| tgid == *pid && !is_ours(tgid))),
+    );
+    outsiders
+}
+
+/// What can be known of a program while it runs; refuses what cannot be captured. With each process, whether its memory may
+/// still be on its way.
+fn learn(members: &[(Arc<Target>, bool)], options: &Options, exact: bool) -> Result<Learned> {
+    let (mut builder, mut rehearsed) = (Builder::new(), Builder::new());
+    describe(&mut builder.image, options, &members[0].0)?;
+    let pids: Vec<u32> = members.iter().map(|(target, _)| target.pid).collect();
+    let last_pid = proc::last_pid();
+    let maps = members.iter().flat_map(|(target, _)| target.process.maps().unwrap_or_default());
+    let nameless = maps.filter(|v| v.shared && v.deleted).map(|v| v.ino).collect();
+    let outsiders = Outsiders::scan(&pids, nameless);
+    let mut known = Vec::with_capacity(members.len());
+    for (index, (target, is_loading)) in members.iter().enumerate() {
+        let regard = Regard { exact, is_loading: *is_loading };
+        match Known::learn(&mut builder, target, &outsiders, regard, &mut rehearsed) {
+            // The freeze finds what there is.
+            Err(_) if index > 0 && crate::attributes::target::has_ended(target.pid) => {}
+            learned => known.push(learned?),
+        }
+    }
+    builder.refuse_if_needed()?;
+    let holders: Vec<Holder<'_>> = members.iter().map(|(target, _)| holder(target)).collect();
+    let (frozen, inherited) = (false, options.inherited.as_slice());
+    let target = files::Target { holders: &holders, frozen, inherited, outsiders: &outsiders };
+    let _ = files::capture_files(&mut rehearsed, &target);
+    Ok(Learned { builder, outsiders, last_pid, known, rehearsed })
+}
+
+fn impossible(engine: &str, why: &str) -> Error {
+    Error::Failed(format!("the engine {engine} is not possible: {why} (auto takes another)"))
+}
+
+/// The pages of a range.
+fn whole_pages(range: Range) -> Range {
+    let start = range.start / PAGE * PAGE;
+    Range { start, len: range.end().next_multiple_of(PAGE) - start }
+}
+
+/// Waits until a killed process is no more (though its parent may not have noticed yet).
+fn wait_for_end(target: &Target) {
+    let mut fds = [PollFd::new(&target.pidfd, PollFlags::IN)];
+    let patience = Timespec { tv_sec: 10, tv_nsec: 0 };
+    let _ = poll(&mut fds, Some(&patience));
+}
+
+/// Takes over what an earlier checkpoint told of files that have not changed since. (Through a shared mapping a file
+/// can change without a new time.)
+fn reuse_digests(builder: &mut Builder, last: Option<&Image>) {
+    let Some(last) = last else { return };
+    let key = |p: &PathFile| (p.dev, p.ino, p.size, p.mtime_ns, p.ctime_ns);
+    let without = |p: &&mut PathFile| p.mapped_ranges.is_empty() && !p.deleted && p.digest.is_none();
+    for path in builder.image.paths.iter_mut().filter(without) {
+        let same = |p: &&PathFile| p.path == path.path && key(p) == key(path) && p.mapped_ranges.is_empty();
+        path.digest = last.paths.iter().find(same).and_then(|p| p.digest.clone());
+    }
+}
+
+/// The interrupted calls of a checkpoint, if a process of it is this one.
+pub(crate) fn earlier_calls(last: &Image, target: &Target) -> Earlier {
+    let Ok(status) = target.process.status() else { return Earlier::default() };
+    let same_boot = last.meta.host.boot_id == host::boot_id();
+    let process = last.processes.iter().find(|p| same_boot && p.pid == status.own_pid());
+    let Some(process) = process else { return Earlier::default() };
+    let calls = process.threads.iter().filter_map(|t| Some((t.tid, t.blocked?)));
+    Earlier { at_ns: last.meta.monotonic_ns, calls: calls.collect() }
+}
+
+/// Describes what is the same at any moment. (The command line is a note for people.)
+fn describe(image: &mut Image, options: &Options, target: &Target) -> Result<()> {
+    let meta = &mut image.meta;
+    meta.job.clone_from(&options.job);
+    meta.label.clone_from(&options.label);
+    meta.command = target.process.cmdline()?.into_iter().map(Into::into).collect();
+    meta.host = stillpoint_image::Host {
+        machine: host::machine(),
+        kernel: host::kernel(),
+        boot_id: host::boot_id(),
+        xfeatures: 0,
+        vdso: blake3::hash(&host::vdso()?).as_bytes().to_vec().into(),
+    };
+    Ok(())
+}

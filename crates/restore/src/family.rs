@@ -1,0 +1,450 @@
+//! Making the processes of a tree: who is whose child, in which session and process group, and who has ended already.
+//!
+//! All descend from the root, each made by its parent with its old id, as a copy of a process that has nothing but the area
+//! for remote programs. What the kernel lets nobody change later is right from birth:
+//!
+//! 1. A process that began a session makes those of its children first that are in the session it was in before.
+//! 2. It begins its session, and takes its controlling terminal, which children inherit.
+//! 3. It makes its other children.
+//! 4. When all are there, process groups are joined. A group whose leader has ended gets one for the moment.
+//! 5. Children that had ended end.
+//!
+//! All are traced from birth, and killed with us.
+
+use crate::{Error, Result, burial};
+use std::cell::{Cell, OnceCell, RefCell};
+use std::collections::{BTreeSet, HashMap};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use stillpoint_image::{Ended, Image, Process, tree};
+use stillpoint_linux::memory::Memory;
+use stillpoint_linux::program::{Arg, Program, Run};
+use stillpoint_linux::ptrace::{Seized, Stopped, Waited, options as trace};
+use stillpoint_linux::remote::{Area, Remote};
+use stillpoint_linux::spawn::{self, CloneArgs, Shell};
+use stillpoint_linux::{layout, tty};
+
+/// Processes that are killed and reaped unless they get to live.
+pub(crate) struct Nursery {
+    root: Option<Shell>,
+    /// Its descendants, in our pid namespace, in the order in which they were made.
+    others: RefCell<Vec<u32>>,
+    /// Their seccomp filters do not apply while we live.
+    pub seccomp_suspended: bool,
+}
+
+impl Nursery {
+    /// Makes the root, a copy of ours with this id.
+    pub fn open(pid: u32) -> Result<Self> {
+        let made = burial::until_free(|| pid, || spawn::shell(Some(pid), 0), is_taken);
+        let root = Some(made.map_err(|e| refused(pid, e))?);
+        Ok(Nursery { root, others: RefCell::default(), seccomp_suspended: true })
+    }
+
+    /// The root's id in our pid namespace.
+    pub fn pid(&self) -> u32 {
+        self.root.as_ref().map_or(0, |s| s.pid)
+    }
+
+    /// The root's pidfd.
+    pub fn pidfd(&self) -> Result<BorrowedFd<'_>> {
+        let root = self.root.as_ref().ok_or_else(|| Error::Failed("the process has been let go".into()))?;
+        Ok(root.pidfd.as_fd())
+    }
+
+    /// Brings the root to rest, ours and with us to die, as will be all that it makes.
+    pub fn seize(&mut self) -> Result<Stopped> {
+        let options = trace::SYSCALL_GOOD | trace::TRACE_CLONE | trace::TRACE_FORK | trace::EXIT_KILL;
+        let seized = match Seized::seize(self.pid(), options | trace::SUSPEND_SECCOMP) {
+            Ok(seized) => seized,
+            Err(_) => {
+                self.seccomp_suspended = false;
+                Seized::seize(self.pid(), options)?
+            }
+        };
+        seized.interrupt()?;
+        Ok(seized.wait()?.stopped(self.pid())?)
+    }
+
+    /// They get to live.
+    pub fn leave(&mut self) -> Option<Shell> {
+        self.others.borrow_mut().clear();
+        self.root.take()
+    }
+}
+
+impl Drop for Nursery {
+    fn drop(&mut self) {
+        let Some(root) = self.root.take() else { return };
+        let others = std::mem::take(&mut *self.others.borrow_mut());
+        for &pid in others.iter().rev() {
+            let _ = spawn::tgkill(pid, pid, libc::SIGKILL);
+        }
+        let _ = rustix::process::pidfd_send_signal(&root.pidfd, rustix::process::Signal::KILL);
+        // Those whose parent has gone first are buried by whoever buries orphans, once we have seen their ends.
+        others.iter().rev().chain([&root.pid]).for_each(|&pid| spawn::reap(pid));
+    }
+}
+
+/// Whether an id was not to be had.
+pub(crate) fn is_taken(e: &stillpoint_linux::Error) -> bool {
+    e.errno() == Some(libc::EEXIST)
+}
+
+fn refused(pid: u32, e: stillpoint_linux::Error) -> Error {
+    match e.errno() {
+        Some(libc::EEXIST) => Error::PidTaken(pid),
+        Some(libc::EPERM) => Error::NoPidPrivilege(pid),
+        _ => e.into(),
+    }
+}
+
+/// Making a tree.
+pub(crate) struct Family<'a, 'i> {
+    image: &'i Image,
+    nursery: &'a Nursery,
+    /// Room for the memories of all: those of the image's processes by row, then the others.
+    memories: &'a [OnceCell<Memory>],
+    used: usize,
+    /// Main threads, by row.
+    members: Vec<Option<Remote<'a>>>,
+    ended: Vec<(usize, Ended, Remote<'a>)>,
+    /// Slaves of pseudo-terminals that control a session, by row.
+    terminals: &'a HashMap<u32, OwnedFd>,
+}
+
+/// How many memories a tree needs room for.
+pub(crate) fn room_for(image: &Image) -> usize {
+    let ended: usize = image.processes.iter().map(|p| p.ended().len()).sum();
+    image.processes.len() + ended + lost_leaders(image).len()
+}
+
+/// Process groups of the tree whose leaders are not in it any more.
+fn lost_leaders(image: &Image) -> BTreeSet<u32> {
+    let leads =
+        |id: u32| image.processes.iter().any(|p| p.pid == id || p.ended().iter().any(|e| e.pid == id));
+    let of_ended = image.processes.iter().flat_map(|p| p.ended().iter().filter_map(|e| e.group));
+    let groups = image.processes.iter().filter_map(Process::own_group).chain(of_ended);
+    groups.filter(|group| !leads(*group)).collect()
+}
+
+/// All ids that a tree needs.
+pub(crate) fn ids(image: &Image) -> Vec<u32> {
+    let threads = image.processes.iter().flat_map(|p| p.threads.iter().map(|t| t.tid));
+    let ended = image.processes.iter().flat_map(|p| p.ended().iter().map(|e| e.pid));
+    threads.chain(ended).chain(lost_leaders(image)).collect()
+}
+
+impl<'a, 'i> Family<'a, 'i> {
+    /// Makes all processes; returns their main threads, by row. `root` is that of the root, which has nothing but the area of
+    /// remote programs; `terminals` are slaves of controlling terminals by row, in our own table, of which all have copies.
+    pub fn make(
+        image: &'i Image,
+        nursery: &'a Nursery,
+        memories: &'a [OnceCell<Memory>],
+        root: Remote<'a>,
+        terminals: &'a HashMap<u32, OwnedFd>,
+    ) -> Result<Vec<Remote<'a>>> {
+        let members = image.processes.iter().map(|_| None).collect();
+        let mut family = Family { image, nursery, memories, used: 1, members, ended: Vec::new(), terminals };
+        family.raise(0, root)?;
+        family.group()?;
+        family.bring_to_foreground()?;
+        family.end()?;
+        let made = family.members.into_iter();
+        made.collect::<Option<Vec<_>>>().ok_or_else(|| Error::Failed("a process has no parent".into()))
+    }
+
+    /// Makes the descendants of a process.
+    fn raise(&mut self, row: usize, mut remote: Remote<'a>) -> Result<()> {
+        let image = self.image;
+        let process = &image.processes[row];
+        let own = process.own_session();
+        let leads = own == Some(process.pid);
+        let not_inherited =
+            |_| Error::Failed(format!("the children of process {} cannot be in their sessions", process.pid));
+        let mut born = Vec::new();
+        for now in [false, true] {
+            if now && leads {
+                self.begin_session(process, &mut remote)?;
+            }
+            for child in tree::children(image, row) {
+                let birth = tree::session_at_birth(image, child).map_err(not_inherited)?;
+                if (birth.is_none_or(|session| session == own) || !leads) == now {
+                    let made = &image.processes[child];
+                    born.push((child, self.bear(&mut remote, made.pid, made.exit_signal)?));
+                }
+            }
+            for ended in process.ended() {
+                let inherits = ended.session == own || ended.session == Some(ended.pid) || !leads;
+                if inherits == now {
+                    let mut made = self.bear(&mut remote, ended.pid, ended.exit_signal)?;
+                    if ended.session == Some(ended.pid) {
+                        made.run(&begin_session())?;
+                    }
+                    self.ended.push((row, *ended, made));
+                }
+            }
+        }
+        self.members[row] = Some(remote);
+        for (child, remote) in born {
+            self.raise(child, remote)?;
+        }
+        Ok(())
+    }
+
+    /// Makes a child with this id.
+    fn bear(&mut self, parent: &mut Remote<'a>, pid: u32, exit_signal: Option<u32>) -> Result<Remote<'a>> {
+        let signal = exit_signal.unwrap_or(libc::SIGCHLD as u32);
+        let mut program = Program::new();
+        let id = program.data(&pid.to_le_bytes());
+        let args = CloneArgs { exit_signal: signal.into(), set_tid_size: 1, ..CloneArgs::default() };
+        let record = program.data(&args.to_bytes());
+        program.link(record, CloneArgs::SET_TID_OFFSET, id);
+        let what = format!("make process {pid}");
+        program.call(what, libc::SYS_clone3, [record, Arg::Value(size_of::<CloneArgs>() as u64)]);
+        burial::until_free(|| pid, || parent.run(&program), is_taken).map_err(|e| refused(pid, e))?;
+        let born = parent.take_born();
+        let &[tid] = born.as_slice() else {
+            return Err(Error::Failed(format!("process {pid} was not made")));
+        };
+        self.nursery.others.borrow_mut().push(tid);
+        let stopped = Seized::born(tid).wait()?.stopped(tid)?;
+        let memory =
+            self.memories.get(self.used).ok_or_else(|| Error::Failed("too many processes".into()))?;
+        self.used += 1;
+        let opened = Memory::open(tid)?;
+        let memory = memory.get_or_init(|| opened);
+        Ok(Remote::new(memory, stopped, parent.area())?)
+    }
+
+    /// Begins a session, with its controlling terminal if that is one of the tree's own.
+    fn begin_session(&self, process: &Process, remote: &mut Remote<'a>) -> Result<()> {
+        let mut program = begin_session();
+        for (row, pty) in self.image.ptys.iter().enumerate().filter(|(_, pty)| pty.controlling) {
+            let of_session = pty.session.unwrap_or(self.image.processes[0].pid) == process.pid;
+            if let Some(slave) = self.terminals.get(&(row as u32)).filter(|_| of_session) {
+                let args = [number(slave), tty::TIOCSCTTY.into(), 0.into()];
+                program.attempt("take the controlling terminal", libc::SYS_ioctl, args);
+            }
+        }
+        remote.run(&program)?;
+        Ok(())
+    }
+
+    /// Joins all process groups: first those who lead one, then the others.
+    fn group(&mut self) -> Result<()> {
+        let leaders = self.stand_in()?;
+        for leading in [true, false] {
+            for (process, member) in self.image.processes.iter().zip(&mut self.members) {
+                let (Some(group), Some(member)) = (process.own_group(), member) else { continue };
+                let leads_session = process.own_session() == Some(process.pid);
+                if (group == process.pid) == leading && !leads_session {
+                    join(member, group)?;
+                }
+            }
+            for (_, ended, remote) in &mut self.ended {
+                let Some(group) = ended.group.filter(|_| ended.session != Some(ended.pid)) else { continue };
+                if (group == ended.pid) == leading {
+                    join(remote, group)?;
+                }
+            }
+        }
+        for (row, id, remote) in leaders {
+            let tid = remote.tid();
+            kill(remote)?;
+            self.nursery.others.borrow_mut().retain(|&other| other != tid);
+            let mut program = Program::new();
+            let all = Arg::Value(libc::__WALL as u32 as u64);
+            program.call("bury a stand-in", libc::SYS_wait4, [u64::from(id).into(), 0.into(), all, 0.into()]);
+            self.member(row)?.run(&program)?;
+        }
+        Ok(())
+    }
+
+    /// Makes leaders of groups that have lost theirs, as children of one of the members, in its session.
+    fn stand_in(&mut self) -> Result<Vec<(usize, u32, Remote<'a>)>> {
+        let mut leaders = Vec::new();
+        for id in lost_leaders(self.image) {
+            let of_group = |p: &Process| {
+                p.own_group() == Some(id)
+                    || p.ended().iter().any(|e| e.group == Some(id) && e.session == p.own_session())
+            };
+            let row = self.image.processes.iter().position(of_group);
+            let row =
+                row.ok_or_else(|| Error::Failed(format!("process group {id} has no member that lives")))?;
+            let Some(mut member) = self.members[row].take() else { continue };
+            let made = self.bear(&mut member, id, Some(0));
+            self.members[row] = Some(member);
+            let mut made = made?;
+            join(&mut made, id)?;
+            leaders.push((row, id, made));
+        }
+        Ok(leaders)
+    }
+
+    /// Gives the foreground of the tree's own terminals to those who had it.
+    fn bring_to_foreground(&mut self) -> Result<()> {
+        for (row, pty) in self.image.ptys.iter().enumerate() {
+            let (Some(group), Some(slave)) = (pty.foreground, self.terminals.get(&(row as u32))) else {
+                continue;
+            };
+            let session = pty.session.unwrap_or(self.image.processes[0].pid);
+            let in_session = |p: &Process| p.own_session() == Some(session);
+            let Some(member) = self.image.processes.iter().position(in_session) else { continue };
+            let mut program = Program::new();
+            let group = program.data(&group.to_ne_bytes());
+            let args = [number(slave), libc::TIOCSPGRP.into(), group];
+            program.attempt("take the foreground of the terminal", libc::SYS_ioctl, args);
+            self.member(member)?.run(&program)?;
+        }
+        Ok(())
+    }
+
+    /// Those that had ended end in the same way. Their parents, which had been told, are not told once more.
+    fn end(&mut self) -> Result<()> {
+        for (parent, ended, remote) in std::mem::take(&mut self.ended) {
+            let member = self.member(parent)?;
+            let signal = ended.exit_signal.unwrap_or(libc::SIGCHLD as u32);
+            // If its signal were ignored, the kernel would bury it by itself.
+            member.run(&disposition(signal, libc::SIG_DFL as u64))?;
+            let tid = remote.tid();
+            end_as(remote, ended.status)?;
+            self.nursery.others.borrow_mut().retain(|&other| other != tid);
+            let member = self.member(parent)?;
+            // That drops what is pending; the program's own comes later.
+            member.run(&disposition(signal, libc::SIG_IGN as u64))?;
+        }
+        Ok(())
+    }
+
+    fn member(&mut self, row: usize) -> Result<&mut Remote<'a>> {
+        let member = self.members[row].as_mut();
+        member.ok_or_else(|| Error::Failed("a process has not been made".into()))
+    }
+}
+
+fn number(fd: &OwnedFd) -> Arg {
+    use std::os::fd::AsRawFd;
+    Arg::Value(fd.as_raw_fd() as u64)
+}
+
+fn begin_session() -> Program {
+    let mut program = Program::new();
+    program.call("setsid", libc::SYS_setsid, []);
+    program
+}
+
+fn join(remote: &mut Remote<'_>, group: u32) -> Result<()> {
+    let mut program = Program::new();
+    program.call(
+        format!("join process group {group}"),
+        libc::SYS_setpgid,
+        [0.into(), u64::from(group).into()],
+    );
+    remote.run(&program)?;
+    Ok(())
+}
+
+/// Sets what becomes of a signal, if it is one.
+fn disposition(signal: u32, handler: u64) -> Program {
+    let mut program = Program::new();
+    if (1..=64).contains(&signal) {
+        let action = program.data(&layout::words(&[handler, 0, 0, 0]));
+        let args = [u64::from(signal).into(), action, 0.into(), 8.into()];
+        program.attempt(format!("rt_sigaction {signal}"), libc::SYS_rt_sigaction, args);
+    }
+    program
+}
+
+/// Lets a process end as wait(2) is to tell it.
+fn end_as(mut remote: Remote<'_>, status: u32) -> Result<()> {
+    let signal = (status & 0x7f) as i32;
+    if signal == libc::SIGKILL {
+        return kill(remote);
+    }
+    let pid = remote.tid();
+    let mut program = Program::new();
+    if signal == 0 {
+        let stopped = remote.leave_by(libc::SYS_exit_group, u64::from(status >> 8 & 0xff))?;
+        return see_end(stopped);
+    }
+    // It had left a core dump then, if any.
+    let args = [u64::from(linux_raw_sys::prctl::PR_SET_DUMPABLE).into(), 0.into()];
+    program.call("prctl PR_SET_DUMPABLE", libc::SYS_prctl, args);
+    program.append(disposition(signal as u32, libc::SIG_DFL as u64));
+    remote.run(&program)?;
+    let stopped = remote.release()?;
+    spawn::tgkill(pid, pid, signal)?;
+    stopped.set_sigmask(0)?;
+    see_end(stopped.resume(0)?)
+}
+
+fn kill(remote: Remote<'_>) -> Result<()> {
+    let tid = remote.tid();
+    spawn::tgkill(tid, tid, libc::SIGKILL)?;
+    drop(remote);
+    see_end(Seized::born(tid))
+}
+
+/// Waits for the end of a process, delivering what it is sent.
+fn see_end(mut running: Seized) -> Result<()> {
+    loop {
+        match running.wait()? {
+            Waited::Ended(_) => return Ok(()),
+            Waited::Stopped(stopped) => {
+                let signal = match stopped.stop() {
+                    stillpoint_linux::ptrace::Stop::Signal(signal) => signal,
+                    _ => 0,
+                };
+                running = stopped.resume(signal)?;
+            }
+        }
+    }
+}
+
+/// Makes the other threads of a process; each starts stopped, in the middle of the leader's program. Returns all, the leader
+/// first.
+pub(crate) fn make_threads<'a>(
+    memory: &'a Memory,
+    mut leader: Remote<'a>,
+    process: &Process,
+) -> Result<Vec<Remote<'a>>> {
+    let flags = libc::CLONE_VM | libc::CLONE_FS | libc::CLONE_FILES | libc::CLONE_SIGHAND;
+    let flags = flags | libc::CLONE_THREAD | libc::CLONE_SYSVSEM;
+    let others = process.threads.get(1..).unwrap_or_default();
+    let (mut born, made) = (Vec::new(), Cell::new(0));
+    let make = || {
+        let mut program = Program::new();
+        for thread in &others[made.get()..] {
+            let id = program.data(&thread.tid.to_le_bytes());
+            let args = CloneArgs { flags: flags as u64, set_tid_size: 1, ..CloneArgs::default() };
+            let record = program.data(&args.to_bytes());
+            program.link(record, CloneArgs::SET_TID_OFFSET, id);
+            let what = format!("make thread {}", thread.tid);
+            program.call(what, libc::SYS_clone3, [record, Arg::Value(size_of::<CloneArgs>() as u64)]);
+        }
+        let done = leader.run(&program);
+        born.extend(leader.take_born());
+        made.set(born.len());
+        done
+    };
+    let next = || others.get(made.get()).map_or(0, |thread| thread.tid);
+    burial::until_free(next, make, is_taken).map_err(|e| match is_taken(&e) {
+        true => Error::PidTaken(process.pid),
+        false => e.into(),
+    })?;
+    let area: Area = leader.area();
+    let mut threads = vec![leader];
+    for tid in born {
+        let stopped = Seized::born(tid).wait()?.stopped(tid)?;
+        threads.push(Remote::new(memory, stopped, area)?);
+    }
+    if threads.len() != process.threads.len() {
+        return Err(Error::Failed(format!(
+            "{} of {} threads were made",
+            threads.len(),
+            process.threads.len()
+        )));
+    }
+    Ok(threads)
+}

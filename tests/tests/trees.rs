@@ -1,0 +1,286 @@
+//! Whole applications of several processes: what they compute and write must be what they write undisturbed; kills of the
+//! command while it takes checkpoints of them harm none of them.
+#![allow(missing_docs)]
+
+use std::fs;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+use stillpoint_tests::observe::traces_of_us;
+use stillpoint_tests::programs::{Program, installed};
+use stillpoint_tests::{Build, Scratch, Target, engine, kernel, undisturbed_only};
+
+fn shell(script: &str) -> Program {
+    let mut program = Program::new(&["bash", "-c", script]);
+    // Its processes write to files in place: it is killed by the checkpoint itself.
+    program.appends = false;
+    program
+}
+
+#[test]
+fn make_with_four_jobs() {
+    if installed(&["make"], "make").is_none() || installed(&["gcc"], "gcc").is_none() {
+        return;
+    }
+    let mut program = shell("make -s -j4 && ./all");
+    program.prepare = Box::new(|directory| {
+        let mut objects = String::new();
+        for n in 0..24 {
+            let mut source = String::from("#include <stdio.h>\n#include <stdlib.h>\n#include <string.h>\n");
+            for f in 0..60 {
+                source += &format!(
+                    "int part_{n}_{f}(int x) {{ char b[64]; snprintf(b, sizeof b, \"%d\", x * {f}); \
+                     for (int i = 0; i < {n} + 3; i++) x = x * 31 + b[i % strlen(b)] + i; return x; }}\n"
+                );
+            }
+            source += &format!("int part_{n}(int x) {{ ");
+            (0..60).for_each(|f| source += &format!("x ^= part_{n}_{f}(x); "));
+            source += "return x; }\n";
+            fs::write(directory.join(format!("part{n}.c")), source).expect("source");
+            objects += &format!(" part{n}.o");
+        }
+        let mut main = String::from("#include <stdio.h>\n");
+        (0..24).for_each(|n| main += &format!("int part_{n}(int);\n"));
+        main += "int main(void) { int x = 1;\n";
+        (0..24).for_each(|n| main += &format!("x = part_{n}(x); printf(\"%d\\n\", x);\n"));
+        main += "return 0; }\n";
+        fs::write(directory.join("main.c"), main).expect("source");
+        let makefile = format!(
+            "CFLAGS = -O2 -pipe\nall: main.o{objects}\n\tgcc -o all main.o{objects}\n%.o: %.c\n\tgcc $(CFLAGS) -c -o $@ $<\n"
+        );
+        fs::write(directory.join("Makefile"), makefile).expect("makefile");
+    });
+    program.outputs = vec!["all", "main.o", "part0.o", "part7.o", "part23.o"];
+    program.survives();
+}
+
+#[test]
+fn a_shell_script_of_pipelines() {
+    let mut program = shell(
+        r#"for n in $(seq 1 60); do
+             seq 1 3000 | sort -r | awk -v n=$n '{ s += $1 * n } END { print s }' | tee -a sums | md5sum
+             (echo "sub $n"; exit $((n % 7))) ; echo "status $?"
+             wc -l < <(seq 1 $n)
+           done
+           wait"#,
+    );
+    program.outputs = vec!["sums"];
+    program.survives();
+}
+
+#[test]
+fn a_python_pool() {
+    let Some(python) = installed(&["python3"], "python3") else { return };
+    let script = r#"
+import hashlib, multiprocessing, sys
+def work(n):
+    h = hashlib.sha256(str(n).encode())
+    for _ in range(60000):
+        h = hashlib.sha256(h.digest())
+    return n, h.hexdigest()
+if __name__ == "__main__":
+    lock = multiprocessing.Lock()
+    total = multiprocessing.Value("q", 0)
+    with multiprocessing.Pool(4) as pool:
+        for n, digest in pool.imap_unordered(work, range(60)):
+            with lock:
+                total.value += n
+            with open("digest.%d" % n, "w") as f:
+                f.write(digest)
+    print(total.value, sorted(open("digest.%d" % n).read() for n in range(60))[:3])
+"#;
+    let mut program = Program::new(&[python.to_str().expect("path"), "-c", script]);
+    program.appends = false;
+    program.survives();
+}
+
+#[test]
+fn perl_workers() {
+    let Some(perl) = installed(&["perl"], "perl") else { return };
+    let script = r#"
+use strict; use IO::Handle; use Digest::SHA qw(sha1_hex);
+my @workers;
+for my $n (0..4) {
+    pipe(my $r, my $w); pipe(my $in, my $out);
+    my $pid = fork();
+    if (!$pid) {
+        close $r; close $out; for my $o (@workers) { close $o->[1]; close $o->[2]; } $w->autoflush(1);
+        while (my $line = <$in>) { chomp $line; my $d = $line; $d = sha1_hex($d) for 1..4000; print $w "$line $d\n"; }
+        exit $n;
+    }
+    close $w; close $in; $out->autoflush(1);
+    push @workers, [$pid, $r, $out];
+}
+for my $i (0..400) { my $w = $workers[$i % 5]; my $o = $w->[2]; print $o "job $i\n"; my $r = $w->[1]; print scalar <$r>; }
+for my $w (@workers) { close $w->[2]; waitpid($w->[0], 0); print "ended with ", $? >> 8, "\n"; }
+"#;
+    let mut program = Program::new(&[perl.to_str().expect("path"), "-e", script]);
+    program.appends = false;
+    program.survives();
+}
+
+#[test]
+fn xargs_in_parallel() {
+    let mut program = shell(
+        "seq 1 300 | xargs -P 4 -n 1 sh -c 'i=0; while [ $i -lt 400 ]; do i=$((i+1)); done; echo $0 > out.$0'; \
+         cat out.* | sort -n | md5sum",
+    );
+    program.outputs = vec!["out.1", "out.300"];
+    program.survives();
+}
+
+#[test]
+fn sqlite_with_several_writers() {
+    let Some(python) = installed(&["python3"], "python3") else { return };
+    let script = r#"
+import os, sqlite3
+db = sqlite3.connect("data.db"); db.execute("create table t (w integer, n integer, v text)"); db.commit(); db.close()
+pids = []
+for w in range(3):
+    pid = os.fork()
+    if pid == 0:
+        db = sqlite3.connect("data.db", timeout=60)
+        for n in range(60):
+            with db:
+                db.execute("begin immediate")
+                for i in range(20):
+                    db.execute("insert into t values (?, ?, ?)", (w, n * 20 + i, "x" * (n % 50)))
+        os._exit(0)
+    pids.append(pid)
+for pid in pids:
+    print(os.waitpid(pid, 0)[1])
+db = sqlite3.connect("data.db")
+print(db.execute("select w, count(*), sum(n), sum(length(v)) from t group by w order by w").fetchall())
+print(db.execute("pragma integrity_check").fetchall())
+"#;
+    let mut program = Program::new(&[python.to_str().expect("path"), "-c", script]);
+    program.appends = false;
+    program.survives();
+}
+
+#[test]
+fn git_repacking() {
+    let Some(git) = installed(&["git"], "git") else { return };
+    let mut program = shell(
+        "export GIT_AUTHOR_DATE=2001-02-03T04:05:06Z GIT_COMMITTER_DATE=2001-02-03T04:05:06Z GIT_AUTHOR_NAME=a GIT_COMMITTER_NAME=a GIT_AUTHOR_EMAIL=a \
+         GIT_COMMITTER_EMAIL=a GIT_CONFIG_NOSYSTEM=1 HOME=$PWD
+         git init -q r && cd r && for n in $(seq 1 40); do seq $n $((n * 50)) > f$((n % 9)); git add .; git commit -qm $n; done
+         git gc -q && git fsck --strict 2>&1 && git log --format=%H | md5sum && git rev-parse HEAD",
+    );
+    let _ = git;
+    program.prepare = Box::new(|_| {});
+    program.survives();
+}
+
+/// The command is killed at random moments of checkpoints of a tree whose processes take turns, pass tokens and come and go:
+/// all go on, and nothing is left in any of them.
+fn killed_during_checkpoints(scenario: &str) {
+    if undisturbed_only() {
+        return;
+    }
+    let kills: u32 = std::env::var("STILLPOINT_KILLS").ok().and_then(|k| k.parse().ok()).unwrap_or(60);
+    for engine in engine::all() {
+        let scratch = Scratch::new();
+        let stillpoint = scratch.stillpoint();
+        let target = Target::new("tree", scenario, Build::Dynamic).expect("cc");
+        let running = target.start(&scratch.directory("target"), scratch.path());
+        let pid = running.pid.to_string();
+        let arguments = ["checkpoint", &pid, "--name", "job", "--json", "--engine", engine];
+        let typical = stillpoint.run(&arguments).ok().wall;
+        for n in 0..kills / engine::all().count() as u32 {
+            let mut command = stillpoint.command(&arguments);
+            let mut child = command
+                .stdout(Stdio::null())
+                .stderr(Stdio::null())
+                .stdin(Stdio::null())
+                .spawn()
+                .expect("spawn");
+            let until = Instant::now() + Duration::from_secs(2);
+            let frozen = || kernel::status(running.pid, "TracerPid").is_some_and(|t| t != "0");
+            while n % 2 == 0 && Instant::now() < until && !frozen() {
+                if child.try_wait().expect("wait").is_some() {
+                    break;
+                }
+            }
+            let most = if n % 2 == 0 { 0.2 } else { 1.1 };
+            std::thread::sleep(typical.mul_f64(scratch.random().fraction() * most));
+            kernel::kill(child.id(), kernel::SIGKILL);
+            let _ = child.wait();
+            assert!(kernel::alive(running.pid), "{engine}, kill {n}: the root has ended: {}", running.said());
+        }
+        let ours = |pid: u32| traces_of_us(pid, true);
+        let until = Instant::now() + Duration::from_secs(5);
+        while Instant::now() < until && !ours(running.pid).is_empty() {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        assert_eq!(ours(running.pid), Vec::<String>::new(), "{engine}: left behind");
+        stillpoint.run(&["verify"]).ok();
+        stillpoint.run(&arguments).ok();
+        running.finish(&format!("{engine}: after kills"));
+        scratch.nothing_is_left("in the end");
+    }
+}
+
+#[test]
+fn killed_while_they_take_turns() {
+    killed_during_checkpoints("turns");
+}
+
+#[test]
+fn killed_while_they_pass_a_token() {
+    killed_during_checkpoints("token");
+}
+
+#[test]
+fn killed_while_they_fork() {
+    killed_during_checkpoints("forks");
+}
+
+#[test]
+fn killed_while_they_spawn() {
+    killed_during_checkpoints("spawns");
+}
+
+/// What stands against it is told of all processes at once, and none is touched.
+#[test]
+fn refused_as_a_whole() {
+    let Some(python) = installed(&["python3"], "python3") else { return };
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let directory = scratch.directory("held");
+    let script = r#"
+import ctypes, os, time
+open_one = lambda: ctypes.CDLL(None).syscall(323, os.O_CLOEXEC | 1)
+for n in range(2):
+    if os.fork() == 0:
+        open_one(); open("ready.%d" % n, "w"); time.sleep(1000)
+while not (os.path.exists("ready.0") and os.path.exists("ready.1")): time.sleep(0.01)
+open("ready", "w"); time.sleep(1000)
+"#;
+    let mut child = Command::new(python)
+        .args(["-c", script])
+        .current_dir(&directory)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .spawn()
+        .expect("python3");
+    stillpoint_tests::wait_for("the program", Duration::from_secs(20), || {
+        directory.join("ready").exists().then_some(())
+    });
+    let children = kernel::children(child.id());
+    assert_eq!(children.len(), 2);
+    let stillpoint = scratch.stillpoint();
+    let output = stillpoint.run(&["checkpoint", &child.id().to_string(), "--name", "held"]);
+    let output = output.fails(3, &["userfaultfd"]);
+    for pid in &children {
+        assert!(output.stderr.contains(&pid.to_string()), "process {pid} is not named: {output}");
+        assert!(kernel::alive(*pid));
+        assert_eq!(kernel::status(*pid, "TracerPid").as_deref(), Some("0"));
+    }
+    for pid in children {
+        kernel::kill(pid, kernel::SIGKILL);
+    }
+    let _ = child.kill();
+    let _ = child.wait();
+}
