@@ -105,8 +105,8 @@ impl Loading {
         self.tell();
     }
 
-    /// Whether all those that load it were killed, and the program will wait for ever.
-    pub fn is_abandoned(&mut self, program: u32) -> bool {
+    /// Whether all those that load it were killed, and the programs will wait for ever.
+    pub fn is_abandoned(&mut self, programs: &[u32]) -> bool {
         // Those who have loaded all let go of it before they leave.
         let is_over =
             self.pager.coming.tally(Tally::LoadedUs) > 0 || self.pager.coming.count(Count::Done) > 0;
@@ -114,7 +114,8 @@ impl Loading {
         if !self.is_left_to_others || is_over || when.elapsed() < LOOK {
             return false;
         }
-        let times = if pager::servers_of(program).is_empty() { times + 1 } else { 0 };
+        let is_served = programs.iter().any(|&program| !pager::servers_of(program).is_empty());
+        let times = if is_served { 0 } else { times + 1 };
         self.missed = (Instant::now(), times);
         times > 1
     }

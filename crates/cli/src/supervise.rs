@@ -16,7 +16,7 @@ use stillpoint_linux::supervise::{
 };
 
 /// Why a job is killed that waits for memory.
-const ABANDONED: &str =
+pub const ABANDONED: &str =
     "those who load the memory of the program have been killed: it is killed, too; restore it once more";
 
 /// For so long a core dump is waited for, into which those who load a program put what was missing.
@@ -112,7 +112,7 @@ impl Supervisor {
             self.checkpointer.iter_mut().for_each(Beside::attend);
             self.loading.take_if(|l| !l.attend()).into_iter().for_each(Loading::finish);
             if let Some(loading) = &mut self.loading
-                && loading.is_abandoned(self.pid)
+                && loading.is_abandoned(&[self.pid])
             {
                 loading.complain(ABANDONED);
                 // It waits for ever.

@@ -17,7 +17,7 @@ use crate::checkpointer::Beside;
 use crate::detach::{Answer, in_background};
 use crate::failure::{Failure, Result};
 use crate::loading::{Loading, Tell};
-use crate::supervise::{End, GiveUp, Supervisor, is_for_job, let_go, stop_at, wait_for};
+use crate::supervise::{ABANDONED, End, GiveUp, Supervisor, is_for_job, let_go, stop_at, wait_for};
 use crate::terminal;
 use crate::{jobs, output};
 use rustix::event::{PollFd, PollFlags, poll};
@@ -459,7 +459,7 @@ impl Flock {
         let begin = |clone: Living| {
             let mut record = clone.record;
             let checkpointer = record.as_mut().map(|r| r.checkpointer(clone.back.pid, &self.periodic));
-            Ward { child: clone.child, line: clone.line, record, checkpointer }
+            Ward { child: clone.child, pid: clone.back.pid, line: clone.line, record, checkpointer }
         };
         let wards = self.clones.into_iter().map(begin).collect();
         Wards { signals: self.signals, wards, leaving: Vec::new(), loading, end: End::Exited(0) }
@@ -536,7 +536,10 @@ fn together(answers: Vec<Answer>) -> Answer {
 
 /// A clone that is supervised.
 struct Ward {
+    /// Process 1 of its namespace.
     child: Child,
+    /// The program's id in our namespace.
+    pid: u32,
     line: Line,
     record: Option<Record>,
     checkpointer: Option<Beside>,
@@ -566,6 +569,7 @@ impl Wards {
                 self.leaving.into_iter().for_each(|(checkpointer, _)| checkpointer.finish(&self.signals));
                 return Ok(self.end);
             }
+            self.give_up_abandoned();
             self.wards.iter_mut().filter_map(|w| w.checkpointer.as_mut()).for_each(Beside::attend);
             let mut sources = vec![self.signals.as_fd()];
             sources.extend(self.wards.iter().map(|ward| ward.child.pidfd.as_fd()));
@@ -581,6 +585,19 @@ impl Wards {
                     }
                 }
                 stop_at(&signal);
+            }
+        }
+    }
+
+    /// Kills those that wait for memory which nobody is left to load.
+    fn give_up_abandoned(&mut self) {
+        let programs: Vec<u32> = self.wards.iter().map(|ward| ward.pid).collect();
+        let Some(loading) = self.loading.as_mut().filter(|_| !programs.is_empty()) else { return };
+        if loading.is_abandoned(&programs) {
+            loading.complain(ABANDONED);
+            for ward in &self.wards {
+                // One that has ended meanwhile is no concern.
+                let _ = pidfd_send_signal(&ward.child.pidfd, Signal::KILL);
             }
         }
     }

@@ -108,10 +108,24 @@ impl Board {
 
     /// A process takes its place among those who serve, behind all that have: which. `handle` is a descriptor of the table
     /// that they share, a pidfd of it.
+    ///
+    /// The handle is there before the number counts as taken: whoever looks never finds one without the other. If we are
+    /// killed between the two, the next one counts for us.
     pub fn enlist(&self, handle: i32) -> u64 {
-        let number = self.words[Count::Enlisted as usize].fetch_add(1, Ordering::AcqRel);
-        self.process(number).store((number + 1) << 32 | handle as u64, Ordering::Release);
-        number
+        let count = &self.words[Count::Enlisted as usize];
+        loop {
+            let number = count.load(Ordering::Acquire);
+            let place = self.process(number);
+            let before = place.load(Ordering::Acquire);
+            let own = (number + 1) << 32 | handle as u64;
+            let is_free = before >> 32 != number + 1;
+            let taken =
+                is_free && place.compare_exchange(before, own, Ordering::AcqRel, Ordering::Acquire).is_ok();
+            let _ = count.compare_exchange(number, number + 1, Ordering::AcqRel, Ordering::Acquire);
+            if taken {
+                return number;
+            }
+        }
     }
 
     /// The handle of the process with a number, unless it is known to have ended; nothing if that was long ago, or if it has
