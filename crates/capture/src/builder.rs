@@ -1,6 +1,7 @@
 //! The image under construction: each kernel object gets one row, however many ways lead to it.
 
 use crate::Refusal;
+use crate::files::connections::Found;
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use stillpoint_image::{Image, MemoryObject, Owner, PathFile, Usage};
@@ -27,6 +28,10 @@ pub struct Builder {
     pub contents: Vec<Content>,
     /// What was found that cannot be captured.
     pub refusals: Vec<Refusal>,
+    /// TCP connections that were found.
+    pub(crate) connections: Vec<Found>,
+    /// Sockets in whose queue something may wait: row and duplicate.
+    pub(crate) waiting: Vec<(u32, OwnedFd)>,
     paths: HashMap<(u64, u64, Vec<u8>), u32>,
     objects: HashMap<(u64, u64), u32>,
 }

@@ -11,6 +11,7 @@ use crate::engine::{self, Cut, Engine, Loading, Log, MemoryEngine, Running, Stil
 use crate::files::Moment;
 use crate::freeze::{Frozen, Hurry};
 use crate::inspect::{Assumed, Known, Ready, inspect};
+use crate::keeper::Keeper;
 use crate::{Builder, Error, Result, attributes, files};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
@@ -366,6 +367,7 @@ fn take(
         stored: Vec::new(),
         learned: None,
         log: Log::default(),
+        notes: Vec::new(),
     };
     let done = work.with_some_engine(tracking, armed, behind, lasting, outpaced).map_err(|e| match e {
         // Whatever did not fit together, this is why.
@@ -390,6 +392,7 @@ fn take(
     }
     let other_pauses = work.log.pauses;
     let story = work.log.story;
+    let notes = work.notes;
     *space = Some(target.pagemap);
     Ok(Report {
         job: options.job.clone(),
@@ -403,7 +406,7 @@ fn take(
         engine: engine.name(),
         incremental,
         story,
-        notes: Vec::new(),
+        notes,
     })
 }
 
@@ -473,6 +476,8 @@ struct Work<'a> {
     /// Whose contents the writer has, besides memory's: objects and files by their numbers at one instant.
     stored: Vec<Owner>,
     log: Log,
+    /// Remarks for the user.
+    notes: Vec<String>,
 }
 
 /// A checkpoint that was taken.
@@ -737,13 +742,27 @@ impl<'a> Work<'a> {
         self.running(|running| engine.finish(running))?;
         reuse_digests(&mut builder, self.last);
         files::take_digests_of(&mut builder, Usage::Write, Moment::Still(u64::MAX));
+        let keeper = self.keep_sockets(&mut builder);
         let done = self.commit(engine, builder, frozen.since.elapsed())?;
         let pid = self.target.pid;
         pidfd_send_signal(&self.target.pidfd, Signal::KILL)
             .map_err(|e| Error::Failed(format!("kill {pid}: {e}")))?;
         let pause = frozen.thaw();
+        keeper.map(Keeper::take_over);
         wait_for_end(self.target);
         Ok(Done { pause, ..done })
+    }
+
+    /// From here on connections of the program outlive it.
+    fn keep_sockets(&mut self, builder: &mut Builder) -> Option<Keeper> {
+        match Keeper::start(builder, self.target.pidfd.as_fd()) {
+            Ok(keeper) => keeper,
+            Err(e) => {
+                let why = format!("its connections end with it, as they cannot be kept for a restore: {e}");
+                self.notes.push(why);
+                None
+            }
+        }
     }
 
     fn commit(

@@ -11,6 +11,7 @@ pub mod error;
 pub mod files;
 pub mod freeze;
 pub mod inspect;
+pub mod keeper;
 mod lend;
 pub mod mappings;
 pub mod regions;

@@ -8,7 +8,7 @@ use crate::files::{Contents, OpenFiles};
 use crate::lazy::{Later, Pager, Place, Template};
 use crate::pace::Pace;
 use crate::space::{self, Backings, Filled};
-use crate::{Error, FilesPolicy, Result, Stdio, burial, clock, files, loader};
+use crate::{Error, FilesPolicy, Result, Stdio, TcpPolicy, burial, clock, files, loader};
 use std::cell::Cell;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -28,6 +28,8 @@ use stillpoint_store::Checkpoint;
 pub struct Options {
     /// What to do about files that changed.
     pub files: FilesPolicy,
+    /// What becomes of its connections.
+    pub tcp: TcpPolicy,
     /// Where standard streams from outside lead.
     pub stdio: Stdio,
     /// If less than this would come later, bytes, all comes first.
@@ -112,7 +114,7 @@ pub fn restore(
     let start = Instant::now();
     let pace = Pace::new(options.limit);
     let contents = Stored { checkpoint, pace: &pace };
-    let mut open = files::open(image, &contents, options.files, options.stdio)?;
+    let mut open = files::open(image, &contents, options.files, options.tcp, options.stdio)?;
     let own = Proc::process(std::process::id())?.maps()?;
     let room = space::find_room(space, &own)?;
     let mut notes = Vec::from_iter(clock::continue_clocks(&image.meta)?);
@@ -161,6 +163,7 @@ pub fn restore(
         spawn::tgkill(newborn.pid(), newborn.pid(), libc::SIGSTOP)?;
     }
     ready(newborn.pid())?;
+    open.release_kept();
     for (tid, signal) in last::late_signals(process) {
         spawn::tgkill(newborn.pid(), tid.unwrap_or(newborn.pid()), signal as i32)?;
     }

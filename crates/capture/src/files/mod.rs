@@ -11,8 +11,10 @@
 //! | [`paths`] | files in the file system, deleted ones, procfs |
 //! | [`mapped`] | files behind mappings |
 //! | [`contents`] | storing contents, digests |
+//! | [`connections`] | TCP connections, and which two are the ends of one |
 //! | [`pipes`], [`sockets`], [`terminals`], [`events`], [`memory`], [`locks`] | one kind of object each |
 
+pub mod connections;
 pub mod contents;
 pub mod descriptions;
 pub mod events;
@@ -89,6 +91,7 @@ pub fn capture_files(builder: &mut Builder, target: &Target<'_>) -> Result<u32> 
         }
     }
     standard.capture_terminal(&mut scan)?;
+    connections::complete(scan.builder, target.frozen, &mut scan.options)?;
     table.descriptors.sort_by_key(|d| d.fd);
     builder.image.tables.push(table);
     Ok(builder.image.tables.len() as u32 - 1)

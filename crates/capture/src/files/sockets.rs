@@ -1,7 +1,7 @@
 //! Sockets: unix pairs with the data in them, listening ones, unconnected ones.
 
 use super::descriptions::Description;
-use super::{Scan, paths};
+use super::{Scan, connections, paths};
 use crate::Result;
 use rustix::fs::FileType;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -11,12 +11,12 @@ use stillpoint_image::{Bytes, FileKind, PathFile, Socket, Usage};
 use stillpoint_linux::descriptors::{poll_now, readable};
 use stillpoint_linux::fdinfo::Detail;
 use stillpoint_linux::sockets::{self, UnixSocket};
+use stillpoint_linux::tcp::{self, state};
 
 const SOL_SOCKET: u32 = libc::SOL_SOCKET as u32;
 const TCP_LISTEN: u8 = 10;
-const TCP_CLOSE: u8 = 7;
 const WAIT: &str = "try again when the program has read it";
-const CLOSE: &str = "close it before the checkpoint";
+pub(super) const CLOSE: &str = "close it before the checkpoint";
 
 /// Family, kind and protocol of a socket.
 fn sort(d: &Description) -> Result<(i32, i32, i32)> {
@@ -122,37 +122,32 @@ fn add(scan: &mut Scan<'_>, d: &Description, socket: Socket) -> u32 {
 }
 
 fn tcp(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)) -> Result<Option<u32>> {
-    let info = sockets::option(&d.file, sort.2 as u32, libc::TCP_INFO as u32)?.unwrap_or_default();
-    let word = |at: usize| info.get(at..at + 4).map_or(0, |b| u32::from_ne_bytes([b[0], b[1], b[2], b[3]]));
-    let local = sockets::local_address(&d.file)?;
-    let peer = sockets::peer_address(&d.file)?;
-    let state = info.first().copied().unwrap_or(0);
+    let info = tcp::info(&d.file)?;
     let used = poll_now(&d.file, libc::POLLIN | libc::POLLRDHUP)? & (libc::POLLIN | libc::POLLRDHUP) != 0;
-    let named =
-        format!("descriptor {} ({}, TCP {}", d.fd(), String::from_utf8_lossy(&d.link), address(&local));
-    if state != TCP_LISTEN && (state != TCP_CLOSE || used) {
-        let what = match peer {
-            Some(peer) => format!("{named} ↔ {})", address(&peer)),
-            None => format!("{named})"),
-        };
-        let why = if state == 1 { "it is an established connection" } else { "it is a connection that ends" };
-        scan.builder.refuse(what, why, "close it before the checkpoint, or wait until it ends");
-        return Ok(None);
-    }
-    // Of a listening socket the kernel tells the queue in fields of the same structure: tcpi_unacked, tcpi_sacked.
-    let (pending, backlog) = (word(24), word(28));
-    if scan.target.frozen && state == TCP_LISTEN && pending > 0 {
-        let why = format!("{pending} connections wait to be accepted");
-        scan.builder.refuse(format!("{named})"), why, "try again when the program has accepted them");
-        return Ok(None);
+    if info.state != state::LISTEN && (info.state != state::CLOSE || used) {
+        let connection = connections::capture(scan, d, sort, info)?;
+        return Ok(connection.map(|socket| add(scan, d, socket)));
     }
     if sockets::option(&d.file, sort.2 as u32, libc::TCP_ULP as u32)?.is_some_and(|u| !u.is_empty()) {
         return scan.refuse(d, "it has an upper layer protocol (TCP_ULP)", CLOSE);
     }
     let Some(mut socket) = common(scan, d, sort)? else { return Ok(None) };
-    socket.local = bound(local);
-    socket.listening = (state == TCP_LISTEN).then_some(backlog);
-    Ok(Some(add(scan, d, socket)))
+    socket.local = bound(sockets::local_address(&d.file)?);
+    let listens = info.state == state::LISTEN;
+    socket.listening = listens.then_some(info.backlog);
+    socket.pending = Some(info.pending).filter(|&n| listens && n > 0);
+    let row = add(scan, d, socket);
+    if listens {
+        may_wait(scan, d, row)?;
+    }
+    Ok(Some(row))
+}
+
+/// Something may wait in the queue of this socket.
+fn may_wait(scan: &mut Scan<'_>, d: &Description, row: u32) -> Result<()> {
+    let file = d.file.try_clone().map_err(|e| stillpoint_linux::Error::call("duplicate a socket", e))?;
+    scan.builder.waiting.push((row, file));
+    Ok(())
 }
 
 fn udp(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)) -> Result<Option<u32>> {

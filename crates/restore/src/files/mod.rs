@@ -8,10 +8,12 @@
 //! | at the very end | [`OpenFiles::write_back`], [`OpenFiles::cut_back`], [`OpenFiles::settle`]; then drop it |
 
 mod check;
+mod connections;
 mod created;
 mod cutback;
 mod events;
 mod install;
+mod kept;
 mod locks;
 pub mod moves;
 mod objects;
@@ -22,8 +24,9 @@ mod sockets;
 mod standard;
 mod terminals;
 
-use crate::{Error, FilesPolicy, Result, Stdio};
+use crate::{Error, FilesPolicy, Result, Stdio, TcpPolicy};
 use created::Created;
+use kept::Kept;
 use objects::Recreated;
 use std::collections::HashMap;
 use std::io::Read;
@@ -68,10 +71,18 @@ pub struct OpenFiles {
     created: Created,
     notes: Vec<String>,
     stdin_pump: Option<OwnedFd>,
+    /// The line to who has kept sockets for the program.
+    kept: Option<Kept>,
 }
 
 /// Opens everything. Nothing that exists is changed, and all reasons against it are found before anything is made.
-pub fn open(image: &Image, contents: &dyn Contents, policy: FilesPolicy, stdio: Stdio) -> Result<OpenFiles> {
+pub fn open(
+    image: &Image,
+    contents: &dyn Contents,
+    policy: FilesPolicy,
+    tcp: TcpPolicy,
+    stdio: Stdio,
+) -> Result<OpenFiles> {
     let findings = check::check(image, policy)?;
     let mut refusals = findings.refusals;
     sockets::check(image, &mut refusals);
@@ -79,7 +90,7 @@ pub fn open(image: &Image, contents: &dyn Contents, policy: FilesPolicy, stdio: 
         return Err(Error::Refused(refusals));
     }
     descriptors::raise_descriptor_limit()?;
-    let mut opening = Opening::new(image, contents, stdio)?;
+    let mut opening = Opening::new(image, contents, tcp, stdio)?;
     opening.files.cuts = cutback::cuts(image, &findings.grown);
     if policy != FilesPolicy::Keep {
         opening.files.write_backs = cutback::write_backs(image);
@@ -105,6 +116,7 @@ pub fn open(image: &Image, contents: &dyn Contents, policy: FilesPolicy, stdio: 
 struct Opening<'a> {
     image: &'a Image,
     contents: &'a dyn Contents,
+    tcp: TcpPolicy,
     stdio: Stdio,
     /// Deleted files, by row; they lose their names when this is dropped.
     deleted: HashMap<u32, Recreated>,
@@ -112,7 +124,7 @@ struct Opening<'a> {
 }
 
 impl<'a> Opening<'a> {
-    fn new(image: &'a Image, contents: &'a dyn Contents, stdio: Stdio) -> Result<Self> {
+    fn new(image: &'a Image, contents: &'a dyn Contents, tcp: TcpPolicy, stdio: Stdio) -> Result<Self> {
         let null = std::fs::OpenOptions::new().read(true).write(true).open("/dev/null");
         let files = OpenFiles {
             sources: image.files.iter().map(|_| None).collect(),
@@ -124,8 +136,9 @@ impl<'a> Opening<'a> {
             created: Created::default(),
             notes: Vec::new(),
             stdin_pump: None,
+            kept: None,
         };
-        Ok(Opening { image, contents, stdio, deleted: HashMap::new(), files })
+        Ok(Opening { image, contents, tcp, stdio, deleted: HashMap::new(), files })
     }
 
     /// Rows of open files for which `pick` gives something.
@@ -201,6 +214,13 @@ impl OpenFiles {
             }
         }
         Ok(())
+    }
+
+    /// The program is complete: from now on its sockets are its own. Right before it runs.
+    pub fn release_kept(&self) {
+        if let Some(kept) = &self.kept {
+            kept.release();
+        }
     }
 
     /// Files that will be cut back.

@@ -1,6 +1,7 @@
 //! Sockets: listening and unconnected ones, unix pairs with the data in them.
 
-use super::{Opening, missing, options};
+use super::kept::Kept;
+use super::{Opening, connections, missing, options};
 use crate::{Error, Result};
 use rustix::fs::{FileType, Gid, Mode, Uid};
 use std::collections::HashMap;
@@ -46,10 +47,14 @@ fn is_stale(path: &Path, kind: u32) -> bool {
 
 /// Makes all sockets.
 pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
-    let mut made: HashMap<usize, OwnedFd> = HashMap::new();
+    let mut made = take_kept(opening)?;
     // Connections that were accepted under a name need the name while it is still free.
     accept_connections(opening, &mut made)?;
     bind_all(opening, &mut made)?;
+    connections::open(opening, &mut made)?;
+    if let Some(kept) = &mut opening.files.kept {
+        kept.all_bound();
+    }
     for (index, socket) in opening.image.sockets.iter().enumerate() {
         if made.contains_key(&index) {
             continue;
@@ -63,11 +68,10 @@ pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
             None => fill(&other, socket)?, // its peer is gone, and goes
         }
     }
-    for (index, socket) in opening.image.sockets.iter().enumerate() {
-        if let (Some(peer), Some(own)) = (socket.peer, made.get(&index)) {
+    for socket in &opening.image.sockets {
+        if let Some(peer) = socket.peer.filter(|_| socket.connection.is_none()) {
             let other = made.get(&(peer as usize)).ok_or_else(|| missing("socket", peer))?;
             fill(other, socket)?;
-            let _ = own;
         }
     }
     finish(opening, &made)?;
@@ -83,11 +87,20 @@ pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
     Ok(())
 }
 
+/// Those that were kept since the program was killed.
+fn take_kept(opening: &mut Opening<'_>) -> Result<HashMap<usize, OwnedFd>> {
+    let taken = Kept::take(opening.image, opening.tcp)?;
+    Ok(taken.map_or_else(HashMap::new, |(kept, made)| {
+        opening.files.kept = Some(kept);
+        made
+    }))
+}
+
 /// Sockets with neither a peer nor a lost one: made, bound, set to listen. All that cannot be are told together.
 fn bind_all(opening: &mut Opening<'_>, made: &mut HashMap<usize, OwnedFd>) -> Result<()> {
     let mut refusals = Vec::new();
     for (index, socket) in opening.image.sockets.iter().enumerate() {
-        if socket.peer.is_some() || socket.orphan {
+        if socket.peer.is_some() || socket.orphan || socket.connection.is_some() || made.contains_key(&index) {
             continue;
         }
         let fd = sockets::socket(socket.family as i32, socket.kind as i32, socket.protocol as i32)?;
@@ -96,6 +109,11 @@ fn bind_all(opening: &mut Opening<'_>, made: &mut HashMap<usize, OwnedFd>) -> Re
             Ok(()) => {}
             Err(Error::Refused(lines)) => refusals.extend(lines),
             Err(e) => return Err(e),
+        }
+        if let Some(pending) = socket.pending {
+            let what = name(opening.image, socket);
+            let note = format!("{what}: connections that waited to be accepted are gone ({pending})");
+            opening.files.notes.push(note);
         }
         made.insert(index, fd);
     }
@@ -169,7 +187,7 @@ fn bind_path(opening: &mut Opening<'_>, file: &PathFile, fd: &OwnedFd, kind: u32
     Ok(())
 }
 
-fn refusal(what: &str, e: &std::io::Error) -> Error {
+pub(super) fn refusal(what: &str, e: &std::io::Error) -> Error {
     let why = match e.raw_os_error() {
         Some(libc::EADDRINUSE) => "another program uses this address".to_owned(),
         Some(libc::EADDRNOTAVAIL) => "this machine does not have this address".to_owned(),
@@ -276,7 +294,7 @@ fn fill(other: &OwnedFd, socket: &Socket) -> Result<()> {
 /// Names, options and shutdown of connected sockets.
 fn finish(opening: &mut Opening<'_>, made: &HashMap<usize, OwnedFd>) -> Result<()> {
     for (index, socket) in opening.image.sockets.iter().enumerate() {
-        let connected = socket.peer.is_some() || socket.orphan;
+        let connected = (socket.peer.is_some() || socket.orphan) && socket.connection.is_none();
         let Some(fd) = made.get(&index).filter(|_| connected) else { continue };
         if socket.kind == DATAGRAM && !socket.local.0.is_empty() {
             bind_name(opening, socket, fd)?;
@@ -299,7 +317,7 @@ fn shut_down(fd: impl AsFd, socket: &Socket) -> Result<()> {
 }
 
 /// A socket for people.
-fn name(image: &Image, socket: &Socket) -> String {
+pub(super) fn name(image: &Image, socket: &Socket) -> String {
     if let Some(file) = socket.path.and_then(|row| image.paths.get(row as usize)) {
         return format!("socket {}", file.path);
     }
@@ -312,7 +330,7 @@ fn name(image: &Image, socket: &Socket) -> String {
     }
 }
 
-fn address(raw: &[u8]) -> String {
+pub(super) fn address(raw: &[u8]) -> String {
     use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
     let port = raw.get(2..4).map_or(0, |b| u16::from_be_bytes([b[0], b[1]]));
     let v4 = raw.get(4..8).and_then(|b| <[u8; 4]>::try_from(b).ok());
