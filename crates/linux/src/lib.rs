@@ -15,6 +15,7 @@ pub mod filling;
 pub mod headroom;
 pub mod hold;
 pub mod host;
+pub mod inet_diag;
 pub mod inject;
 pub mod layout;
 pub mod limits;

@@ -262,7 +262,7 @@ pub fn unix_sockets() -> Result<Vec<UnixSocket>> {
     }
 }
 
-fn receive(netlink: &OwnedFd, buffer: &mut [u8]) -> Result<usize> {
+pub(crate) fn receive(netlink: &OwnedFd, buffer: &mut [u8]) -> Result<usize> {
     // SAFETY: the kernel writes at most `buffer.len()` bytes.
     let n = unsafe { libc::recv(netlink.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), 0) };
     Ok(check(|| "read an answer of sock_diag".into(), n as i64)? as usize)
@@ -272,7 +272,7 @@ fn u16_at(b: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_ne_bytes(b.get(at..at + 2)?.try_into().ok()?))
 }
 
-fn u32_at(b: &[u8], at: usize) -> Option<u32> {
+pub(crate) fn u32_at(b: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_ne_bytes(b.get(at..at + 4)?.try_into().ok()?))
 }
 

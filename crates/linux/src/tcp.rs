@@ -255,6 +255,8 @@ pub struct End<'a> {
     pub socket: &'a OwnedFd,
     /// Its address, raw `sockaddr`; its own if it is bound already.
     pub address: &'a [u8],
+    /// The address of the other end, as this one's family writes it.
+    pub remote: &'a [u8],
     /// Data that it has received and not read.
     pub unread: &'a [u8],
     /// Data that it has sent and the other end has not received.
@@ -280,8 +282,8 @@ pub fn connect_pair(a: &End<'_>, b: &End<'_>) -> Result<()> {
         set_sequence(end.socket, SENT, FIRST)?;
         set_sequence(end.socket, RECEIVED, FIRST.wrapping_sub(end.unread.len() as u32))?;
     }
-    for (end, other) in [(a, b), (b, a)] {
-        sockets::connect(end.socket, other.address).map_err(|e| Error::call("connect two sockets", e))?;
+    for end in [a, b] {
+        sockets::connect(end.socket, end.remote).map_err(|e| Error::call("connect two sockets", e))?;
         agree(end.socket)?;
         set(end.socket, REPAIR_QUEUE, RECEIVED)?;
         put(end.socket, end.unread)?;
@@ -345,8 +347,8 @@ fn put(socket: &OwnedFd, mut data: &[u8]) -> Result<()> {
 pub fn make_ended(socket: &OwnedFd, family: i32, unread: &[u8], how: Over) -> Result<()> {
     let other = sockets::socket(family, libc::SOCK_STREAM, libc::IPPROTO_TCP)?;
     let (own, its) = (bind_to_loopback(socket, family)?, bind_to_loopback(&other, family)?);
-    let end = End { socket, address: &own, unread, unsent: &[], ended: false };
-    connect_pair(&end, &End { socket: &other, address: &its, unread: &[], unsent: &[], ended: false })?;
+    let end = End { socket, address: &own, remote: &its, unread, unsent: &[], ended: false };
+    connect_pair(&end, &End { socket: &other, address: &its, remote: &own, unread: &[], ..end })?;
     if how == Over::Reset {
         // struct linger: with no time to linger, close(2) resets.
         let linger: Vec<u8> = [1i32, 0].iter().flat_map(|w| w.to_ne_bytes()).collect();
@@ -512,8 +514,22 @@ mod tests {
             let address = [bind_to_loopback(&a, family).unwrap(), bind_to_loopback(&b, family).unwrap()];
             let (unread, unsent) = (vec![7; 3_000_000], vec![8; 900_000]);
             connect_pair(
-                &End { socket: &a, address: &address[0], unread: b"for a", unsent: &unsent, ended: true },
-                &End { socket: &b, address: &address[1], unread: &unread, unsent: &[], ended: false },
+                &End {
+                    socket: &a,
+                    address: &address[0],
+                    remote: &address[1],
+                    unread: b"for a",
+                    unsent: &unsent,
+                    ended: true,
+                },
+                &End {
+                    socket: &b,
+                    address: &address[1],
+                    remote: &address[0],
+                    unread: &unread,
+                    unsent: &[],
+                    ended: false,
+                },
             )
             .unwrap();
             assert!(readable(&b).unwrap() as usize >= unread.len());

@@ -64,9 +64,16 @@ const INTERNET: &[i32] = &[
     libc::IP_RECVORIGDSTADDR,
     libc::IP_NODEFRAG,
     libc::IP_UNICAST_IF,
-    libc::IP_MULTICAST_TTL,
-    libc::IP_MULTICAST_LOOP,
-    libc::IP_MULTICAST_ALL,
+];
+
+/// The same of sockets that send to groups.
+const GROUPS: &[i32] =
+    &[libc::IP_MULTICAST_IF, libc::IP_MULTICAST_TTL, libc::IP_MULTICAST_LOOP, libc::IP_MULTICAST_ALL];
+const GROUPS6: &[i32] = &[
+    libc::IPV6_MULTICAST_HOPS,
+    libc::IPV6_MULTICAST_LOOP,
+    libc::IPV6_MULTICAST_IF,
+    29, // IPV6_MULTICAST_ALL
 ];
 
 /// Options of IPv6.
@@ -87,10 +94,6 @@ const INTERNET6: &[i32] = &[
     libc::IPV6_DONTFRAG,
     libc::IPV6_AUTOFLOWLABEL,
     libc::IPV6_UNICAST_IF,
-    libc::IPV6_MULTICAST_HOPS,
-    libc::IPV6_MULTICAST_LOOP,
-    libc::IPV6_MULTICAST_IF,
-    29, // IPV6_MULTICAST_ALL
 ];
 
 /// Options of TCP.
@@ -130,6 +133,8 @@ fn known(family: i32, protocol: i32) -> impl Iterator<Item = (u32, u32)> {
     list(SOL_SOCKET, SOCKET, true)
         .chain(list(IPV6, INTERNET6, family == libc::AF_INET6))
         .chain(list(IP, INTERNET, internet))
+        .chain(list(IP, GROUPS, internet && protocol != libc::IPPROTO_TCP))
+        .chain(list(IPV6, GROUPS6, family == libc::AF_INET6 && protocol != libc::IPPROTO_TCP))
         .chain(list(TCP, TRANSMISSION, internet && protocol == libc::IPPROTO_TCP))
         .chain(list(UDP, DATAGRAM, internet && protocol == libc::IPPROTO_UDP))
 }

@@ -1,7 +1,7 @@
 //! TCP connections: those between two sockets of the program are made anew, with all that was on its way; of the others the
 //! ones that were kept come in [`super::kept`], and what is left is over.
 
-use super::sockets::{address, name, refusal};
+use super::sockets::{address, forget, name, refusal};
 use super::{Opening, missing, options};
 use crate::{Error, Result};
 use std::collections::HashMap;
@@ -75,7 +75,9 @@ fn pair(opening: &Opening<'_>, a: &Socket, b: &Socket) -> Result<[OwnedFd; 2]> {
     loop {
         match try_pair(opening, a, b) {
             Err(Error::Kernel(e)) if is_remembered(&e) && began.elapsed() < PATIENCE => {
-                std::thread::sleep(Duration::from_millis(20));
+                if ![a, b].into_iter().any(forget) {
+                    std::thread::sleep(Duration::from_millis(20));
+                }
             }
             Err(Error::Kernel(stillpoint_linux::Error::Call { source, .. })) => {
                 let what = format!("{} ↔ {}", name(opening.image, a), address(&b.local.0));
@@ -114,6 +116,7 @@ fn end<'a>(fd: &'a OwnedFd, socket: &'a Socket) -> End<'a> {
     End {
         socket: fd,
         address: &socket.local.0,
+        remote: connection.map_or(&[], |c| &c.remote.0),
         unread: socket.queue.first().map_or(&[], |data| &data.0),
         unsent: connection.map_or(&[], |c| &c.unsent.0),
         ended: connection.is_some_and(|c| tcp::has_ended_ours(c.state)),

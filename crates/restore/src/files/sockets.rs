@@ -9,11 +9,12 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use stillpoint_image::{FileKind, Image, PathFile, Socket};
-use stillpoint_linux::{Error as Kernel, sockets};
+use stillpoint_linux::{Error as Kernel, inet_diag, sockets};
 
 const UNIX: u32 = libc::AF_UNIX as u32;
 const STREAM: u32 = libc::SOCK_STREAM as u32;
 const DATAGRAM: u32 = libc::SOCK_DGRAM as u32;
+const IN_USE: &str = "another program uses this address";
 /// Longest `sun_path`, with its end.
 const SUN_PATH: usize = 108;
 
@@ -130,8 +131,15 @@ fn bind(opening: &mut Opening<'_>, socket: &Socket, fd: &OwnedFd) -> Result<()> 
         if internet_stream {
             sockets::set_option(fd, reuse.0, reuse.1, &1i32.to_ne_bytes())?;
         }
-        bind_name(opening, socket, fd)?;
-        listen(socket, fd, &name(opening.image, socket))?;
+        let bind = |opening: &mut Opening<'_>| {
+            bind_name(opening, socket, fd)?;
+            listen(socket, fd, &name(opening.image, socket))
+        };
+        if let Err(e) = bind(opening) {
+            // Unless the program has allowed it, connections that are over keep others from the port for a minute.
+            let over = internet_stream && is_in_use(&e) && forget(socket);
+            if over { bind(opening)? } else { return Err(e) }
+        }
         if let Some(before) = before.filter(|_| internet_stream) {
             sockets::set_option(fd, reuse.0, reuse.1, &before)?;
         }
@@ -144,6 +152,12 @@ fn bind(opening: &mut Opening<'_>, socket: &Socket, fd: &OwnedFd) -> Result<()> 
         sockets::connect(fd, &socket.remote.0).map_err(refused)?;
     }
     Ok(())
+}
+
+/// Makes the kernel forget connections of the socket's port that are over; whether there were any.
+pub(super) fn forget(socket: &Socket) -> bool {
+    let port = socket.local.0.get(2..4).map(|port| [port[0], port[1]]);
+    port.is_some_and(|port| inet_diag::forget(port).is_ok_and(|n| n > 0))
 }
 
 fn listen(socket: &Socket, fd: &OwnedFd, what: &str) -> Result<()> {
@@ -187,9 +201,13 @@ fn bind_path(opening: &mut Opening<'_>, file: &PathFile, fd: &OwnedFd, kind: u32
     Ok(())
 }
 
+fn is_in_use(e: &Error) -> bool {
+    matches!(e, Error::Refused(lines) if lines.iter().any(|line| line.ends_with(IN_USE)))
+}
+
 pub(super) fn refusal(what: &str, e: &std::io::Error) -> Error {
     let why = match e.raw_os_error() {
-        Some(libc::EADDRINUSE) => "another program uses this address".to_owned(),
+        Some(libc::EADDRINUSE) => IN_USE.to_owned(),
         Some(libc::EADDRNOTAVAIL) => "this machine does not have this address".to_owned(),
         Some(libc::EACCES) => "we are not permitted to use this address".to_owned(),
         _ => e.to_string(),
