@@ -28,7 +28,12 @@ pub fn pair(kind: i32) -> Result<(OwnedFd, OwnedFd)> {
 /// Value of an option as raw bytes; `None` where the socket does not have the option. Not for `SO_GET_FILTER`, whose
 /// length is not in bytes ([`has_filter`]).
 pub fn option(socket: impl AsFd, level: u32, name: u32) -> Result<Option<Vec<u8>>> {
-    let mut value = vec![0u8; 256];
+    option_of(socket, level, name, 256)
+}
+
+/// Value of an option of at most so many bytes; the kernel wants to be asked for some by their very size.
+pub(crate) fn option_of(socket: impl AsFd, level: u32, name: u32, bytes: usize) -> Result<Option<Vec<u8>>> {
+    let mut value = vec![0u8; bytes];
     let mut len = value.len() as libc::socklen_t;
     // SAFETY: the kernel writes at most `len` bytes into the buffer.
     let r = unsafe {

@@ -5,7 +5,7 @@
 //! repair mode alone, which takes `SO_REUSEADDR` away as well. [`Guard`] sees to it that both are as before, also if we die.
 
 use crate::descriptors::{check, ioctl_int, readable};
-use crate::sockets::{self, int_option, option, set_option};
+use crate::sockets::{self, int_option, option, option_of, set_option};
 use crate::split::{Split, close_all_but, copy, leave};
 use crate::supervise::{self, Child};
 use crate::{Error, Result};
@@ -22,8 +22,7 @@ const QUEUE_SEQ: u32 = libc::TCP_QUEUE_SEQ as u32;
 const REPAIR_OPTIONS: u32 = libc::TCP_REPAIR_OPTIONS as u32;
 /// Leaves repair mode and sends nothing (`TCP_REPAIR_OFF_NO_WP`).
 const OFF_IN_SILENCE: i32 = -1;
-/// Leaves repair mode and asks the other end for its window (`TCP_REPAIR_OFF`).
-const OFF: i32 = 0;
+const REPAIR_WINDOW: u32 = 29; // TCP_REPAIR_WINDOW
 const RECEIVED: i32 = 1; // TCP_RECV_QUEUE
 const SENT: i32 = 2; // TCP_SEND_QUEUE
 /// Bytes sent and not acknowledged (`SIOCOUTQ`).
@@ -288,8 +287,11 @@ pub fn connect_pair(a: &End<'_>, b: &End<'_>) -> Result<()> {
         set(end.socket, REPAIR_QUEUE, RECEIVED)?;
         put(end.socket, end.unread)?;
     }
+    let (of_a, of_b) = (window(a.socket)?, window(b.socket)?);
+    open_window(a.socket, of_a, of_b)?;
+    open_window(b.socket, of_b, of_a)?;
     for end in [a, b] {
-        set(end.socket, REPAIR, OFF)?;
+        set(end.socket, REPAIR, OFF_IN_SILENCE)?;
     }
     for end in [a, b] {
         put(end.socket, end.unsent)?;
@@ -315,6 +317,25 @@ fn agree(socket: &OwnedFd) -> Result<()> {
     let options: [[u32; 2]; 4] = [[2, SEGMENT], [3, SCALE | SCALE << 16], [4, 0], [8, 0]];
     let raw: Vec<u8> = options.as_flattened().iter().flat_map(|word| word.to_ne_bytes()).collect();
     set_option(socket, TCP, REPAIR_OPTIONS, &raw)
+}
+
+/// `struct tcp_repair_window`: what the last segment that told of a window was, how much may be sent, how much at most ever,
+/// how much may be received, and from where on.
+type Window = [u32; 5];
+
+fn window(socket: &OwnedFd) -> Result<Window> {
+    let raw = option_of(socket, TCP, REPAIR_WINDOW, size_of::<Window>())?.unwrap_or_default();
+    let words = raw.chunks_exact(4).map(|b| u32::from_ne_bytes([b[0], b[1], b[2], b[3]]));
+    let words: Vec<u32> = words.collect();
+    words.try_into().map_err(|_| Error::Other("no TCP_REPAIR_WINDOW".into()))
+}
+
+/// Tells one end what the other has room for, as if that had just said so. Without, it would have to ask, and wait.
+fn open_window(socket: &OwnedFd, own: Window, other: Window) -> Result<()> {
+    let received = sequence(socket, RECEIVED)?;
+    let window = [received, other[3], own[2].max(other[3]), own[3], received];
+    let raw: Vec<u8> = window.iter().flat_map(|word| word.to_ne_bytes()).collect();
+    set_option(socket, TCP, REPAIR_WINDOW, &raw)
 }
 
 /// Buffers that take what is to be put into them.
@@ -536,8 +557,10 @@ mod tests {
             assert_eq!(sockets::peer_address(&a).unwrap().unwrap(), address[1]);
             assert_eq!(drain(&b, 3_900_000), [unread, unsent].concat());
             assert_eq!(rustix::io::read(&b, &mut [0u8; 1]).unwrap(), 0);
+            let began = std::time::Instant::now();
             sockets::send(&b, b" and more").unwrap();
             assert_eq!(drain(&a, 14), b"for a and more");
+            assert!(began.elapsed().as_millis() < 150, "it had to ask for room");
             assert_eq!((mode(&a), mode(&b)), (0, 0));
             assert_eq!(int_option(&a, SOL_SOCKET, BUFFER_LOCK).unwrap(), Some(0));
         }
