@@ -42,6 +42,12 @@ impl Builder {
         Self::default()
     }
 
+    /// Lets go of the duplicates of sockets.
+    pub(crate) fn forget_sockets(&mut self) {
+        self.connections.clear();
+        self.waiting.clear();
+    }
+
     /// Notes something that cannot be captured.
     pub fn refuse(&mut self, what: impl Into<String>, why: impl Into<String>, hint: impl Into<String>) {
         let refusal = Refusal { what: what.into(), why: why.into(), hint: hint.into() };

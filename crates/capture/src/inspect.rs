@@ -83,9 +83,9 @@ impl<'a> Known<'a> {
         let mut outsiders = Outsiders::scan(&[pid]);
         let nameless: Vec<u64> = maps.iter().filter(|v| v.shared && v.deleted).map(|v| v.ino).collect();
         outsiders.scan_memory(&[pid], &nameless);
-        // One for each descriptor of the program, several for each thread.
+        // One for each descriptor of the program, two for each socket, several for each thread.
         let (fds, tids) = (process.list("fd")?.len(), process.threads()?.len());
-        make_room(fds + 16 * tids + 64);
+        make_room(2 * fds + 16 * tids + 64);
         let mut threads = HashMap::new();
         for tid in process.threads()? {
             // A thread that ends meanwhile, or for which we have no descriptors left, is none of those known.
@@ -169,6 +169,7 @@ impl<'a> Known<'a> {
         }
         let _ = capture_mappings(&mut builder, &target, self.process, mappings);
         let _ = files::capture_files(&mut builder, &target);
+        builder.forget_sockets();
         for (name, usage) in [("exe", Usage::Read), ("cwd", Usage::Path), ("root", Usage::Path)] {
             let _ = link(&mut builder, self.process, name, usage);
         }
