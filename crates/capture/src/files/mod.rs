@@ -12,10 +12,12 @@
 //! | [`mapped`] | files behind mappings |
 //! | [`contents`] | storing contents, digests |
 //! | [`connections`] | TCP connections, and which two are the ends of one |
+//! | [`datagrams`] | UDP, ICMP, raw and netlink sockets |
 //! | [`pipes`], [`sockets`], [`terminals`], [`events`], [`memory`], [`locks`] | one kind of object each |
 
 pub mod connections;
 pub mod contents;
+pub mod datagrams;
 pub mod descriptions;
 pub mod events;
 pub mod locks;
@@ -36,6 +38,7 @@ use standard::Standard;
 use std::collections::HashMap;
 use std::os::fd::BorrowedFd;
 use stillpoint_image::{Descriptor, FileKind, FileTable, OpenFile};
+use stillpoint_linux::datagrams::Group;
 use stillpoint_linux::descriptors::raise_descriptor_limit;
 use stillpoint_linux::proc::{Proc, Stat};
 use stillpoint_linux::sockets::UnixSocket;
@@ -115,6 +118,8 @@ pub struct Scan<'a> {
     pub(crate) sockets: HashMap<u64, u32>,
     pub(crate) ptys: HashMap<u32, u32>,
     unix: Option<HashMap<u32, UnixSocket>>,
+    /// Groups of IPv4 and IPv6 that somebody has joined.
+    groups: HashMap<i32, Vec<Group>>,
     pub(crate) options: options::Defaults,
     pub(crate) same_network: bool,
     /// The target's folder of `/proc`, and what `stat` tells there.
@@ -136,6 +141,7 @@ impl<'a> Scan<'a> {
             sockets: HashMap::new(),
             ptys: HashMap::new(),
             unix: None,
+            groups: HashMap::new(),
             options: options::Defaults::default(),
             same_network: network(&target.pid.to_string()) == network("self"),
             stat: process.stat()?,
@@ -166,6 +172,11 @@ impl<'a> Scan<'a> {
             self.unix = Some(all.into_iter().map(|s| (s.ino, s)).collect());
         }
         Ok(self.unix.as_ref().and_then(|all| all.get(&ino)).cloned())
+    }
+
+    /// Groups that sockets of this machine have joined.
+    pub(crate) fn groups(&mut self, family: i32) -> Vec<Group> {
+        self.groups.entry(family).or_insert_with(|| stillpoint_linux::datagrams::groups(family)).clone()
     }
 
     fn open_file(&mut self, d: &Description, kind: FileKind) -> Result<OpenFile> {

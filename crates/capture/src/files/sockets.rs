@@ -1,7 +1,8 @@
-//! Sockets: unix pairs with the data in them, listening ones, unconnected ones.
+//! Sockets: unix pairs with the data in them, listening ones. The others are in [`super::connections`] and
+//! [`super::datagrams`].
 
 use super::descriptions::Description;
-use super::{Scan, connections, paths};
+use super::{Scan, connections, datagrams, paths};
 use crate::Result;
 use rustix::fs::FileType;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -15,7 +16,7 @@ use stillpoint_linux::tcp::{self, state};
 
 const SOL_SOCKET: u32 = libc::SOL_SOCKET as u32;
 const TCP_LISTEN: u8 = 10;
-const WAIT: &str = "try again when the program has read it";
+pub(super) const WAIT: &str = "try again when the program has read it";
 pub(super) const CLOSE: &str = "close it before the checkpoint";
 
 /// Family, kind and protocol of a socket.
@@ -66,7 +67,11 @@ pub(crate) fn capture(scan: &mut Scan<'_>, d: &Description) -> Result<Option<Fil
     let row = match sort {
         (libc::AF_UNIX, ..) => unix(scan, d, sort)?,
         (libc::AF_INET | libc::AF_INET6, libc::SOCK_STREAM, libc::IPPROTO_TCP) => tcp(scan, d, sort)?,
-        (libc::AF_INET | libc::AF_INET6, libc::SOCK_DGRAM, libc::IPPROTO_UDP) => udp(scan, d, sort)?,
+        (libc::AF_INET | libc::AF_INET6, libc::SOCK_DGRAM, libc::IPPROTO_UDP) => datagrams::udp(scan, d, sort)?,
+        (libc::AF_INET | libc::AF_INET6, libc::SOCK_RAW, _)
+        | (libc::AF_INET, libc::SOCK_DGRAM, libc::IPPROTO_ICMP)
+        | (libc::AF_INET6, libc::SOCK_DGRAM, libc::IPPROTO_ICMPV6) => datagrams::raw(scan, d, sort)?,
+        (libc::AF_NETLINK, ..) => datagrams::netlink(scan, d, sort)?,
         other => {
             let why = format!("it is {}, which cannot be captured", name_of_sort(other));
             return scan.refuse(d, why, CLOSE);
@@ -97,7 +102,7 @@ fn name_of_sort((family, kind, protocol): (i32, i32, i32)) -> String {
 }
 
 /// A row with what all sockets have; `None` if refused.
-fn common(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)) -> Result<Option<Socket>> {
+pub(super) fn common(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)) -> Result<Option<Socket>> {
     if scan.target.frozen && poll_now(&d.file, libc::POLLIN)? & libc::POLLERR != 0 {
         return scan.refuse(d, "it has an error that the program has not yet been told", WAIT);
     }
@@ -114,7 +119,7 @@ fn common(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)) -> Result
     }))
 }
 
-fn add(scan: &mut Scan<'_>, d: &Description, socket: Socket) -> u32 {
+pub(super) fn add(scan: &mut Scan<'_>, d: &Description, socket: Socket) -> u32 {
     let row = scan.builder.image.sockets.len() as u32;
     scan.builder.image.sockets.push(socket);
     scan.sockets.insert(d.stat.st_ino, row);
@@ -144,27 +149,14 @@ fn tcp(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)) -> Result<Op
 }
 
 /// Something may wait in the queue of this socket.
-fn may_wait(scan: &mut Scan<'_>, d: &Description, row: u32) -> Result<()> {
+pub(super) fn may_wait(scan: &mut Scan<'_>, d: &Description, row: u32) -> Result<()> {
     let file = d.file.try_clone().map_err(|e| stillpoint_linux::Error::call("duplicate a socket", e))?;
     scan.builder.waiting.push((row, file));
     Ok(())
 }
 
-fn udp(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)) -> Result<Option<u32>> {
-    if scan.target.frozen && poll_now(&d.file, libc::POLLIN)? & libc::POLLIN != 0 {
-        return scan.refuse(d, "it has datagrams that were not yet read", WAIT);
-    }
-    if sockets::int_option(&d.file, sort.2 as u32, 100 /* UDP_ENCAP */)?.unwrap_or(0) != 0 {
-        return scan.refuse(d, "it is a UDP tunnel", CLOSE);
-    }
-    let Some(mut socket) = common(scan, d, sort)? else { return Ok(None) };
-    socket.local = bound(sockets::local_address(&d.file)?);
-    socket.remote = Bytes(sockets::peer_address(&d.file)?.unwrap_or_default());
-    Ok(Some(add(scan, d, socket)))
-}
-
 /// An internet address, or nothing if the socket is not bound to a port.
-fn bound(address: Vec<u8>) -> Bytes {
+pub(super) fn bound(address: Vec<u8>) -> Bytes {
     let has_port = address.get(2..4).is_some_and(|port| port != [0, 0]);
     Bytes(if has_port { address } else { Vec::new() })
 }

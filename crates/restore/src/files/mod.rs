@@ -10,6 +10,7 @@
 mod check;
 mod connections;
 mod created;
+mod datagrams;
 mod cutback;
 mod events;
 mod install;

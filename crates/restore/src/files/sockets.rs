@@ -1,7 +1,7 @@
 //! Sockets: listening and unconnected ones, unix pairs with the data in them.
 
 use super::kept::Kept;
-use super::{Opening, connections, missing, options};
+use super::{Opening, connections, datagrams, missing, options};
 use crate::{Error, Result};
 use rustix::fs::{FileType, Gid, Mode, Uid};
 use std::collections::HashMap;
@@ -76,6 +76,7 @@ pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
         }
     }
     finish(opening, &made)?;
+    datagrams::send_again(opening, &made);
     let rows = opening.rows(|f| match f.kind {
         FileKind::Socket(index) => Some(index),
         _ => None,
@@ -340,10 +341,15 @@ pub(super) fn name(image: &Image, socket: &Socket) -> String {
         return format!("socket {}", file.path);
     }
     let local = &socket.local.0;
-    let kind = if socket.kind == STREAM { "TCP" } else { "UDP" };
+    let kind = match socket.protocol as i32 {
+        libc::IPPROTO_TCP => "TCP",
+        libc::IPPROTO_UDP => "UDP",
+        _ => "an internet socket",
+    };
     match socket.family as i32 {
         libc::AF_UNIX if local.len() > 3 => format!("socket @{}", local[3..].escape_ascii()),
         libc::AF_UNIX => "an unnamed socket".into(),
+        libc::AF_NETLINK => format!("a netlink socket of protocol {}", socket.protocol),
         _ => format!("{kind} {}", address(local)),
     }
 }
