@@ -475,7 +475,143 @@ static void many(void) {
   }
 }
 
+
+// --- without connections
+
+static int datagrams(address *a) {
+  int s = socket(a->any.sa_family, SOCK_DGRAM, 0);
+  if (s < 0 || bind(s, &a->any, size_of(a)))
+    SKIP("no loopback of this family");
+  *a = name_of(s, 0);
+  return s;
+}
+
+static void datagrams_unread(void) {
+  address a = loopback(AF_INET, 0), b = loopback(AF_INET, 0), any = loopback(AF_INET, 0), from;
+  any.v4.sin_addr.s_addr = INADDR_ANY;
+  int s[2] = {datagrams(&a), datagrams(&b)}, wide = datagrams(&any), talk = datagrams(&(address){.any.sa_family = AF_INET});
+  MUST(connect(talk, &a.any, size_of(&a)) == 0);
+  MUST(sendto(s[0], "to b", 4, 0, &b.any, size_of(&b)) == 4);
+  MUST(sendto(s[0], "", 0, 0, &b.any, size_of(&b)) == 0);
+  MUST(sendto(s[0], "again", 5, 0, &b.any, size_of(&b)) == 5);
+  any.v4.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  MUST(sendto(s[1], "wide", 4, 0, &any.any, size_of(&any)) == 4);
+  cut();
+  char c[16];
+  socklen_t length = sizeof from;
+  EQUAL(recvfrom(s[1], c, sizeof c, MSG_DONTWAIT, &from.any, &length), 4);
+  CHECK(!memcmp(c, "to b", 4));
+  same(&from, &a);
+  EQUAL(recv(s[1], c, sizeof c, MSG_DONTWAIT), 0);
+  EQUAL(recv(s[1], c, sizeof c, MSG_DONTWAIT), 5);
+  EQUAL(recv(wide, c, sizeof c, MSG_DONTWAIT), 4);
+  EQUAL(recv(wide, c, sizeof c, MSG_DONTWAIT), -1);
+  EQUAL(send(talk, "hello", 5, 0), 5);
+  EQUAL(recv(s[0], c, sizeof c, 0), 5);
+}
+
+static void groups(void) {
+  address a = loopback(AF_INET, 0);
+  a.v4.sin_addr.s_addr = INADDR_ANY;
+  int s = datagrams(&a), none = datagrams(&(address){.any.sa_family = AF_INET}), ttl = 3;
+  struct ip_mreqn join = {.imr_multiaddr.s_addr = inet_addr("239.7.7.7"), .imr_address.s_addr = htonl(INADDR_LOOPBACK)};
+  if (setsockopt(s, IPPROTO_IP, IP_ADD_MEMBERSHIP, &join, sizeof join))
+    SKIP("no groups on the loopback device");
+  struct ip_mreq_source one = {.imr_multiaddr.s_addr = inet_addr("239.8.8.8"),
+                               .imr_interface.s_addr = htonl(INADDR_LOOPBACK),
+                               .imr_sourceaddr.s_addr = htonl(INADDR_LOOPBACK)};
+  MUST(setsockopt(s, IPPROTO_IP, IP_ADD_SOURCE_MEMBERSHIP, &one, sizeof one) == 0);
+  MUST(setsockopt(s, IPPROTO_IP, IP_MULTICAST_TTL, &ttl, sizeof ttl) == 0);
+  cut();
+  EQUAL(setsockopt(s, IPPROTO_IP, IP_ADD_MEMBERSHIP, &join, sizeof join), -1);
+  EQUAL(errno, EADDRINUSE);
+  EQUAL(setsockopt(s, IPPROTO_IP, IP_DROP_MEMBERSHIP, &join, sizeof join), 0);
+  EQUAL(setsockopt(s, IPPROTO_IP, IP_DROP_SOURCE_MEMBERSHIP, &one, sizeof one), 0);
+  EQUAL(setsockopt(none, IPPROTO_IP, IP_DROP_MEMBERSHIP, &join, sizeof join), -1);
+  socklen_t length = sizeof ttl;
+  ttl = 0;
+  getsockopt(s, IPPROTO_IP, IP_MULTICAST_TTL, &ttl, &length);
+  EQUAL(ttl, 3);
+}
+
+static void raw_and_netlink(void) {
+  int ping = socket(AF_INET, SOCK_RAW, IPPROTO_ICMP), headers = socket(AF_INET, SOCK_RAW, IPPROTO_RAW), one = 1;
+  int routes = socket(AF_NETLINK, SOCK_RAW, 0), strict = socket(AF_NETLINK, SOCK_RAW | SOCK_CLOEXEC, 0);
+  if (ping < 0 || headers < 0 || routes < 0)
+    SKIP("no right to raw sockets");
+  uint32_t filter = 0x5555aaaa, after = 0;
+  MUST(setsockopt(ping, 255, 1, &filter, sizeof filter) == 0);
+  MUST(setsockopt(strict, 270, 12, &one, sizeof one) == 0);
+  struct { uint16_t family, pad; uint32_t port, groups; } name = {AF_NETLINK, 0, 0, 1}, seen;
+  MUST(bind(routes, (void *)&name, sizeof name) == 0);
+  int nexthops = 32 + 2; // RTNLGRP_… beyond the first 32
+  setsockopt(routes, 270, 1, &nexthops, sizeof nexthops);
+  socklen_t length = sizeof name;
+  MUST(getsockname(routes, (void *)&name, &length) == 0);
+  cut();
+  length = sizeof after;
+  EQUAL(getsockopt(ping, 255, 1, &after, &length), 0);
+  EQUAL(after, filter);
+  after = 0;
+  EQUAL(getsockopt(headers, IPPROTO_IP, IP_HDRINCL, &after, &length), 0);
+  EQUAL(after, 1);
+  after = 0;
+  EQUAL(getsockopt(strict, 270, 12, &after, &length), 0);
+  EQUAL(after, 1);
+  length = sizeof seen;
+  EQUAL(getsockname(routes, (void *)&seen, &length), 0);
+  EQUAL(seen.port, name.port);
+  EQUAL(seen.groups, name.groups);
+  struct { uint32_t length; uint16_t type, flags; uint32_t sequence, port; char body[16]; } ask = {32, 18, 0x301, 1, 0, {0}};
+  char answer[8192];
+  EQUAL(send(strict, &ask, 32, 0), 32);
+  CHECK(recv(strict, answer, sizeof answer, 0) > 0);
+}
+
+// --- for clients outside
+
+static void serve(void) { // says back what it hears; how it is with its connections is for the clients to say
+  int l = socket(AF_INET, SOCK_STREAM, 0), e = epoll_create1(0);
+  address a = loopback(AF_INET, 0);
+  MUST(bind(l, &a.any, size_of(&a)) == 0 && listen(l, 64) == 0);
+  struct epoll_event event = {.events = EPOLLIN, .data.fd = l};
+  MUST(epoll_ctl(e, EPOLL_CTL_ADD, l, &event) == 0);
+  say("port %d", ntohs(name_of(l, 0).v4.sin_port));
+  signal(SIGPIPE, SIG_IGN);
+  ready();
+  static char buffer[1 << 16];
+  while (!gone()) {
+    if (epoll_wait(e, &event, 1, 5) < 1)
+      continue;
+    int s = event.data.fd;
+    if (s == l) {
+      event.data.fd = accept(l, 0, 0);
+      epoll_ctl(e, EPOLL_CTL_ADD, event.data.fd, &event);
+      continue;
+    }
+    ssize_t n = read(s, buffer, sizeof buffer);
+    if (n < 0 && errno == EINTR)
+      continue;
+    for (ssize_t done = 0, m = 0; m >= 0 && done < n; done += m)
+      m = write(s, buffer + done, n - done);
+    if (n <= 0)
+      close(s);
+  }
+}
+
+static void idle_door(void) { // listens, and does not accept before it is told to go on
+  int l = door(AF_INET, 0);
+  say("port %d", ntohs(name_of(l, 0).v4.sin_port));
+  cut();
+  int s = accept(l, 0, 0);
+  char c[5];
+  CHECK(s >= 0);
+  EQUAL(recv(s, c, 5, MSG_WAITALL), 5);
+  EQUAL(write(s, c, 5), 5);
+}
+
 SCENARIOS({"pair4", pair4}, {"pair6", pair6}, {"pair_mapped", pair_mapped}, {"two_families", two_families},
           {"no_door", no_door}, {"full", full}, {"half_closed", half_closed}, {"other_end_closed", other_end_closed},
           {"with_options", with_options}, {"corked", corked}, {"watched", watched}, {"busy", busy},
-          {"blocked", blocked}, {"many", many})
+          {"blocked", blocked}, {"many", many}, {"datagrams_unread", datagrams_unread},
+          {"groups", groups}, {"raw_and_netlink", raw_and_netlink}, {"serve", serve}, {"idle_door", idle_door})

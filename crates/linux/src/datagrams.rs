@@ -147,7 +147,8 @@ pub fn membership(socket: impl AsFd, level: i32, group: &Group) -> Result<Option
     };
     match check(|| "ask for a group".into(), r.into()) {
         Ok(_) => {}
-        Err(e) if e.errno() == Some(libc::EADDRNOTAVAIL) => return Ok(None),
+        // It has not, or (as raw sockets of IPv6 with groups of IPv4) cannot.
+        Err(e) if matches!(e.errno(), Some(libc::EADDRNOTAVAIL | libc::ENOPROTOOPT)) => return Ok(None),
         Err(e) => return Err(e),
     }
     let word = |at: usize| u32::from_ne_bytes([filter[at], filter[at + 1], filter[at + 2], filter[at + 3]]);
