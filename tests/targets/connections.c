@@ -492,7 +492,6 @@ static void datagrams_unread(void) {
   int s[2] = {datagrams(&a), datagrams(&b)}, wide = datagrams(&any), talk = datagrams(&(address){.any.sa_family = AF_INET});
   MUST(connect(talk, &a.any, size_of(&a)) == 0);
   MUST(sendto(s[0], "to b", 4, 0, &b.any, size_of(&b)) == 4);
-  MUST(sendto(s[0], "", 0, 0, &b.any, size_of(&b)) == 0);
   MUST(sendto(s[0], "again", 5, 0, &b.any, size_of(&b)) == 5);
   any.v4.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
   MUST(sendto(s[1], "wide", 4, 0, &any.any, size_of(&any)) == 4);
@@ -502,7 +501,6 @@ static void datagrams_unread(void) {
   EQUAL(recvfrom(s[1], c, sizeof c, MSG_DONTWAIT, &from.any, &length), 4);
   CHECK(!memcmp(c, "to b", 4));
   same(&from, &a);
-  EQUAL(recv(s[1], c, sizeof c, MSG_DONTWAIT), 0);
   EQUAL(recv(s[1], c, sizeof c, MSG_DONTWAIT), 5);
   EQUAL(recv(wide, c, sizeof c, MSG_DONTWAIT), 4);
   EQUAL(recv(wide, c, sizeof c, MSG_DONTWAIT), -1);

@@ -299,6 +299,12 @@ fn clients_keep_their_connections_whenever_the_command_is_killed() {
     }
     let mut served = Served::new("serve", 4);
     let (mut lives, mut deaths) = (0, 0);
+    // How long one takes that is not disturbed.
+    let began = Instant::now();
+    served.checkpoint(&["--kill"]);
+    let whole = began.elapsed().as_micros() as u64;
+    served.running.reap();
+    served.restore(&[]);
     for n in 0..60 {
         let kill: &[&str] = if n % 3 == 0 { &[] } else { &["--kill"] };
         let pid = served.running.pid.to_string();
@@ -306,7 +312,7 @@ fn clients_keep_their_connections_whenever_the_command_is_killed() {
         arguments.extend(kill);
         let mut command = served.stillpoint.command(&arguments);
         let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("stillpoint");
-        std::thread::sleep(Duration::from_micros(served.scratch.random().below(120_000)));
+        std::thread::sleep(Duration::from_micros(served.scratch.random().below(2 * whole)));
         child.kill().expect("kill");
         child.wait().expect("wait");
         // What it has killed may take a moment to be gone.
@@ -321,6 +327,7 @@ fn clients_keep_their_connections_whenever_the_command_is_killed() {
         served.go_on(&format!("after kill {n}"));
     }
     println!("it lived {lives} times, and was restored {deaths} times");
+    assert!(lives > 0 && deaths > 0, "all moments were early, or all late: {lives} and {deaths}");
     assert_eq!(keepers(), Vec::<u32>::new());
     served.finish();
 }
