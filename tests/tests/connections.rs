@@ -335,7 +335,11 @@ fn clients_keep_their_connections_whenever_the_command_is_killed() {
 // --- servers that were not written here
 
 /// A server of a line protocol through checkpoints, and killed and restored, with one client that keeps its connection.
-fn real_server(name: &str, arguments: &dyn Fn(u16) -> Vec<String>, ask: &dyn Fn(u64) -> (String, Vec<String>)) {
+fn real_server(
+    name: &str,
+    arguments: &dyn Fn(u16) -> Vec<String>,
+    ask: &dyn Fn(u64) -> (String, Vec<String>),
+) {
     let Some(program) = kernel::which(name) else { return skipped(&format!("{name} is not installed")) };
     if undisturbed_only() {
         return;

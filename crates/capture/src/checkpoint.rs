@@ -748,7 +748,9 @@ impl<'a> Work<'a> {
         pidfd_send_signal(&self.target.pidfd, Signal::KILL)
             .map_err(|e| Error::Failed(format!("kill {pid}: {e}")))?;
         let pause = frozen.thaw();
-        keeper.map(Keeper::take_over);
+        if let Some(keeper) = keeper {
+            keeper.take_over();
+        }
         wait_for_end(self.target);
         Ok(Done { pause, ..done })
     }
@@ -756,7 +758,10 @@ impl<'a> Work<'a> {
     /// From here on connections of the program outlive it.
     fn keep_sockets(&mut self, builder: &mut Builder) -> Option<Keeper> {
         match Keeper::start(builder, self.target.pidfd.as_fd()) {
-            Ok(keeper) => keeper,
+            Ok(keeper) => {
+                self.notes.extend(keeper.as_ref().map(Keeper::note));
+                keeper
+            }
             Err(e) => {
                 let why = format!("its connections end with it, as they cannot be kept for a restore: {e}");
                 self.notes.push(why);

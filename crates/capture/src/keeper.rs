@@ -37,6 +37,8 @@ const TOGETHER: usize = 4;
 pub struct Keeper {
     word: Option<PipeWriter>,
     child: supervise::Child,
+    /// Sockets that it keeps.
+    count: usize,
 }
 
 const KILLED: u8 = b'k';
@@ -70,12 +72,19 @@ impl Keeper {
             builder.image.sockets[*row as usize].kept = Some(place as u32);
         }
         builder.image.kept = Some(Bytes(name));
-        Ok(Some(Keeper { word: Some(word), child }))
+        Ok(Some(Keeper { word: Some(word), child, count: kept.len() }))
     }
 
     /// The program has been killed: from now on it is for the keeper to say when its connections end.
     pub fn take_over(mut self) {
         self.tell(KILLED);
+    }
+
+    /// For the user.
+    pub fn note(&self) -> String {
+        let (count, minutes) = (self.count, PATIENCE.as_secs() / 60);
+        let what = if count == 1 { "a socket is" } else { "sockets are" };
+        format!("{what} kept open for a restore within {minutes} minutes ({count})")
     }
 
     fn tell(&mut self, word: u8) -> bool {
@@ -111,7 +120,8 @@ fn new_name() -> Result<Vec<u8>> {
 
 fn listen(name: &[u8]) -> Result<OwnedFd, Kernel> {
     let failed = |e| Kernel::call("make a socket for the one who keeps sockets", e);
-    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None);
+    let socket =
+        rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None);
     let socket = socket.map_err(failed)?;
     let address = SocketAddrUnix::new_abstract_name(name).map_err(failed)?;
     rustix::net::bind(&socket, &address).map_err(failed)?;
@@ -186,7 +196,8 @@ fn hear(client: &OwnedFd) -> Result<Option<u8>, Kernel> {
         return Ok(None);
     }
     let mut word = [0];
-    let read = rustix::net::recv(client, &mut word, RecvFlags::empty()).map_err(|e| Kernel::call("recv", e))?;
+    let read =
+        rustix::net::recv(client, &mut word, RecvFlags::empty()).map_err(|e| Kernel::call("recv", e))?;
     Ok((read.1 > 0).then_some(word[0]))
 }
 

@@ -4,8 +4,8 @@
 //! tables and subtract its addresses without looking again.
 
 use crate::{
-    Backing, Codec, FileKind, Image, MAX_BLOCK_PAGES, Mapping, OpenFile, Owner, PAGE, PageMap, Place, Process,
-    Socket,
+    Backing, Codec, FileKind, Image, MAX_BLOCK_PAGES, Mapping, OpenFile, Owner, PAGE, PageMap, Place,
+    Process, Socket,
 };
 
 /// What is wrong with a description.

@@ -120,6 +120,9 @@ fn parse_groups6(text: &str) -> Vec<Group> {
     text.lines().filter_map(parse).collect()
 }
 
+/// Values of [`JOIN_GROUP`], and of [`SOURCE_FILTER`] if there is one.
+pub type Membership = (Vec<u8>, Option<Vec<u8>>);
+
 /// Length of `struct group_filter` in front of its sources.
 const FILTER_HEAD: usize = 8 + ADDRESS + 8;
 /// Sources of one filter that are asked for.
@@ -130,7 +133,7 @@ const SOURCES: usize = 64;
 ///
 /// # Errors
 /// That it takes more than 64 sources.
-pub fn membership(socket: impl AsFd, level: i32, group: &Group) -> Result<Option<(Vec<u8>, Option<Vec<u8>>)>> {
+pub fn membership(socket: impl AsFd, level: i32, group: &Group) -> Result<Option<Membership>> {
     let mut request = group.0.to_ne_bytes().to_vec();
     request.resize(8, 0);
     request.extend_from_slice(&group.1);
@@ -192,7 +195,8 @@ mod tests {
         let groups = parse_groups4(text);
         assert_eq!(groups.len(), 2);
         assert_eq!((groups[1].0, &groups[1].1[4..8]), (2, &[224, 0, 0, 251][..]));
-        let groups = parse_groups6("2    eth0            ff0200000000000000000000000000fb     1 0000000C 0\nx\n");
+        let groups =
+            parse_groups6("2    eth0            ff0200000000000000000000000000fb     1 0000000C 0\nx\n");
         assert_eq!((groups[0].0, groups[0].1[8], groups[0].1[23]), (2, 0xff, 0xfb));
     }
 

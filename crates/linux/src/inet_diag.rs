@@ -112,8 +112,7 @@ mod tests {
 
     fn listens(port: u16) -> bool {
         let socket = sockets::socket(libc::AF_INET, libc::SOCK_STREAM, 0).unwrap();
-        let address =
-            [&2u16.to_ne_bytes()[..], &port.to_be_bytes(), &[127, 0, 0, 1], &[0; 8]].concat();
+        let address = [&2u16.to_ne_bytes()[..], &port.to_be_bytes(), &[127, 0, 0, 1], &[0; 8]].concat();
         sockets::bind(&socket, &address).is_ok() && rustix::net::listen(&socket, 1).is_ok()
     }
 

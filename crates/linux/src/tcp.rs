@@ -80,8 +80,7 @@ pub struct Info {
 /// Looks at a TCP socket.
 pub fn info(socket: impl AsFd) -> Result<Info> {
     let raw = option(socket, TCP, libc::TCP_INFO as u32)?.unwrap_or_default();
-    let word =
-        |at: usize| raw.get(at..at + 4).map_or(0, |b| u32::from_ne_bytes([b[0], b[1], b[2], b[3]]));
+    let word = |at: usize| raw.get(at..at + 4).map_or(0, |b| u32::from_ne_bytes([b[0], b[1], b[2], b[3]]));
     // Of a listening socket: tcpi_unacked and tcpi_sacked.
     Ok(Info { state: raw.first().copied().unwrap_or(0), pending: word(24), backlog: word(28) })
 }
@@ -341,8 +340,10 @@ fn open_window(socket: &OwnedFd, own: Window, other: Window) -> Result<()> {
 /// Buffers that take what is to be put into them.
 fn make_room(end: &End<'_>) -> Result<()> {
     const SPARE: usize = 1 << 16;
-    let sizes =
-        [(libc::SO_RCVBUFFORCE, end.unread, libc::SO_RCVBUF), (libc::SO_SNDBUFFORCE, end.unsent, libc::SO_SNDBUF)];
+    let sizes = [
+        (libc::SO_RCVBUFFORCE, end.unread, libc::SO_RCVBUF),
+        (libc::SO_SNDBUFFORCE, end.unsent, libc::SO_SNDBUF),
+    ];
     for (force, data, name) in sizes {
         let wanted = i32::try_from(data.len() * 2 + SPARE).unwrap_or(i32::MAX / 2);
         let is = int_option(end.socket, SOL_SOCKET, name as u32)?.unwrap_or(0);

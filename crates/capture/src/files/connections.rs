@@ -150,7 +150,8 @@ fn complete_all(
             continue;
         }
         for (from, to) in [(a, b), (b, a)] {
-            let flow = tcp::flow(found[from].file.as_fd(), found[to].file.as_fd(), || watched(&mut guard, found))?;
+            let flow =
+                tcp::flow(found[from].file.as_fd(), found[to].file.as_fd(), || watched(&mut guard, found))?;
             let (from, to) = (found[from].row as usize, found[to].row as usize);
             builder.image.sockets[to].queue = queue(flow.unread);
             if let Some(connection) = &mut builder.image.sockets[from].connection {

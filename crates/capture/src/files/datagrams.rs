@@ -1,8 +1,8 @@
 //! UDP, ICMP, raw and netlink sockets: what they are bound to, which groups they have joined, datagrams in their queues.
 
+use super::Scan;
 use super::descriptions::Description;
 use super::sockets::{CLOSE, WAIT, add, bound, common, may_wait};
-use super::Scan;
 use crate::Result;
 use stillpoint_image::{Bytes, Socket, SocketOption};
 use stillpoint_linux::datagrams::{self, JOIN_GROUP, SOURCE_FILTER};
@@ -77,7 +77,8 @@ pub(super) fn netlink(scan: &mut Scan<'_>, d: &Description, sort: Sort) -> Resul
     const ADD_MEMBERSHIP: u32 = 1;
     let bits = sockets::option(&d.file, NETLINK, LIST_MEMBERSHIPS)?.unwrap_or_default();
     // Those in the address are joined as it is bound.
-    for group in (33..=bits.len() as u32 * 8).filter(|g| bits[(g - 1) as usize / 8] >> ((g - 1) % 8) & 1 != 0) {
+    for group in (33..=bits.len() as u32 * 8).filter(|g| bits[(g - 1) as usize / 8] >> ((g - 1) % 8) & 1 != 0)
+    {
         let value = Bytes(group.to_ne_bytes().to_vec());
         socket.options.push(SocketOption { level: NETLINK, name: ADD_MEMBERSHIP, value });
     }

@@ -129,7 +129,8 @@ const NETLINK: &[i32] = &[3, 4, 5, 8, 10, 11, 12];
 const SOL_NETLINK: u32 = 270;
 
 /// Options of raw sockets: headers by the program, filters of ICMP, checksums.
-const RAW: &[(u32, u32)] = &[(IP, libc::IP_HDRINCL as u32), (255, 1), (58, 1), (255, 7), (IPV6, 36 /* IPV6_HDRINCL */)];
+const RAW: &[(u32, u32)] =
+    &[(IP, libc::IP_HDRINCL as u32), (255, 1), (58, 1), (255, 7), (IPV6, 36 /* IPV6_HDRINCL */)];
 
 fn known(family: i32, protocol: i32) -> impl Iterator<Item = (u32, u32)> {
     let internet = matches!(family, libc::AF_INET | libc::AF_INET6);
@@ -144,7 +145,11 @@ fn known(family: i32, protocol: i32) -> impl Iterator<Item = (u32, u32)> {
         .chain(list(IPV6, GROUPS6, family == libc::AF_INET6 && protocol != libc::IPPROTO_TCP))
         .chain(list(TCP, TRANSMISSION, internet && protocol == libc::IPPROTO_TCP))
         .chain(list(SOL_NETLINK, NETLINK, family == libc::AF_NETLINK))
-        .chain(RAW.iter().copied().filter(move |_| internet && protocol != libc::IPPROTO_TCP && protocol != libc::IPPROTO_UDP))
+        .chain(
+            RAW.iter()
+                .copied()
+                .filter(move |_| internet && protocol != libc::IPPROTO_TCP && protocol != libc::IPPROTO_UDP),
+        )
         .chain(list(UDP, DATAGRAM, internet && protocol == libc::IPPROTO_UDP))
 }
 

@@ -67,7 +67,9 @@ pub(crate) fn capture(scan: &mut Scan<'_>, d: &Description) -> Result<Option<Fil
     let row = match sort {
         (libc::AF_UNIX, ..) => unix(scan, d, sort)?,
         (libc::AF_INET | libc::AF_INET6, libc::SOCK_STREAM, libc::IPPROTO_TCP) => tcp(scan, d, sort)?,
-        (libc::AF_INET | libc::AF_INET6, libc::SOCK_DGRAM, libc::IPPROTO_UDP) => datagrams::udp(scan, d, sort)?,
+        (libc::AF_INET | libc::AF_INET6, libc::SOCK_DGRAM, libc::IPPROTO_UDP) => {
+            datagrams::udp(scan, d, sort)?
+        }
         (libc::AF_INET | libc::AF_INET6, libc::SOCK_RAW, _)
         | (libc::AF_INET, libc::SOCK_DGRAM, libc::IPPROTO_ICMP)
         | (libc::AF_INET6, libc::SOCK_DGRAM, libc::IPPROTO_ICMPV6) => datagrams::raw(scan, d, sort)?,

@@ -327,7 +327,14 @@ fn options(args: &Restore, stdio: Stdio) -> Options {
         Tcp::Established => TcpPolicy::Established,
         Tcp::Close => TcpPolicy::Close,
     };
-    Options { files, tcp, stdio, eager_below: args.eager_below, limit: args.limit_bandwidth, is_followed: true }
+    Options {
+        files,
+        tcp,
+        stdio,
+        eager_below: args.eager_below,
+        limit: args.limit_bandwidth,
+        is_followed: true,
+    }
 }
 
 /// The name that the restored program runs under: that of its job, or, while that runs, a new one.

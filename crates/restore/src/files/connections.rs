@@ -3,7 +3,7 @@
 
 use super::sockets::{address, forget, name, refusal};
 use super::{Opening, missing, options};
-use crate::{Error, Result};
+use crate::{Error, Result, TcpPolicy};
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
@@ -42,18 +42,22 @@ pub(super) fn open(opening: &mut Opening<'_>, made: &mut HashMap<usize, OwnedFd>
             over.push(format!("{} ↔ {}", address(&socket.local.0), address(&connection.remote.0)));
         }
     }
-    opening.files.notes.extend(note(&over));
+    let why = match opening.tcp {
+        TcpPolicy::Established => "over, as the program was not there for the other end",
+        TcpPolicy::Close => "closed, as asked for",
+    };
+    opening.files.notes.extend(note(&over, why));
     Ok(())
 }
 
-fn note(over: &[String]) -> Option<String> {
+fn note(over: &[String], why: &str) -> Option<String> {
     let named = over.get(..NAMED).unwrap_or(over).join(", ");
     let more = match over.len().checked_sub(NAMED).filter(|&n| n > 0) {
         Some(n) => format!(" and {n} more"),
         None => String::new(),
     };
     let word = if over.len() == 1 { "a TCP connection is" } else { "TCP connections are" };
-    (!over.is_empty()).then(|| format!("{word} over, as the program was not there for the other end: {named}{more}"))
+    (!over.is_empty()).then(|| format!("{word} {why}: {named}{more}"))
 }
 
 fn how_it_ended(connection: &Connection) -> Over {

@@ -20,7 +20,9 @@ pub(super) fn send_again(opening: &mut Opening<'_>, made: &HashMap<usize, OwnedF
         };
         let sent = socket.queue.iter().zip(senders).filter(|(data, sender)| {
             let from = bound_to(image, &sender.0).and_then(|row| made.get(&row));
-            from.is_some_and(|from| made.contains_key(&index) && send_to(from, &data.0, &destination(socket)).is_ok())
+            from.is_some_and(|from| {
+                made.contains_key(&index) && send_to(from, &data.0, &destination(socket)).is_ok()
+            })
         });
         let lost = socket.queue.len() - sent.count();
         if lost > 0 {

@@ -10,8 +10,8 @@
 mod check;
 mod connections;
 mod created;
-mod datagrams;
 mod cutback;
+mod datagrams;
 mod events;
 mod install;
 mod kept;

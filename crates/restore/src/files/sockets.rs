@@ -102,7 +102,8 @@ fn take_kept(opening: &mut Opening<'_>) -> Result<HashMap<usize, OwnedFd>> {
 fn bind_all(opening: &mut Opening<'_>, made: &mut HashMap<usize, OwnedFd>) -> Result<()> {
     let mut refusals = Vec::new();
     for (index, socket) in opening.image.sockets.iter().enumerate() {
-        if socket.peer.is_some() || socket.orphan || socket.connection.is_some() || made.contains_key(&index) {
+        if socket.peer.is_some() || socket.orphan || socket.connection.is_some() || made.contains_key(&index)
+        {
             continue;
         }
         let fd = sockets::socket(socket.family as i32, socket.kind as i32, socket.protocol as i32)?;
