@@ -11,6 +11,8 @@
 #include <sys/ioctl.h>
 #include <sys/shm.h>
 #include <sys/socket.h>
+#include <arpa/inet.h>
+#include <netinet/tcp.h>
 
 static void connected(int s[2]) {
   int l = socket(AF_INET, SOCK_STREAM, 0);
@@ -40,6 +42,34 @@ static void pending_connection(void) {
   MUST(connect(c, (void *)&a, length) == 0);
   cut();
   CHECK(accept(l, 0, 0) >= 0);
+}
+
+static void connecting(void) { // to where there is no room for more
+  int l = socket(AF_INET, SOCK_STREAM, 0), waiting = 0;
+  struct sockaddr_in a = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+  socklen_t length = sizeof a;
+  MUST(bind(l, (void *)&a, sizeof a) == 0 && listen(l, 0) == 0 && getsockname(l, (void *)&a, &length) == 0);
+  for (int i = 0; i < 8; i++) {
+    int s = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0);
+    MUST(connect(s, (void *)&a, sizeof a) == 0 || errno == EINPROGRESS);
+    nap(0.01);
+    struct tcp_info info = {0};
+    length = sizeof info;
+    MUST(getsockopt(s, IPPROTO_TCP, TCP_INFO, &info, &length) == 0);
+    waiting += info.tcpi_state == TCP_SYN_SENT;
+  }
+  if (!waiting)
+    SKIP("there is always room");
+  cut();
+  CHECK(fcntl(l, F_GETFD) >= 0);
+}
+
+static void packets(void) {
+  int s = socket(AF_PACKET, SOCK_RAW, 0);
+  if (s < 0)
+    SKIP("no right to packet sockets");
+  cut();
+  CHECK(fcntl(s, F_GETFD) >= 0);
 }
 
 static void child_process(void) {
@@ -403,7 +433,7 @@ static void own_host_name(void) {
   CHECK(!strcmp(name, "stillpoint-test"));
 }
 
-SCENARIOS({"established_tcp", established_tcp}, {"pending_connection", pending_connection},
+SCENARIOS({"established_tcp", established_tcp}, {"connecting", connecting}, {"packets", packets}, {"pending_connection", pending_connection},
           {"child_process", child_process}, {"dead_child", dead_child}, {"io_uring", io_uring},
           {"sysv_shm", sysv_shm}, {"foreign_pipe", foreign_pipe}, {"foreign_socket", foreign_socket},
           {"foreign_memory", foreign_memory}, {"foreign_memfd", foreign_memfd}, {"foreign_pidfd", foreign_pidfd},

@@ -75,8 +75,8 @@ macro_rules! refused {
 }
 
 refused! {
-    established_tcp: "tcp" "connection" "connected",
-    pending_connection: "tcp" "connection" "pending",
+    connecting: "tcp" "being connected",
+    packets: "packet socket",
     io_uring: "io_uring",
     sysv_shm: "system v" "sysv" "shared memory",
     foreign_pipe: "pipe",
@@ -85,7 +85,6 @@ refused! {
     foreign_memfd: "memfd" "shared with" "another process" "shares",
     foreign_pidfd: "pidfd",
     userfaultfd: "userfaultfd",
-    netlink: "netlink" "socket",
     perf_event: "perf",
     fanotify: "fanotify",
     bpf: "bpf",
@@ -105,6 +104,9 @@ macro_rules! refused_or_right {
 refused_or_right! {
     child_process,
     dead_child,
+    established_tcp,
+    pending_connection,
+    netlink,
     aio,
     message_queue,
     own_descriptor_table,

@@ -1,5 +1,6 @@
 //! The image under construction: each kernel object gets one row, however many ways lead to it.
 
+use crate::files::connections::Found;
 use crate::{Error, Refusal, Result};
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -27,6 +28,10 @@ pub struct Builder {
     pub contents: Vec<Content>,
     /// What was found that cannot be captured.
     pub refusals: Vec<Refusal>,
+    /// TCP connections that were found.
+    pub(crate) connections: Vec<Found>,
+    /// Sockets in whose queue something may wait: row and duplicate.
+    pub(crate) waiting: Vec<(u32, OwnedFd)>,
     paths: HashMap<(u64, u64, Vec<u8>), u32>,
     objects: HashMap<(u64, u64), u32>,
 }
@@ -35,6 +40,12 @@ impl Builder {
     /// An empty image.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// Lets go of the duplicates of sockets.
+    pub(crate) fn forget_sockets(&mut self) {
+        self.connections.clear();
+        self.waiting.clear();
     }
 
     /// Notes something that cannot be captured.

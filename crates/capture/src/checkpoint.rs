@@ -263,7 +263,7 @@ impl Session {
         rests_until: Option<Instant>,
     ) -> Report {
         let Done { committed, pause, engine, incremental, processes } = done;
-        let Work { members, log, .. } = work;
+        let Work { members, log, notes, .. } = work;
         let single = members.len() == 1;
         for mut member in members {
             let mut kept = member.kept();
@@ -306,7 +306,7 @@ impl Session {
             engine: engine.name(),
             incremental,
             story: log.story,
-            notes: Vec::new(),
+            notes,
         }
     }
 }

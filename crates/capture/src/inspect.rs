@@ -68,9 +68,9 @@ impl Known {
         rehearsed: &mut Builder,
     ) -> Result<Self> {
         let (process, pagemap, pid) = (&target.process, &target.pagemap, target.pid);
-        // One for each descriptor of the program, several for each thread.
+        // One for each descriptor of the program, two for each socket, several for each thread.
         let (fds, tids) = (process.list("fd")?.len(), process.threads()?.len());
-        make_room(fds + 16 * tids + 64);
+        make_room(2 * fds + 16 * tids + 64);
         let mut known = Self::open(target, target::examine(builder, process, None)?)?;
         // Without them it takes longer in the freeze.
         known.threads.values_mut().for_each(|files| drop(known.examined.get_ready(files)));

@@ -12,6 +12,7 @@ pub mod files;
 pub mod freeze;
 pub(crate) mod herd;
 pub mod inspect;
+pub mod keeper;
 mod lend;
 pub mod mappings;
 pub mod regions;

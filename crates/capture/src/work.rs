@@ -11,6 +11,7 @@ use crate::files::{Holder, Moment, Outsiders};
 use crate::freeze::Hurry;
 use crate::herd::FrozenTree;
 use crate::inspect::{Assumed, Known, Ready, Regard, inspect};
+use crate::keeper::Keeper;
 use crate::relations::{self, Relative};
 use crate::target::Target;
 use crate::{Builder, Error, Options, Progress, Result, files};
@@ -101,6 +102,8 @@ pub(crate) struct Work<'a> {
     /// All processes, the root first.
     pub members: Vec<Member>,
     pub log: Log,
+    /// Remarks for the user.
+    pub notes: Vec<String>,
     /// Nothing may be assumed in the freeze that has to be confirmed after it.
     exact: bool,
     /// What was learned of the program while it ran, and when.
@@ -172,6 +175,7 @@ impl<'a> Work<'a> {
             progress,
             members,
             log: Log::default(),
+            notes: Vec::new(),
             exact: options.kill,
             learned: None,
             writer: Some(writer),
@@ -585,6 +589,7 @@ impl<'a> Work<'a> {
         self.finish()?;
         reuse_digests(&mut builder, self.last);
         files::take_digests_of(&mut builder, Usage::Write, Moment::Still(u64::MAX));
+        let keeper = self.keep_sockets(&mut builder);
         let done = self.commit(builder, tree.since.elapsed()).map_err(whole)?;
         // Children first: nobody is to be told of an end that it did not see.
         for member in self.members.iter().rev() {
@@ -595,8 +600,26 @@ impl<'a> Work<'a> {
             }
         }
         let pause = tree.thaw();
+        if let Some(keeper) = keeper {
+            keeper.take_over();
+        }
         self.members.iter().rev().for_each(|member| wait_for_end(&member.target));
         Ok(Done { pause, ..done })
+    }
+
+    /// From here on connections of the program outlive it.
+    fn keep_sockets(&mut self, builder: &mut Builder) -> Option<Keeper> {
+        match Keeper::start(builder, self.members[0].target.pidfd.as_fd()) {
+            Ok(keeper) => {
+                self.notes.extend(keeper.as_ref().map(Keeper::note));
+                keeper
+            }
+            Err(e) => {
+                let why = format!("its connections end with it, as they cannot be kept for a restore: {e}");
+                self.notes.push(why);
+                None
+            }
+        }
     }
 
     fn commit(&mut self, mut builder: Builder, pause: Duration) -> Result<Done> {
@@ -682,6 +705,7 @@ fn learn(members: &[(Arc<Target>, bool)], options: &Options, exact: bool) -> Res
     let (frozen, inherited) = (false, options.inherited.as_slice());
     let target = files::Target { holders: &holders, frozen, inherited, outsiders: &outsiders };
     let _ = files::capture_files(&mut rehearsed, &target);
+    rehearsed.forget_sockets();
     Ok(Learned { builder, outsiders, last_pid, known, rehearsed })
 }
 

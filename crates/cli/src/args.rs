@@ -230,6 +230,9 @@ pub struct Restore {
         default_value_if("clone", "true", "keep")
     )]
     pub files: Files,
+    /// What becomes of TCP connections with others
+    #[arg(long, value_name = "POLICY", default_value = "established")]
+    pub tcp: Tcp,
     /// Refuse unless the program gets back its process id in this pid namespace
     #[arg(long, value_name = "same", conflicts_with = "clone")]
     pub pid: Option<PidPolicy>,
@@ -256,6 +259,15 @@ pub enum Files {
     Keep,
     /// Refuse any change
     Refuse,
+}
+
+/// `restore --tcp`
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Tcp {
+    /// Those that were kept since the program was killed by `checkpoint --kill` go on; the others are over
+    Established,
+    /// All are over; those that were kept are closed
+    Close,
 }
 
 /// `restore --pid`

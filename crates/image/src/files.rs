@@ -357,6 +357,36 @@ pub struct Socket {
     /// It was connected and its peer is gone.
     #[n(11)]
     pub orphan: bool,
+    /// A TCP connection. Its queue is in one piece; if its peer is within the job, that is a connection too.
+    #[n(12)]
+    pub connection: Option<Connection>,
+    /// Connections that waited to be accepted, which are not part of the checkpoint.
+    #[n(13)]
+    pub pending: Option<u32>,
+    /// Who sent the datagrams in the queue, in the same order: raw `sockaddr`s.
+    #[n(14)]
+    pub senders: Option<Vec<Bytes>>,
+    /// Its place among the sockets that were kept for a restore ([`crate::Image::kept`]).
+    #[n(15)]
+    pub kept: Option<u32>,
+}
+
+/// A TCP connection at the cut.
+#[derive(Clone, Debug, Default, PartialEq, Encode, Decode)]
+#[cbor(map)]
+pub struct Connection {
+    /// Its state, as `TCP_INFO` tells it.
+    #[n(0)]
+    pub state: u8,
+    /// Address of the other end: raw `sockaddr`, empty where the connection was over.
+    #[n(1)]
+    pub remote: Bytes,
+    /// Sent, and not received by the other end within the job.
+    #[n(2)]
+    pub unsent: Bytes,
+    /// It had failed, and the program had not been told.
+    #[n(3)]
+    pub failed: bool,
 }
 
 /// A socket option.

@@ -106,6 +106,10 @@ pub struct Image {
     /// The terminal the program's standard streams were on, if they were.
     #[n(10)]
     pub terminal: Option<Terminal>,
+    /// Under this name (abstract, of a unix socket) a process of ours keeps sockets of the program, which was killed at the
+    /// cut: whoever restores it there can have them.
+    #[n(11)]
+    pub kept: Option<Bytes>,
 }
 
 /// What a checkpoint is called, when and where it was taken.

@@ -4,7 +4,8 @@
 //! tables and subtract its addresses without looking again.
 
 use crate::{
-    Backing, Codec, FileKind, Image, MAX_BLOCK_PAGES, Mapping, OpenFile, Owner, PAGE, PageMap, Place, Process,
+    Backing, Codec, FileKind, Image, MAX_BLOCK_PAGES, Mapping, OpenFile, Owner, PAGE, PageMap, Place,
+    Process, Socket,
 };
 use std::collections::HashSet;
 
@@ -100,7 +101,12 @@ pub fn image(image: &Image) -> Result<(), Invalid> {
         if let Some(path) = socket.path {
             row.refers("file", path, image.paths.len())?;
         }
+        check_connection(&row, socket, image)?;
     }
+    let mut kept: Vec<u32> = image.sockets.iter().filter_map(|s| s.kept).collect();
+    kept.sort_unstable();
+    let row = Row { what: "socket", row: 0 };
+    row.must(kept.iter().zip(0..).all(|(&place, n)| place == n), "kept sockets are not in order")?;
     Ok(())
 }
 
@@ -121,6 +127,22 @@ fn check_tree(image: &Image) -> Result<(), Invalid> {
         }
     }
     Ok(())
+}
+
+/// The ends of a connection are each other's peers; datagrams have one sender each.
+fn check_connection(row: &Row, socket: &Socket, image: &Image) -> Result<(), Invalid> {
+    let senders = socket.senders.as_ref().is_none_or(|s| s.len() == socket.queue.len());
+    row.must(senders, "its datagrams and their senders are not as many")?;
+    row.must(socket.kept.is_none() || image.kept.is_some(), "it is kept by nobody")?;
+    let Some(connection) = &socket.connection else { return Ok(()) };
+    row.must(socket.queue.len() <= 1, "the queue of a connection is in pieces")?;
+    row.must(socket.listening.is_none(), "a connection cannot listen")?;
+    let Some(peer) = socket.peer.and_then(|p| image.sockets.get(p as usize)) else { return Ok(()) };
+    row.must(peer.peer == Some(row.row as u32), "its peer has another peer")?;
+    row.must(socket.peer != Some(row.row as u32), "it is its own peer")?;
+    let other = peer.connection.as_ref();
+    row.must(other.is_some() && !connection.remote.0.is_empty(), "its peer is no connection")?;
+    row.must(!socket.local.0.is_empty(), "a connection has no address")
 }
 
 fn check_process(row: &Row, process: &Process, image: &Image) -> Result<(), Invalid> {

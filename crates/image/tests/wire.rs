@@ -56,6 +56,7 @@ fn sample() -> Image {
         sockets: vec![Socket { peer: Some(0), path: Some(0), ..Socket::default() }],
         ptys: vec![Pty::default()],
         terminal: Some(Terminal::default()),
+        kept: None,
     }
 }
 
@@ -235,8 +236,32 @@ fn page_maps_are_validated() {
 }
 
 #[test]
+fn connections_come_back_as_they_were() {
+    let mut image = sample();
+    let end = |peer, place| Socket {
+        peer: Some(peer),
+        local: b"here".to_vec().into(),
+        kept: Some(place),
+        pending: Some(3),
+        queue: vec![b"unread".to_vec().into()],
+        senders: Some(vec![b"somebody".to_vec().into()]),
+        connection: Some(Connection {
+            state: 8,
+            remote: b"there".to_vec().into(),
+            unsent: b"unsent".to_vec().into(),
+            failed: true,
+        }),
+        ..Socket::default()
+    };
+    image.sockets.extend([end(2, 1), end(1, 0)]);
+    image.kept = Some(b"name".to_vec().into());
+    let (back, _) = wire::decode(&wire::encode(&image, &sample_map())).expect("decode");
+    assert_eq!(back, image);
+}
+
+#[test]
 fn references_are_validated() {
-    let wrong: [Spoiler<Image>; 20] = [
+    let wrong: [Spoiler<Image>; 27] = [
         ("space", |i| i.processes[0].space = 1),
         ("table", |i| i.processes[0].table = 1),
         ("exe", |i| i.processes[0].exe = 1),
@@ -262,6 +287,30 @@ fn references_are_validated() {
         }),
         ("fifo", |i| i.pipes[0].fifo = Some(1)),
         ("peer", |i| i.sockets[0].peer = Some(1)),
+        ("own peer", |i| i.sockets[0].connection = Some(Connection::default())),
+        ("another's peer", |i| {
+            let end = |peer| Socket {
+                peer: Some(peer),
+                local: b"here".to_vec().into(),
+                connection: Some(Connection { remote: b"there".to_vec().into(), ..Connection::default() }),
+                ..Socket::default()
+            };
+            i.sockets.extend([end(2), end(3), end(2)]);
+        }),
+        ("listening connection", |i| {
+            i.sockets[0] =
+                Socket { listening: Some(1), connection: Some(Connection::default()), ..Socket::default() };
+        }),
+        ("pieces", |i| {
+            let queue = vec![Bytes::default(), Bytes::default()];
+            i.sockets[0] = Socket { queue, connection: Some(Connection::default()), ..Socket::default() };
+        }),
+        ("senders", |i| i.sockets[0].senders = Some(vec![Bytes::default()])),
+        ("kept by nobody", |i| i.sockets[0].kept = Some(0)),
+        ("kept out of order", |i| {
+            i.kept = Some(b"name".to_vec().into());
+            i.sockets[0].kept = Some(1);
+        }),
         ("mapped range", |i| i.paths[0].mapped_ranges.push(Range { start: 1, len: u64::MAX })),
     ];
     for (what, spoil) in wrong {

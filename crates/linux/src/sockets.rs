@@ -28,7 +28,12 @@ pub fn pair(kind: i32) -> Result<(OwnedFd, OwnedFd)> {
 /// Value of an option as raw bytes; `None` where the socket does not have the option. Not for `SO_GET_FILTER`, whose
 /// length is not in bytes ([`has_filter`]).
 pub fn option(socket: impl AsFd, level: u32, name: u32) -> Result<Option<Vec<u8>>> {
-    let mut value = vec![0u8; 256];
+    option_of(socket, level, name, 256)
+}
+
+/// Value of an option of at most so many bytes; the kernel wants to be asked for some by their very size.
+pub(crate) fn option_of(socket: impl AsFd, level: u32, name: u32, bytes: usize) -> Result<Option<Vec<u8>>> {
+    let mut value = vec![0u8; bytes];
     let mut len = value.len() as libc::socklen_t;
     // SAFETY: the kernel writes at most `len` bytes into the buffer.
     let r = unsafe {
@@ -262,7 +267,7 @@ pub fn unix_sockets() -> Result<Vec<UnixSocket>> {
     }
 }
 
-fn receive(netlink: &OwnedFd, buffer: &mut [u8]) -> Result<usize> {
+pub(crate) fn receive(netlink: &OwnedFd, buffer: &mut [u8]) -> Result<usize> {
     // SAFETY: the kernel writes at most `buffer.len()` bytes.
     let n = unsafe { libc::recv(netlink.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), 0) };
     Ok(check(|| "read an answer of sock_diag".into(), n as i64)? as usize)
@@ -272,7 +277,7 @@ fn u16_at(b: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_ne_bytes(b.get(at..at + 2)?.try_into().ok()?))
 }
 
-fn u32_at(b: &[u8], at: usize) -> Option<u32> {
+pub(crate) fn u32_at(b: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_ne_bytes(b.get(at..at + 4)?.try_into().ok()?))
 }
 

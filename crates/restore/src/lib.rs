@@ -30,6 +30,16 @@ pub enum FilesPolicy {
     Refuse,
 }
 
+/// What becomes of the program's TCP connections with others (`--tcp`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum TcpPolicy {
+    /// Those that were kept since it was killed at its checkpoint go on; all others are over.
+    #[default]
+    Established,
+    /// All are over.
+    Close,
+}
+
 /// Where standard streams from outside the job lead after the restore.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stdio {

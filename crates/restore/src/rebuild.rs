@@ -9,7 +9,7 @@ use crate::files::{Contents, OpenFiles};
 use crate::lazy::{Later, Pager, Place, Template};
 use crate::pace::Pace;
 use crate::space::{self, Backings, Filled};
-use crate::{Error, FilesPolicy, Result, Stdio, burial, clock, family, files, loader};
+use crate::{Error, FilesPolicy, Result, Stdio, TcpPolicy, burial, clock, family, files, loader};
 use std::cell::OnceCell;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
@@ -29,6 +29,8 @@ use stillpoint_store::Checkpoint;
 pub struct Options {
     /// What to do about files that changed.
     pub files: FilesPolicy,
+    /// What becomes of its connections.
+    pub tcp: TcpPolicy,
     /// Where standard streams from outside lead.
     pub stdio: Stdio,
     /// If less than this would come later, bytes, all comes first.
@@ -109,7 +111,7 @@ pub fn restore(
     let start = Instant::now();
     let pace = Pace::new(options.limit);
     let contents = Stored { checkpoint, pace: &pace };
-    let mut open = files::open(image, &contents, options.files, options.stdio)?;
+    let mut open = files::open(image, &contents, options.files, options.tcp, options.stdio)?;
     let own = Proc::process(std::process::id())?.maps()?;
     let room = space::find_room(&image.spaces, &own)?;
     let mut notes = Vec::from_iter(clock::continue_clocks(&image.meta)?);
@@ -168,6 +170,7 @@ pub fn restore(
         spawn::tgkill(row.pid, row.pid, libc::SIGSTOP)?;
     }
     ready(nursery.pid())?;
+    open.release_kept();
     for row in &rows {
         for (tid, signal) in last::late_signals(row.process) {
             spawn::tgkill(row.pid, tid.unwrap_or(row.pid), signal as i32)?;

@@ -13,7 +13,7 @@ use stillpoint_image::{FileKind, Image, Owner, Process};
 use stillpoint_linux::descriptors::pidfd_open;
 use stillpoint_linux::local::LocalRun;
 use stillpoint_restore::files::{self, Contents};
-use stillpoint_restore::{Error, FilesPolicy, Result, Stdio};
+use stillpoint_restore::{Error, FilesPolicy, Result, Stdio, TcpPolicy};
 
 const PRELUDE: &str = r#"
 import os, sys, socket, select, fcntl, struct, ctypes, termios, signal, tempfile, time, tty
@@ -129,7 +129,14 @@ fn helper() {
     let process = Process { pid: std::process::id(), ..Process::default() };
     image.processes.push(process);
     let _ = rustix::process::setsid(); // as a program that had a terminal of its own did
-    let open = files::open(&image, &Folder(dir.clone()), FilesPolicy::Refuse, Stdio::Current).unwrap();
+    let open = files::open(
+        &image,
+        &Folder(dir.clone()),
+        FilesPolicy::Refuse,
+        TcpPolicy::Established,
+        Stdio::Current,
+    )
+    .unwrap();
     let mut open = std::mem::ManuallyDrop::new(open); // install closes its descriptors: we are both sides
     open.cut_back(&mut |_, _, _| Ok(())).unwrap();
     open.settle(&image).unwrap();
@@ -522,7 +529,10 @@ fn after(change: impl Fn(&Path), policy: FilesPolicy) -> (Result<files::OpenFile
     assert_eq!(builder.refusals, []);
     drop(program);
     change(dir.path());
-    (files::open(&builder.image, &Folder(dir.path().into()), policy, Stdio::Null), dir)
+    (
+        files::open(&builder.image, &Folder(dir.path().into()), policy, TcpPolicy::Established, Stdio::Null),
+        dir,
+    )
 }
 
 fn append(path: PathBuf, bytes: &[u8]) {
@@ -607,7 +617,15 @@ fn an_address_in_use_is_refused() {
     let program = start(dir.path(), script);
     let builder = capture(program.0.id());
     assert_eq!(builder.refusals, []);
-    let open = || files::open(&builder.image, &Folder(dir.path().into()), FilesPolicy::Rollback, Stdio::Null);
+    let open = || {
+        files::open(
+            &builder.image,
+            &Folder(dir.path().into()),
+            FilesPolicy::Rollback,
+            TcpPolicy::Established,
+            Stdio::Null,
+        )
+    };
     assert_says(open(), "another program uses this socket");
     fs::rename(dir.path().join("s"), dir.path().join("moved")).unwrap();
     assert_says(open(), "TCP 127.0.0.1:");
@@ -631,9 +649,14 @@ fn unread_standard_input_goes_first() {
     assert_eq!(builder.refusals, []);
     assert_eq!(builder.image.files[0].kind, FileKind::Stdio(0));
     assert_eq!(builder.image.pipes[0].data[0].0, b"unread");
-    let mut open =
-        files::open(&builder.image, &Folder(dir.path().into()), FilesPolicy::Rollback, Stdio::Current)
-            .unwrap();
+    let mut open = files::open(
+        &builder.image,
+        &Folder(dir.path().into()),
+        FilesPolicy::Rollback,
+        TcpPolicy::Established,
+        Stdio::Current,
+    )
+    .unwrap();
     assert!(open.take_stdin_pump().is_some());
 }
 
@@ -724,7 +747,9 @@ g = open("gone", "w+b"); g.write(b"g" * 5000); g.flush(); b = mmap.mmap(g.fileno
     // What the program wrote through its mapping after the cut is taken back, and is no reason to refuse.
     File::options().write(true).open(&shared).unwrap().write_all_at(b"later", 4000).unwrap();
     let contents = Folder(dir.path().into());
-    let mut open = files::open(&builder.image, &contents, FilesPolicy::Rollback, Stdio::Null).unwrap();
+    let mut open =
+        files::open(&builder.image, &contents, FilesPolicy::Rollback, TcpPolicy::Established, Stdio::Null)
+            .unwrap();
     open.write_back(&contents).unwrap();
     open.cut_back(&mut |_, _, _| Ok(())).unwrap();
     let mut expected = vec![b's'; 10000];

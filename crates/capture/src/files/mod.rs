@@ -11,9 +11,13 @@
 //! | [`paths`] | files in the file system, deleted ones, procfs |
 //! | [`mapped`] | files behind mappings |
 //! | [`contents`] | storing contents, digests |
+//! | [`connections`] | TCP connections, and which two are the ends of one |
+//! | [`datagrams`] | UDP, ICMP, raw and netlink sockets |
 //! | [`pipes`], [`sockets`], [`terminals`], [`events`], [`memory`], [`locks`] | one kind of object each |
 
+pub mod connections;
 pub mod contents;
+pub mod datagrams;
 pub mod descriptions;
 pub mod events;
 pub mod locks;
@@ -34,6 +38,7 @@ use standard::Standard;
 use std::collections::HashMap;
 use std::os::fd::BorrowedFd;
 use stillpoint_image::{Descriptor, FileKind, FileTable, OpenFile};
+use stillpoint_linux::datagrams::Group;
 use stillpoint_linux::descriptors::raise_descriptor_limit;
 use stillpoint_linux::proc::{Proc, Stat};
 use stillpoint_linux::sockets::UnixSocket;
@@ -99,6 +104,7 @@ pub fn capture_files(builder: &mut Builder, target: &Target<'_>) -> Result<Vec<u
         }
     }
     standard.capture_terminal(&mut scan)?;
+    connections::complete(scan.builder, target.frozen, &mut scan.options)?;
     let first = builder.image.tables.len() as u32;
     tables.iter_mut().for_each(|table| table.descriptors.sort_by_key(|d| d.fd));
     builder.image.tables.extend(tables);
@@ -123,6 +129,8 @@ pub struct Scan<'a> {
     pub(crate) sockets: HashMap<u64, u32>,
     pub(crate) ptys: HashMap<u32, u32>,
     unix: Option<HashMap<u32, UnixSocket>>,
+    /// Groups of IPv4 and IPv6 that somebody has joined.
+    groups: HashMap<i32, Vec<Group>>,
     pub(crate) options: options::Defaults,
     pub(crate) same_network: bool,
     /// What `stat` tells of the holders, and their process groups as they see them.
@@ -154,6 +162,7 @@ impl<'a> Scan<'a> {
             sockets: HashMap::new(),
             ptys: HashMap::new(),
             unix: None,
+            groups: HashMap::new(),
             options: options::Defaults::default(),
             same_network: network(&target.holders[0].pid.to_string()) == network("self"),
             stats,
@@ -195,6 +204,11 @@ impl<'a> Scan<'a> {
             self.unix = Some(all.into_iter().map(|s| (s.ino, s)).collect());
         }
         Ok(self.unix.as_ref().and_then(|all| all.get(&ino)).cloned())
+    }
+
+    /// Groups that sockets of this machine have joined.
+    pub(crate) fn groups(&mut self, family: i32) -> Vec<Group> {
+        self.groups.entry(family).or_insert_with(|| stillpoint_linux::datagrams::groups(family)).clone()
     }
 
     fn open_file(&mut self, d: &Description, kind: FileKind) -> Result<OpenFile> {

@@ -64,9 +64,16 @@ const INTERNET: &[i32] = &[
     libc::IP_RECVORIGDSTADDR,
     libc::IP_NODEFRAG,
     libc::IP_UNICAST_IF,
-    libc::IP_MULTICAST_TTL,
-    libc::IP_MULTICAST_LOOP,
-    libc::IP_MULTICAST_ALL,
+];
+
+/// The same of sockets that send to groups.
+const GROUPS: &[i32] =
+    &[libc::IP_MULTICAST_IF, libc::IP_MULTICAST_TTL, libc::IP_MULTICAST_LOOP, libc::IP_MULTICAST_ALL];
+const GROUPS6: &[i32] = &[
+    libc::IPV6_MULTICAST_HOPS,
+    libc::IPV6_MULTICAST_LOOP,
+    libc::IPV6_MULTICAST_IF,
+    29, // IPV6_MULTICAST_ALL
 ];
 
 /// Options of IPv6.
@@ -87,10 +94,6 @@ const INTERNET6: &[i32] = &[
     libc::IPV6_DONTFRAG,
     libc::IPV6_AUTOFLOWLABEL,
     libc::IPV6_UNICAST_IF,
-    libc::IPV6_MULTICAST_HOPS,
-    libc::IPV6_MULTICAST_LOOP,
-    libc::IPV6_MULTICAST_IF,
-    29, // IPV6_MULTICAST_ALL
 ];
 
 /// Options of TCP.
@@ -121,6 +124,14 @@ const TRANSMISSION: &[i32] = &[
 /// Options of UDP: cork, segment size, receive offload.
 const DATAGRAM: &[i32] = &[1, 103, 104];
 
+/// Options of netlink: packet information, broadcast errors, no `ENOBUFS`, all namespaces, short and long acknowledgements, strict checks.
+const NETLINK: &[i32] = &[3, 4, 5, 8, 10, 11, 12];
+const SOL_NETLINK: u32 = 270;
+
+/// Options of raw sockets: headers by the program, filters of ICMP, checksums.
+const RAW: &[(u32, u32)] =
+    &[(IP, libc::IP_HDRINCL as u32), (255, 1), (58, 1), (255, 7), (IPV6, 36 /* IPV6_HDRINCL */)];
+
 fn known(family: i32, protocol: i32) -> impl Iterator<Item = (u32, u32)> {
     let internet = matches!(family, libc::AF_INET | libc::AF_INET6);
     let list = |level: u32, names: &'static [i32], here: bool| {
@@ -130,7 +141,15 @@ fn known(family: i32, protocol: i32) -> impl Iterator<Item = (u32, u32)> {
     list(SOL_SOCKET, SOCKET, true)
         .chain(list(IPV6, INTERNET6, family == libc::AF_INET6))
         .chain(list(IP, INTERNET, internet))
+        .chain(list(IP, GROUPS, internet && protocol != libc::IPPROTO_TCP))
+        .chain(list(IPV6, GROUPS6, family == libc::AF_INET6 && protocol != libc::IPPROTO_TCP))
         .chain(list(TCP, TRANSMISSION, internet && protocol == libc::IPPROTO_TCP))
+        .chain(list(SOL_NETLINK, NETLINK, family == libc::AF_NETLINK))
+        .chain(
+            RAW.iter()
+                .copied()
+                .filter(move |_| internet && protocol != libc::IPPROTO_TCP && protocol != libc::IPPROTO_UDP),
+        )
         .chain(list(UDP, DATAGRAM, internet && protocol == libc::IPPROTO_UDP))
 }
 

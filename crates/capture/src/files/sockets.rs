@@ -1,7 +1,8 @@
-//! Sockets: unix pairs with the data in them, listening ones, unconnected ones.
+//! Sockets: unix pairs with the data in them, listening ones. The others are in [`super::connections`] and
+//! [`super::datagrams`].
 
 use super::descriptions::Description;
-use super::{Scan, paths};
+use super::{Scan, connections, datagrams, paths};
 use crate::Result;
 use rustix::fs::FileType;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -11,12 +12,12 @@ use stillpoint_image::{Bytes, FileKind, PathFile, Socket, Usage};
 use stillpoint_linux::descriptors::{poll_now, readable};
 use stillpoint_linux::fdinfo::Detail;
 use stillpoint_linux::sockets::{self, UnixSocket};
+use stillpoint_linux::tcp::{self, state};
 
 const SOL_SOCKET: u32 = libc::SOL_SOCKET as u32;
 const TCP_LISTEN: u8 = 10;
-const TCP_CLOSE: u8 = 7;
-const WAIT: &str = "try again when the program has read it";
-const CLOSE: &str = "close it before the checkpoint";
+pub(super) const WAIT: &str = "try again when the program has read it";
+pub(super) const CLOSE: &str = "close it before the checkpoint";
 
 /// Family, kind and protocol of a socket.
 fn sort(d: &Description) -> Result<(i32, i32, i32)> {
@@ -66,7 +67,13 @@ pub(crate) fn capture(scan: &mut Scan<'_>, d: &Description) -> Result<Option<Fil
     let row = match sort {
         (libc::AF_UNIX, ..) => unix(scan, d, sort)?,
         (libc::AF_INET | libc::AF_INET6, libc::SOCK_STREAM, libc::IPPROTO_TCP) => tcp(scan, d, sort)?,
-        (libc::AF_INET | libc::AF_INET6, libc::SOCK_DGRAM, libc::IPPROTO_UDP) => udp(scan, d, sort)?,
+        (libc::AF_INET | libc::AF_INET6, libc::SOCK_DGRAM, libc::IPPROTO_UDP) => {
+            datagrams::udp(scan, d, sort)?
+        }
+        (libc::AF_INET | libc::AF_INET6, libc::SOCK_RAW, _)
+        | (libc::AF_INET, libc::SOCK_DGRAM, libc::IPPROTO_ICMP)
+        | (libc::AF_INET6, libc::SOCK_DGRAM, libc::IPPROTO_ICMPV6) => datagrams::raw(scan, d, sort)?,
+        (libc::AF_NETLINK, ..) => datagrams::netlink(scan, d, sort)?,
         other => {
             let why = format!("it is {}, which cannot be captured", name_of_sort(other));
             return scan.refuse(d, why, CLOSE);
@@ -97,7 +104,7 @@ fn name_of_sort((family, kind, protocol): (i32, i32, i32)) -> String {
 }
 
 /// A row with what all sockets have; `None` if refused.
-fn common(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)) -> Result<Option<Socket>> {
+pub(super) fn common(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)) -> Result<Option<Socket>> {
     if scan.target.frozen && poll_now(&d.file, libc::POLLIN)? & libc::POLLERR != 0 {
         return scan.refuse(d, "it has an error that the program has not yet been told", WAIT);
     }
@@ -114,7 +121,7 @@ fn common(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)) -> Result
     }))
 }
 
-fn add(scan: &mut Scan<'_>, d: &Description, socket: Socket) -> u32 {
+pub(super) fn add(scan: &mut Scan<'_>, d: &Description, socket: Socket) -> u32 {
     let row = scan.builder.image.sockets.len() as u32;
     scan.builder.image.sockets.push(socket);
     scan.sockets.insert(d.stat.st_ino, row);
@@ -122,54 +129,36 @@ fn add(scan: &mut Scan<'_>, d: &Description, socket: Socket) -> u32 {
 }
 
 fn tcp(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)) -> Result<Option<u32>> {
-    let info = sockets::option(&d.file, sort.2 as u32, libc::TCP_INFO as u32)?.unwrap_or_default();
-    let word = |at: usize| info.get(at..at + 4).map_or(0, |b| u32::from_ne_bytes([b[0], b[1], b[2], b[3]]));
-    let local = sockets::local_address(&d.file)?;
-    let peer = sockets::peer_address(&d.file)?;
-    let state = info.first().copied().unwrap_or(0);
+    let info = tcp::info(&d.file)?;
     let used = poll_now(&d.file, libc::POLLIN | libc::POLLRDHUP)? & (libc::POLLIN | libc::POLLRDHUP) != 0;
-    let named =
-        format!("descriptor {} ({}, TCP {}", d.fd(), String::from_utf8_lossy(&d.link), address(&local));
-    if state != TCP_LISTEN && (state != TCP_CLOSE || used) {
-        let what = match peer {
-            Some(peer) => format!("{named} ↔ {})", address(&peer)),
-            None => format!("{named})"),
-        };
-        let why = if state == 1 { "it is an established connection" } else { "it is a connection that ends" };
-        scan.builder.refuse(what, why, "close it before the checkpoint, or wait until it ends");
-        return Ok(None);
-    }
-    // Of a listening socket the kernel tells the queue in fields of the same structure: tcpi_unacked, tcpi_sacked.
-    let (pending, backlog) = (word(24), word(28));
-    if scan.target.frozen && state == TCP_LISTEN && pending > 0 {
-        let why = format!("{pending} connections wait to be accepted");
-        scan.builder.refuse(format!("{named})"), why, "try again when the program has accepted them");
-        return Ok(None);
+    if info.state != state::LISTEN && (info.state != state::CLOSE || used) {
+        let connection = connections::capture(scan, d, sort, info)?;
+        return Ok(connection.map(|socket| add(scan, d, socket)));
     }
     if sockets::option(&d.file, sort.2 as u32, libc::TCP_ULP as u32)?.is_some_and(|u| !u.is_empty()) {
         return scan.refuse(d, "it has an upper layer protocol (TCP_ULP)", CLOSE);
     }
     let Some(mut socket) = common(scan, d, sort)? else { return Ok(None) };
-    socket.local = bound(local);
-    socket.listening = (state == TCP_LISTEN).then_some(backlog);
-    Ok(Some(add(scan, d, socket)))
+    socket.local = bound(sockets::local_address(&d.file)?);
+    let listens = info.state == state::LISTEN;
+    socket.listening = listens.then_some(info.backlog);
+    socket.pending = Some(info.pending).filter(|&n| listens && n > 0);
+    let row = add(scan, d, socket);
+    if listens {
+        may_wait(scan, d, row)?;
+    }
+    Ok(Some(row))
 }
 
-fn udp(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)) -> Result<Option<u32>> {
-    if scan.target.frozen && poll_now(&d.file, libc::POLLIN)? & libc::POLLIN != 0 {
-        return scan.refuse(d, "it has datagrams that were not yet read", WAIT);
-    }
-    if sockets::int_option(&d.file, sort.2 as u32, 100 /* UDP_ENCAP */)?.unwrap_or(0) != 0 {
-        return scan.refuse(d, "it is a UDP tunnel", CLOSE);
-    }
-    let Some(mut socket) = common(scan, d, sort)? else { return Ok(None) };
-    socket.local = bound(sockets::local_address(&d.file)?);
-    socket.remote = Bytes(sockets::peer_address(&d.file)?.unwrap_or_default());
-    Ok(Some(add(scan, d, socket)))
+/// Something may wait in the queue of this socket.
+pub(super) fn may_wait(scan: &mut Scan<'_>, d: &Description, row: u32) -> Result<()> {
+    let file = d.file.try_clone().map_err(|e| stillpoint_linux::Error::call("duplicate a socket", e))?;
+    scan.builder.waiting.push((row, file));
+    Ok(())
 }
 
 /// An internet address, or nothing if the socket is not bound to a port.
-fn bound(address: Vec<u8>) -> Bytes {
+pub(super) fn bound(address: Vec<u8>) -> Bytes {
     let has_port = address.get(2..4).is_some_and(|port| port != [0, 0]);
     Bytes(if has_port { address } else { Vec::new() })
 }

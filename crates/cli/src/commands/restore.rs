@@ -1,6 +1,6 @@
 //! `stillpoint restore`: a program comes back from the store.
 
-use crate::args::{Common, Files, Periodic, Restore};
+use crate::args::{Common, Files, Periodic, Restore, Tcp};
 use crate::checkpointer::Beside;
 use crate::commands::clones;
 use crate::commands::private::{self, Inside};
@@ -21,7 +21,7 @@ use std::time::Duration;
 use stillpoint_image::{Meta, Range, Terminal};
 use stillpoint_linux::supervise::{Child, Signals};
 use stillpoint_restore::{
-    Coming, Error, FilesPolicy, Heard, Lazily, Options, Pager, Restored, Stdio, restore,
+    Coming, Error, FilesPolicy, Heard, Lazily, Options, Pager, Restored, Stdio, TcpPolicy, restore,
 };
 use stillpoint_store::{Checkpoint, Claim, Sources, Store, TouchSet};
 
@@ -329,7 +329,18 @@ fn options(args: &Restore, stdio: Stdio) -> Options {
         Files::Keep => FilesPolicy::Keep,
         Files::Refuse => FilesPolicy::Refuse,
     };
-    Options { files, stdio, eager_below: args.eager_below, limit: args.limit_bandwidth, is_followed: true }
+    let tcp = match args.tcp {
+        Tcp::Established => TcpPolicy::Established,
+        Tcp::Close => TcpPolicy::Close,
+    };
+    Options {
+        files,
+        tcp,
+        stdio,
+        eager_below: args.eager_below,
+        limit: args.limit_bandwidth,
+        is_followed: true,
+    }
 }
 
 /// The name that the restored program runs under: that of its job, or, while that runs, a new one.

@@ -8,10 +8,13 @@
 //! | at the very end | [`OpenFiles::write_back`], [`OpenFiles::cut_back`], [`OpenFiles::settle`]; then drop it |
 
 mod check;
+mod connections;
 mod created;
 mod cutback;
+mod datagrams;
 mod events;
 mod install;
+mod kept;
 mod locks;
 pub mod moves;
 mod objects;
@@ -22,8 +25,9 @@ mod sockets;
 mod standard;
 mod terminals;
 
-use crate::{Error, FilesPolicy, Result, Stdio};
+use crate::{Error, FilesPolicy, Result, Stdio, TcpPolicy};
 use created::Created;
+use kept::Kept;
 use objects::Recreated;
 use std::collections::HashMap;
 use std::io::Read;
@@ -70,10 +74,18 @@ pub struct OpenFiles {
     stdin_pump: Option<OwnedFd>,
     /// Slaves of pseudo-terminals that control a session, by row of [`Image::ptys`].
     terminals: HashMap<u32, OwnedFd>,
+    /// The line to who has kept sockets for the program.
+    kept: Option<Kept>,
 }
 
 /// Opens everything. Nothing that exists is changed, and all reasons against it are found before anything is made.
-pub fn open(image: &Image, contents: &dyn Contents, policy: FilesPolicy, stdio: Stdio) -> Result<OpenFiles> {
+pub fn open(
+    image: &Image,
+    contents: &dyn Contents,
+    policy: FilesPolicy,
+    tcp: TcpPolicy,
+    stdio: Stdio,
+) -> Result<OpenFiles> {
     let findings = check::check(image, policy)?;
     let mut refusals = findings.refusals;
     sockets::check(image, &mut refusals);
@@ -81,7 +93,7 @@ pub fn open(image: &Image, contents: &dyn Contents, policy: FilesPolicy, stdio: 
         return Err(Error::Refused(refusals));
     }
     descriptors::raise_descriptor_limit()?;
-    let mut opening = Opening::new(image, contents, stdio)?;
+    let mut opening = Opening::new(image, contents, tcp, stdio)?;
     opening.files.cuts = cutback::cuts(image, &findings.grown);
     if policy != FilesPolicy::Keep {
         opening.files.write_backs = cutback::write_backs(image);
@@ -107,6 +119,7 @@ pub fn open(image: &Image, contents: &dyn Contents, policy: FilesPolicy, stdio: 
 struct Opening<'a> {
     image: &'a Image,
     contents: &'a dyn Contents,
+    tcp: TcpPolicy,
     stdio: Stdio,
     /// Deleted files, by row; they lose their names when this is dropped.
     deleted: HashMap<u32, Recreated>,
@@ -114,7 +127,7 @@ struct Opening<'a> {
 }
 
 impl<'a> Opening<'a> {
-    fn new(image: &'a Image, contents: &'a dyn Contents, stdio: Stdio) -> Result<Self> {
+    fn new(image: &'a Image, contents: &'a dyn Contents, tcp: TcpPolicy, stdio: Stdio) -> Result<Self> {
         let null = std::fs::OpenOptions::new().read(true).write(true).open("/dev/null");
         let files = OpenFiles {
             sources: image.files.iter().map(|_| None).collect(),
@@ -127,8 +140,9 @@ impl<'a> Opening<'a> {
             notes: Vec::new(),
             stdin_pump: None,
             terminals: HashMap::new(),
+            kept: None,
         };
-        Ok(Opening { image, contents, stdio, deleted: HashMap::new(), files })
+        Ok(Opening { image, contents, tcp, stdio, deleted: HashMap::new(), files })
     }
 
     /// Rows of open files for which `pick` gives something.
@@ -210,6 +224,13 @@ impl OpenFiles {
             }
         }
         Ok(())
+    }
+
+    /// The program is complete: from now on its sockets are its own. Right before it runs.
+    pub fn release_kept(&self) {
+        if let Some(kept) = &self.kept {
+            kept.release();
+        }
     }
 
     /// Files that will be cut back.

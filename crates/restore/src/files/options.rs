@@ -11,7 +11,17 @@ const RCVBUF: u32 = libc::SO_RCVBUF as u32;
 
 /// Sets all options of a socket.
 pub(super) fn apply(fd: impl AsFd, socket: &Socket, what: &str) -> Result<()> {
-    for option in &socket.options {
+    apply_some(fd, socket, what, |_, _| true)
+}
+
+/// Sets those options of a socket that `pick` picks by their level and name.
+pub(super) fn apply_some(
+    fd: impl AsFd,
+    socket: &Socket,
+    what: &str,
+    pick: impl Fn(u32, u32) -> bool,
+) -> Result<()> {
+    for option in socket.options.iter().filter(|o| pick(o.level, o.name)) {
         let set = match (option.level, option.name) {
             (SOL_SOCKET, SNDBUF) => set_buffer(&fd, option, libc::SO_SNDBUFFORCE as u32),
             (SOL_SOCKET, RCVBUF) => set_buffer(&fd, option, libc::SO_RCVBUFFORCE as u32),

@@ -1,6 +1,7 @@
 //! Sockets: listening and unconnected ones, unix pairs with the data in them.
 
-use super::{Opening, missing, options};
+use super::kept::Kept;
+use super::{Opening, connections, datagrams, missing, options};
 use crate::{Error, Result};
 use rustix::fs::{FileType, Gid, Mode, Uid};
 use std::collections::HashMap;
@@ -8,11 +9,12 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use stillpoint_image::{FileKind, Image, PathFile, Socket};
-use stillpoint_linux::{Error as Kernel, sockets};
+use stillpoint_linux::{Error as Kernel, inet_diag, sockets};
 
 const UNIX: u32 = libc::AF_UNIX as u32;
 const STREAM: u32 = libc::SOCK_STREAM as u32;
 const DATAGRAM: u32 = libc::SOCK_DGRAM as u32;
+const IN_USE: &str = "another program uses this address";
 /// Longest `sun_path`, with its end.
 const SUN_PATH: usize = 108;
 
@@ -46,10 +48,14 @@ fn is_stale(path: &Path, kind: u32) -> bool {
 
 /// Makes all sockets.
 pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
-    let mut made: HashMap<usize, OwnedFd> = HashMap::new();
+    let mut made = take_kept(opening)?;
     // Connections that were accepted under a name need the name while it is still free.
     accept_connections(opening, &mut made)?;
     bind_all(opening, &mut made)?;
+    connections::open(opening, &mut made)?;
+    if let Some(kept) = &mut opening.files.kept {
+        kept.all_bound();
+    }
     for (index, socket) in opening.image.sockets.iter().enumerate() {
         if made.contains_key(&index) {
             continue;
@@ -63,14 +69,14 @@ pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
             None => fill(&other, socket)?, // its peer is gone, and goes
         }
     }
-    for (index, socket) in opening.image.sockets.iter().enumerate() {
-        if let (Some(peer), Some(own)) = (socket.peer, made.get(&index)) {
+    for socket in &opening.image.sockets {
+        if let Some(peer) = socket.peer.filter(|_| socket.connection.is_none()) {
             let other = made.get(&(peer as usize)).ok_or_else(|| missing("socket", peer))?;
             fill(other, socket)?;
-            let _ = own;
         }
     }
     finish(opening, &made)?;
+    datagrams::send_again(opening, &made);
     let rows = opening.rows(|f| match f.kind {
         FileKind::Socket(index) => Some(index),
         _ => None,
@@ -83,11 +89,21 @@ pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
     Ok(())
 }
 
+/// Those that were kept since the program was killed.
+fn take_kept(opening: &mut Opening<'_>) -> Result<HashMap<usize, OwnedFd>> {
+    let taken = Kept::take(opening.image, opening.tcp)?;
+    Ok(taken.map_or_else(HashMap::new, |(kept, made)| {
+        opening.files.kept = Some(kept);
+        made
+    }))
+}
+
 /// Sockets with neither a peer nor a lost one: made, bound, set to listen. All that cannot be are told together.
 fn bind_all(opening: &mut Opening<'_>, made: &mut HashMap<usize, OwnedFd>) -> Result<()> {
     let mut refusals = Vec::new();
     for (index, socket) in opening.image.sockets.iter().enumerate() {
-        if socket.peer.is_some() || socket.orphan {
+        if socket.peer.is_some() || socket.orphan || socket.connection.is_some() || made.contains_key(&index)
+        {
             continue;
         }
         let fd = sockets::socket(socket.family as i32, socket.kind as i32, socket.protocol as i32)?;
@@ -96,6 +112,11 @@ fn bind_all(opening: &mut Opening<'_>, made: &mut HashMap<usize, OwnedFd>) -> Re
             Ok(()) => {}
             Err(Error::Refused(lines)) => refusals.extend(lines),
             Err(e) => return Err(e),
+        }
+        if let Some(pending) = socket.pending {
+            let what = name(opening.image, socket);
+            let note = format!("{what}: connections that waited to be accepted are gone ({pending})");
+            opening.files.notes.push(note);
         }
         made.insert(index, fd);
     }
@@ -112,8 +133,15 @@ fn bind(opening: &mut Opening<'_>, socket: &Socket, fd: &OwnedFd) -> Result<()> 
         if internet_stream {
             sockets::set_option(fd, reuse.0, reuse.1, &1i32.to_ne_bytes())?;
         }
-        bind_name(opening, socket, fd)?;
-        listen(socket, fd, &name(opening.image, socket))?;
+        let bind = |opening: &mut Opening<'_>| {
+            bind_name(opening, socket, fd)?;
+            listen(socket, fd, &name(opening.image, socket))
+        };
+        if let Err(e) = bind(opening) {
+            // Unless the program has allowed it, connections that are over keep others from the port for a minute.
+            let over = internet_stream && is_in_use(&e) && forget(socket);
+            if over { bind(opening)? } else { return Err(e) }
+        }
         if let Some(before) = before.filter(|_| internet_stream) {
             sockets::set_option(fd, reuse.0, reuse.1, &before)?;
         }
@@ -126,6 +154,12 @@ fn bind(opening: &mut Opening<'_>, socket: &Socket, fd: &OwnedFd) -> Result<()> 
         sockets::connect(fd, &socket.remote.0).map_err(refused)?;
     }
     Ok(())
+}
+
+/// Makes the kernel forget connections of the socket's port that are over; whether there were any.
+pub(super) fn forget(socket: &Socket) -> bool {
+    let port = socket.local.0.get(2..4).map(|port| [port[0], port[1]]);
+    port.is_some_and(|port| inet_diag::forget(port).is_ok_and(|n| n > 0))
 }
 
 fn listen(socket: &Socket, fd: &OwnedFd, what: &str) -> Result<()> {
@@ -169,9 +203,13 @@ fn bind_path(opening: &mut Opening<'_>, file: &PathFile, fd: &OwnedFd, kind: u32
     Ok(())
 }
 
-fn refusal(what: &str, e: &std::io::Error) -> Error {
+fn is_in_use(e: &Error) -> bool {
+    matches!(e, Error::Refused(lines) if lines.iter().any(|line| line.ends_with(IN_USE)))
+}
+
+pub(super) fn refusal(what: &str, e: &std::io::Error) -> Error {
     let why = match e.raw_os_error() {
-        Some(libc::EADDRINUSE) => "another program uses this address".to_owned(),
+        Some(libc::EADDRINUSE) => IN_USE.to_owned(),
         Some(libc::EADDRNOTAVAIL) => "this machine does not have this address".to_owned(),
         Some(libc::EACCES) => "we are not permitted to use this address".to_owned(),
         _ => e.to_string(),
@@ -276,7 +314,7 @@ fn fill(other: &OwnedFd, socket: &Socket) -> Result<()> {
 /// Names, options and shutdown of connected sockets.
 fn finish(opening: &mut Opening<'_>, made: &HashMap<usize, OwnedFd>) -> Result<()> {
     for (index, socket) in opening.image.sockets.iter().enumerate() {
-        let connected = socket.peer.is_some() || socket.orphan;
+        let connected = (socket.peer.is_some() || socket.orphan) && socket.connection.is_none();
         let Some(fd) = made.get(&index).filter(|_| connected) else { continue };
         if socket.kind == DATAGRAM && !socket.local.0.is_empty() {
             bind_name(opening, socket, fd)?;
@@ -299,20 +337,25 @@ fn shut_down(fd: impl AsFd, socket: &Socket) -> Result<()> {
 }
 
 /// A socket for people.
-fn name(image: &Image, socket: &Socket) -> String {
+pub(super) fn name(image: &Image, socket: &Socket) -> String {
     if let Some(file) = socket.path.and_then(|row| image.paths.get(row as usize)) {
         return format!("socket {}", file.path);
     }
     let local = &socket.local.0;
-    let kind = if socket.kind == STREAM { "TCP" } else { "UDP" };
+    let kind = match socket.protocol as i32 {
+        libc::IPPROTO_TCP => "TCP",
+        libc::IPPROTO_UDP => "UDP",
+        _ => "an internet socket",
+    };
     match socket.family as i32 {
         libc::AF_UNIX if local.len() > 3 => format!("socket @{}", local[3..].escape_ascii()),
         libc::AF_UNIX => "an unnamed socket".into(),
+        libc::AF_NETLINK => format!("a netlink socket of protocol {}", socket.protocol),
         _ => format!("{kind} {}", address(local)),
     }
 }
 
-fn address(raw: &[u8]) -> String {
+pub(super) fn address(raw: &[u8]) -> String {
     use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
     let port = raw.get(2..4).map_or(0, |b| u16::from_be_bytes([b[0], b[1]]));
     let v4 = raw.get(4..8).and_then(|b| <[u8; 4]>::try_from(b).ok());

@@ -1,0 +1,220 @@
+//! TCP connections: their state, which two of them are the ends of one, and what is on its way between those.
+//!
+//! Nothing is done to a connection whose other end is elsewhere but to look what is unread. It is restored as one that is over,
+//! unless it has been kept ([`crate::keeper`]). Of one with both ends in the program everything is known and restored.
+
+use super::descriptions::Description;
+use super::sockets::{CLOSE, address};
+use super::{Scan, options::Defaults};
+use crate::{Builder, Result};
+use std::collections::HashMap;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use stillpoint_image::{Bytes, Connection, Socket};
+use stillpoint_linux::descriptors::poll_now;
+use stillpoint_linux::sockets;
+use stillpoint_linux::tcp::{self, Guard, Info, state};
+
+const TCP: u32 = libc::IPPROTO_TCP as u32;
+
+/// A connection whose row is complete when all have been found.
+#[derive(Debug)]
+pub struct Found {
+    row: u32,
+    /// For people.
+    name: String,
+    file: OwnedFd,
+    sort: (i32, i32, i32),
+    failed: bool,
+    /// What is unread has been looked at.
+    seen: bool,
+}
+
+impl Found {
+    /// Its row among the sockets of the image.
+    pub(crate) fn row(&self) -> u32 {
+        self.row
+    }
+
+    /// Our duplicate of it.
+    pub(crate) fn file(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+/// Captures a connection as far as it can be told by itself; `None` if refused.
+pub(super) fn capture(
+    scan: &mut Scan<'_>,
+    d: &Description,
+    sort: (i32, i32, i32),
+    info: Info,
+) -> Result<Option<Socket>> {
+    let events = poll_now(&d.file, libc::POLLPRI)?;
+    let local = sockets::local_address(&d.file)?;
+    let remote = sockets::peer_address(&d.file)?.unwrap_or_default();
+    let name = name(d, &local, &remote);
+    let why = if matches!(info.state, state::SYN_SENT | state::SYN_RECEIVED) {
+        Some(("it is just being connected", "try again when it is"))
+    } else if sockets::option(&d.file, TCP, libc::TCP_ULP as u32)?.is_some_and(|u| !u.is_empty()) {
+        Some(("it has an upper layer protocol (TCP_ULP)", CLOSE))
+    } else if sockets::has_filter(&d.file)? {
+        Some(("a packet filter is attached to it", CLOSE))
+    } else if scan.target.frozen && events & libc::POLLPRI != 0 {
+        Some(("it has urgent data that was not yet read", "try again when the program has read it"))
+    } else if sockets::int_option(&d.file, libc::SOL_SOCKET as u32, libc::SO_PEEK_OFF as u32)?
+        .is_some_and(|at| at >= 0)
+    {
+        Some(("the program peeks at it by SO_PEEK_OFF", CLOSE))
+    } else if !remote.is_empty() && end(&local) == end(&remote) {
+        Some(("it is connected to itself", CLOSE))
+    } else {
+        None
+    };
+    if let Some((why, hint)) = why {
+        scan.builder.refuse(name, why, hint);
+        return Ok(None);
+    }
+    let failed = events & libc::POLLERR != 0;
+    let connection = Connection {
+        state: info.state,
+        remote: Bytes(remote),
+        failed: failed && info.state == state::CLOSE,
+        ..Connection::default()
+    };
+    let file = d.file.try_clone().map_err(|e| stillpoint_linux::Error::call("duplicate a socket", e))?;
+    let row = scan.builder.image.sockets.len() as u32;
+    scan.builder.connections.push(Found { row, name, file, sort, failed, seen: false });
+    Ok(Some(Socket {
+        family: sort.0 as u32,
+        kind: sort.1 as u32,
+        protocol: sort.2 as u32,
+        local: Bytes(local),
+        connection: Some(connection),
+        ..Socket::default()
+    }))
+}
+
+fn name(d: &Description, local: &[u8], remote: &[u8]) -> String {
+    let link = String::from_utf8_lossy(&d.link);
+    let peer = if remote.is_empty() { String::new() } else { format!(" ↔ {}", address(remote)) };
+    format!("descriptor {} ({link}, TCP {}{peer})", d.fd(), address(local))
+}
+
+/// Address and port of an internet address, of IPv4 as IPv6 writes it.
+type Endpoint = ([u8; 16], [u8; 2]);
+
+fn end(raw: &[u8]) -> Option<Endpoint> {
+    let family = i32::from(u16::from_ne_bytes(raw.get(..2)?.try_into().ok()?));
+    let port = raw.get(2..4)?.try_into().ok()?;
+    let mut ip = [0; 16];
+    match family {
+        libc::AF_INET => {
+            ip[10..12].copy_from_slice(&[0xff; 2]);
+            ip[12..].copy_from_slice(raw.get(4..8)?);
+        }
+        libc::AF_INET6 => ip.copy_from_slice(raw.get(8..24)?),
+        _ => return None,
+    }
+    Some((ip, port))
+}
+
+/// Completes the rows of all connections that have been found so far. With a program that runs (`frozen` is false) what is on
+/// its way is not looked at.
+pub(super) fn complete(builder: &mut Builder, frozen: bool, defaults: &mut Defaults) -> Result<()> {
+    let mut found = std::mem::take(&mut builder.connections);
+    let done = complete_all(builder, &mut found, frozen, defaults);
+    builder.connections = found;
+    done
+}
+
+fn complete_all(
+    builder: &mut Builder,
+    found: &mut [Found],
+    frozen: bool,
+    defaults: &mut Defaults,
+) -> Result<()> {
+    let pairs = pairs(builder, found);
+    let mut guard = None;
+    for &(a, b) in &pairs {
+        if let Some(failed) = [a, b].into_iter().find(|&i| found[i].failed) {
+            let why = "it has an error that the program has not yet been told";
+            builder.refuse(&found[failed].name, why, "try again when the program has read it");
+            continue;
+        }
+        for (own, other) in [(a, b), (b, a)] {
+            let row = found[own].row as usize;
+            builder.image.sockets[row].peer = Some(found[other].row);
+            builder.image.sockets[row].options = options(defaults, &found[own])?;
+            found[own].seen = true;
+        }
+        if !frozen {
+            continue;
+        }
+        for (from, to) in [(a, b), (b, a)] {
+            let flow =
+                tcp::flow(found[from].file.as_fd(), found[to].file.as_fd(), || watched(&mut guard, found))?;
+            let (from, to) = (found[from].row as usize, found[to].row as usize);
+            builder.image.sockets[to].queue = queue(flow.unread);
+            if let Some(connection) = &mut builder.image.sockets[from].connection {
+                connection.unsent = Bytes(flow.unsent);
+            }
+        }
+    }
+    for outer in found.iter_mut().filter(|f| frozen && !f.seen) {
+        builder.image.sockets[outer.row as usize].queue = queue(tcp::unread(&outer.file)?);
+        outer.seen = true;
+    }
+    Ok(())
+}
+
+fn queue(data: Vec<u8>) -> Vec<Bytes> {
+    if data.is_empty() { Vec::new() } else { vec![Bytes(data)] }
+}
+
+/// The one guard of all connections, made when it is needed.
+fn watched<'g>(guard: &'g mut Option<Guard>, found: &[Found]) -> stillpoint_linux::Result<&'g Guard> {
+    if guard.is_none() {
+        let files: Vec<_> = found.iter().map(|f| f.file.as_fd()).collect();
+        *guard = Some(Guard::new(&files)?);
+    }
+    guard.as_ref().ok_or_else(|| stillpoint_linux::Error::Other("there is no guard".into()))
+}
+
+/// Connections both ends of which were found and are not peers yet.
+fn pairs(builder: &Builder, found: &[Found]) -> Vec<(usize, usize)> {
+    let mut ends: HashMap<(Endpoint, Endpoint), usize> = HashMap::new();
+    let mut pairs = Vec::new();
+    for (index, one) in found.iter().enumerate() {
+        let socket = &builder.image.sockets[one.row as usize];
+        let remote = socket.connection.as_ref().and_then(|c| end(&c.remote.0));
+        let (Some(local), Some(remote), None) = (end(&socket.local.0), remote, socket.peer) else { continue };
+        match ends.remove(&(remote, local)) {
+            Some(other) => pairs.push((other, index)),
+            None => drop(ends.insert((local, remote), index)),
+        }
+    }
+    pairs
+}
+
+/// Options of a connection that can be set again. What the two sides have agreed on looks as if it had been set.
+fn options(defaults: &mut Defaults, found: &Found) -> Result<Vec<stillpoint_image::SocketOption>> {
+    const AGREED: [i32; 2] = [libc::TCP_MAXSEG, libc::TCP_WINDOW_CLAMP];
+    let mut options = defaults.differing(&found.file, found.sort)?;
+    options.retain(|o| o.level != TCP || !AGREED.contains(&(o.name as i32)));
+    Ok(options)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_is_the_same_in_both_families() {
+        let v4 = [&2u16.to_ne_bytes()[..], &[0x1f, 0x90], &[10, 0, 0, 1], &[0; 8]].concat();
+        let mut v6 = [&10u16.to_ne_bytes()[..], &[0x1f, 0x90], &[0; 4], &[0; 20]].concat();
+        v6[18..24].copy_from_slice(&[0xff, 0xff, 10, 0, 0, 1]);
+        assert_eq!(end(&v4).unwrap(), end(&v6).unwrap());
+        assert_eq!(end(&v4[..6]), None);
+        assert_eq!(end(&[]), None);
+    }
+}

@@ -1,0 +1,128 @@
+//! TCP connections: those between two sockets of the program are made anew, with all that was on its way; of the others the
+//! ones that were kept come in [`super::kept`], and what is left is over.
+
+use super::sockets::{address, forget, name, refusal};
+use super::{Opening, missing, options};
+use crate::{Error, Result, TcpPolicy};
+use std::collections::HashMap;
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+use stillpoint_image::{Connection, Socket};
+use stillpoint_linux::sockets;
+use stillpoint_linux::tcp::{self, End, Over, connect_pair, make_ended};
+use stillpoint_linux::tcp::{has_ended_ours, has_ended_theirs, state};
+
+/// The kernel remembers for a moment which addresses were connected (longer if they are not of the loopback device).
+const PATIENCE: Duration = Duration::from_secs(4);
+/// Connections that are over are named up to this number.
+const NAMED: usize = 4;
+const SOL_SOCKET: u32 = libc::SOL_SOCKET as u32;
+
+/// Makes all connections that are not there yet.
+pub(super) fn open(opening: &mut Opening<'_>, made: &mut HashMap<usize, OwnedFd>) -> Result<()> {
+    let image = opening.image;
+    let mut over = Vec::new();
+    for (index, socket) in image.sockets.iter().enumerate() {
+        let Some(connection) = socket.connection.as_ref().filter(|_| !made.contains_key(&index)) else {
+            continue;
+        };
+        let peer = socket.peer.map(|p| p as usize).filter(|p| !made.contains_key(p));
+        if let Some(peer) = peer {
+            let other = image.sockets.get(peer).ok_or_else(|| missing("socket", peer as u32))?;
+            let [own, its] = pair(opening, socket, other)?;
+            made.insert(index, own);
+            made.insert(peer, its);
+            continue;
+        }
+        let fd = new(socket)?;
+        let data = socket.queue.first().map_or(&[][..], |data| &data.0);
+        make_ended(&fd, socket.family as i32, data, how_it_ended(connection))?;
+        made.insert(index, fd);
+        if connection.state != state::CLOSE {
+            over.push(format!("{} ↔ {}", address(&socket.local.0), address(&connection.remote.0)));
+        }
+    }
+    let why = match opening.tcp {
+        TcpPolicy::Established => "over, as the program was not there for the other end",
+        TcpPolicy::Close => "closed, as asked for",
+    };
+    opening.files.notes.extend(note(&over, why));
+    Ok(())
+}
+
+fn note(over: &[String], why: &str) -> Option<String> {
+    let named = over.get(..NAMED).unwrap_or(over).join(", ");
+    let more = match over.len().checked_sub(NAMED).filter(|&n| n > 0) {
+        Some(n) => format!(" and {n} more"),
+        None => String::new(),
+    };
+    let word = if over.len() == 1 { "a TCP connection is" } else { "TCP connections are" };
+    (!over.is_empty()).then(|| format!("{word} {why}: {named}{more}"))
+}
+
+fn how_it_ended(connection: &Connection) -> Over {
+    let theirs = has_ended_theirs(connection.state) || connection.state == state::CLOSE;
+    match theirs && !connection.failed {
+        true if connection.state == state::CLOSE || has_ended_ours(connection.state) => Over::BothEnded,
+        true => Over::Ended,
+        false => Over::Reset,
+    }
+}
+
+fn new(socket: &Socket) -> Result<OwnedFd> {
+    Ok(sockets::socket(socket.family as i32, socket.kind as i32, socket.protocol as i32)?)
+}
+
+/// Makes the two ends of a connection within the program.
+fn pair(opening: &Opening<'_>, a: &Socket, b: &Socket) -> Result<[OwnedFd; 2]> {
+    let began = Instant::now();
+    loop {
+        match try_pair(opening, a, b) {
+            Err(Error::Kernel(e)) if is_remembered(&e) && began.elapsed() < PATIENCE => {
+                if ![a, b].into_iter().any(forget) {
+                    std::thread::sleep(Duration::from_millis(20));
+                }
+            }
+            Err(Error::Kernel(stillpoint_linux::Error::Call { source, .. })) => {
+                let what = format!("{} ↔ {}", name(opening.image, a), address(&b.local.0));
+                return Err(refusal(&what, &source));
+            }
+            made => return made,
+        }
+    }
+}
+
+fn is_remembered(e: &stillpoint_linux::Error) -> bool {
+    matches!(e.errno(), Some(libc::EADDRNOTAVAIL | libc::EADDRINUSE))
+}
+
+fn try_pair(opening: &Opening<'_>, a: &Socket, b: &Socket) -> Result<[OwnedFd; 2]> {
+    let both = [new(a)?, new(b)?];
+    for (fd, socket) in both.iter().zip([a, b]) {
+        options::apply_some(fd, socket, &name(opening.image, socket), |level, name| !is_late(level, name))?;
+    }
+    connect_pair(&end(&both[0], a), &end(&both[1], b))?;
+    for (fd, socket) in both.iter().zip([a, b]) {
+        options::apply_some(fd, socket, &name(opening.image, socket), is_late)?;
+    }
+    Ok(both)
+}
+
+/// Options that making the connection changes, or that would change how it is made.
+fn is_late(level: u32, name: u32) -> bool {
+    const LATE: [i32; 3] = [libc::SO_SNDBUF, libc::SO_RCVBUF, libc::SO_REUSEADDR];
+    let cork = (libc::IPPROTO_TCP as u32, libc::TCP_CORK as u32);
+    (level == SOL_SOCKET && LATE.contains(&(name as i32))) || (level, name) == cork
+}
+
+fn end<'a>(fd: &'a OwnedFd, socket: &'a Socket) -> End<'a> {
+    let connection = socket.connection.as_ref();
+    End {
+        socket: fd,
+        address: &socket.local.0,
+        remote: connection.map_or(&[], |c| &c.remote.0),
+        unread: socket.queue.first().map_or(&[], |data| &data.0),
+        unsent: connection.map_or(&[], |c| &c.unsent.0),
+        ended: connection.is_some_and(|c| tcp::has_ended_ours(c.state)),
+    }
+}

@@ -1,0 +1,415 @@
+//! Connections: between two sockets of the program, and with clients outside.
+#![allow(missing_docs)]
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use stillpoint_tests::target::{Running, alone};
+use stillpoint_tests::{
+    Build, Feature, Scratch, Stillpoint, Target, kernel, skipped, undisturbed_only, wait_for,
+};
+
+/// Each scenario through everything that can happen to it; and restored from a checkpoint that it went on after, so that its
+/// sockets were closed by its end and must be made anew.
+macro_rules! scenarios {
+    ($($name:ident $(.$method:ident($($argument:expr),*))*,)*) => {
+        mod kept {
+            $(
+                #[test]
+                fn $name() {
+                    super::Feature::new("connections", stringify!($name))$(.$method($($argument),*))*.survives();
+                }
+            )*
+        }
+        mod made_anew {
+            $(
+                #[test]
+                fn $name() {
+                    super::made_anew(stringify!($name));
+                }
+            )*
+        }
+    };
+}
+
+scenarios! {
+    pair4,
+    pair6,
+    pair_mapped,
+    two_families,
+    no_door,
+    full,
+    half_closed,
+    other_end_closed,
+    with_options,
+    corked,
+    watched,
+    busy.ignoring(&["thread"]),
+    blocked,
+    many,
+    datagrams_unread,
+    groups,
+    raw_and_netlink,
+}
+
+fn made_anew(scenario: &str) {
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    let target = Target::new("connections", scenario, Build::Dynamic).expect("cc");
+    let directory = scratch.directory("anew");
+    let running = target.start(&directory, scratch.path());
+    if running.skip().is_some() {
+        return;
+    }
+    for _ in 0..3 {
+        std::thread::sleep(Duration::from_millis(scratch.random().below(40)));
+        stillpoint.checkpoint(running.pid, "anew", &[]);
+    }
+    let pid = running.pid;
+    running.kill();
+    assert_eq!(stillpoint.restore_detached("anew", &[]), pid);
+    // Once more, now of sockets that were made by a restore.
+    stillpoint.checkpoint(pid, "anew", &[]);
+    Running::restored(pid, &directory).kill();
+    assert_eq!(stillpoint.restore_detached("anew", &[]), pid);
+    Running::restored(pid, &directory).finish("made anew");
+    scratch.nothing_is_left("in the end");
+}
+
+// --- clients outside
+
+/// A client that says something and waits until it hears it back, again and again.
+struct Client {
+    rounds: Arc<AtomicU64>,
+    stop: Arc<AtomicBool>,
+    thread: JoinHandle<std::io::Result<()>>,
+}
+
+impl Client {
+    fn new(port: u16, seed: u64) -> Self {
+        let (rounds, stop) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
+        let mut stream = TcpStream::connect(("127.0.0.1", port)).expect("connect");
+        stream.set_read_timeout(Some(Duration::from_secs(60))).expect("timeout");
+        let (counter, until) = (rounds.clone(), stop.clone());
+        let thread = std::thread::spawn(move || {
+            let mut random = stillpoint_tests::Rng::new(seed);
+            while !until.load(Ordering::Relaxed) {
+                let length = 1 + random.below(30_000) as usize;
+                let said: Vec<u8> = (0..length).map(|_| random.next_u64() as u8).collect();
+                let mut heard = vec![0; length];
+                stream.write_all(&said)?;
+                stream.read_exact(&mut heard)?;
+                if heard != said {
+                    return Err(std::io::Error::other("it hears something else than it said"));
+                }
+                counter.fetch_add(1, Ordering::Relaxed);
+            }
+            Ok(())
+        });
+        Client { rounds, stop, thread }
+    }
+
+    /// Its connection lives.
+    #[track_caller]
+    fn goes_on(&self, what: &str) {
+        let from = self.rounds.load(Ordering::Relaxed);
+        wait_for(what, Duration::from_secs(30), || {
+            assert!(!self.thread.is_finished(), "{what}: a client has lost its connection");
+            (self.rounds.load(Ordering::Relaxed) > from + 1).then_some(())
+        });
+    }
+
+    fn end(self) -> std::io::Result<()> {
+        self.stop.store(true, Ordering::Relaxed);
+        self.thread.join().expect("client")
+    }
+}
+
+/// A server with clients that live in this process.
+struct Served {
+    scratch: Scratch,
+    stillpoint: Stillpoint,
+    running: Running,
+    port: u16,
+    clients: Vec<Client>,
+}
+
+impl Served {
+    fn new(scenario: &str, clients: u64) -> Self {
+        let scratch = Scratch::new();
+        let target = Target::new("connections", scenario, Build::Dynamic).expect("cc");
+        let running = target.start(&scratch.directory("served"), scratch.path());
+        let said = running.said();
+        let port = said.lines().find_map(|line| line.strip_prefix("port ")).and_then(|p| p.parse().ok());
+        let port = port.unwrap_or_else(|| panic!("no port: {said}"));
+        let seed = scratch.random().next_u64();
+        let clients = (0..clients).map(|i| Client::new(port, seed ^ i)).collect();
+        let served = Served { stillpoint: scratch.stillpoint(), scratch, running, port, clients };
+        served.go_on("at first");
+        served
+    }
+
+    #[track_caller]
+    fn go_on(&self, what: &str) {
+        self.clients.iter().for_each(|client| client.goes_on(what));
+    }
+
+    fn checkpoint(&self, extra: &[&str]) {
+        self.stillpoint.checkpoint(self.running.pid, "served", extra);
+    }
+
+    fn restore(&mut self, extra: &[&str]) -> serde_json::Value {
+        let mut arguments = vec!["restore", "served", "--detach", "--json"];
+        arguments.extend(extra);
+        let json = self.stillpoint.run(&arguments).ok().json();
+        let directory = self.running.directory().to_owned();
+        self.running = Running::restored(json["pid"].as_u64().expect("pid") as u32, &directory);
+        json
+    }
+
+    #[track_caller]
+    fn finish(self) {
+        for client in self.clients {
+            client.end().expect("a client");
+        }
+        self.running.finish("served");
+        self.scratch.nothing_is_left("in the end");
+    }
+}
+
+#[test]
+fn clients_notice_nothing_of_checkpoints() {
+    let served = Served::new("serve", 8);
+    for n in 0..if undisturbed_only() { 0 } else { 6 } {
+        served.checkpoint(&[]);
+        served.go_on(&format!("after checkpoint {n}"));
+    }
+    served.finish();
+}
+
+#[test]
+fn clients_keep_their_connections_over_a_restore() {
+    if undisturbed_only() {
+        return;
+    }
+    let mut served = Served::new("serve", 8);
+    for n in 0..3 {
+        let pause = served.scratch.random().below(300);
+        served.checkpoint(&["--kill"]);
+        served.running.reap();
+        std::thread::sleep(Duration::from_millis(pause));
+        let json = served.restore(&[]);
+        assert_eq!(json["notes"].as_array().map(Vec::len), Some(0), "{json}");
+        served.go_on(&format!("in generation {n}"));
+        // Nobody but the program holds them now.
+        assert_eq!(keepers(), Vec::<u32>::new());
+    }
+    served.finish();
+}
+
+/// Processes of ours that keep sockets.
+fn keepers() -> Vec<u32> {
+    let is = |pid: &u32| {
+        std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|c| c.trim() == "stillpoint-keep")
+    };
+    let mut all = Vec::new();
+    // One that has just been let go may not be gone yet.
+    for _ in 0..200 {
+        all = kernel::processes().into_iter().filter(|pid| is(pid) && kernel::alive(*pid)).collect();
+        if all.is_empty() {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    all
+}
+
+#[test]
+fn clients_come_back_to_a_server_whose_connections_were_closed() {
+    if undisturbed_only() {
+        return;
+    }
+    let mut served = Served::new("serve", 4);
+    served.checkpoint(&["--kill"]);
+    served.running.reap();
+    served.restore(&["--tcp", "close"]);
+    for client in served.clients.drain(..) {
+        client.end().expect_err("its connection is over");
+    }
+    served.clients = vec![Client::new(served.port, 1)];
+    served.go_on("with a new connection");
+    served.finish();
+}
+
+#[test]
+fn connections_that_ended_with_the_program_are_over() {
+    if undisturbed_only() {
+        return;
+    }
+    let mut served = Served::new("serve", 4);
+    served.checkpoint(&[]);
+    kernel::kill(served.running.pid, kernel::SIGKILL);
+    served.running.reap();
+    let json = served.restore(&[]);
+    let notes = json["notes"].to_string();
+    assert!(notes.contains("over") && notes.contains(&format!(":{}", served.port)), "{notes}");
+    for client in served.clients.drain(..) {
+        client.end().expect_err("its connection is over");
+    }
+    served.clients = vec![Client::new(served.port, 1)];
+    served.go_on("with a new connection");
+    served.finish();
+}
+
+#[test]
+fn a_connection_that_waits_to_be_accepted_is_kept() {
+    if undisturbed_only() {
+        return;
+    }
+    let mut served = Served::new("idle_door", 0);
+    let mut client = TcpStream::connect(("127.0.0.1", served.port)).expect("connect");
+    client.write_all(b"hello").expect("write");
+    served.checkpoint(&[]);
+    served.checkpoint(&["--kill"]);
+    served.running.reap();
+    served.restore(&[]);
+    served.running.go();
+    let mut heard = [0; 5];
+    client.set_read_timeout(Some(Duration::from_secs(20))).expect("timeout");
+    client.read_exact(&mut heard).expect("its answer");
+    assert_eq!(&heard, b"hello");
+    drop(client);
+    served.finish();
+}
+
+/// SIGKILL for the command at random moments: either the program runs, or it was killed after all of it was safe. In both cases
+/// no client loses its connection.
+#[test]
+fn clients_keep_their_connections_whenever_the_command_is_killed() {
+    if undisturbed_only() {
+        return;
+    }
+    let mut served = Served::new("serve", 4);
+    let (mut lives, mut deaths) = (0, 0);
+    // How long one takes that is not disturbed.
+    let began = Instant::now();
+    served.checkpoint(&["--kill"]);
+    let whole = began.elapsed().as_micros() as u64;
+    served.running.reap();
+    served.restore(&[]);
+    for n in 0..60 {
+        let kill: &[&str] = if n % 3 == 0 { &[] } else { &["--kill"] };
+        let pid = served.running.pid.to_string();
+        let mut arguments = vec!["checkpoint", &pid, "--name", "served"];
+        arguments.extend(kill);
+        let mut command = served.stillpoint.command(&arguments);
+        let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("stillpoint");
+        std::thread::sleep(Duration::from_micros(served.scratch.random().below(2 * whole)));
+        child.kill().expect("kill");
+        child.wait().expect("wait");
+        // What it has killed may take a moment to be gone.
+        std::thread::sleep(Duration::from_millis(50));
+        if kernel::alive(served.running.pid) {
+            lives += 1;
+        } else {
+            deaths += 1;
+            served.running.reap();
+            served.restore(&[]);
+        }
+        served.go_on(&format!("after kill {n}"));
+    }
+    println!("it lived {lives} times, and was restored {deaths} times");
+    assert!(lives > 0 && deaths > 0, "all moments were early, or all late: {lives} and {deaths}");
+    assert_eq!(keepers(), Vec::<u32>::new());
+    served.finish();
+}
+
+// --- servers that were not written here
+
+/// A server of a line protocol through checkpoints, and killed and restored, with one client that keeps its connection.
+fn real_server(
+    name: &str,
+    arguments: &dyn Fn(u16) -> Vec<String>,
+    ask: &dyn Fn(u64) -> (String, Vec<String>),
+) {
+    let Some(program) = kernel::which(name) else { return skipped(&format!("{name} is not installed")) };
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    let directory = scratch.directory(name);
+    let free = std::net::TcpListener::bind("127.0.0.1:0").expect("bind");
+    let port = free.local_addr().expect("address").port();
+    drop(free);
+    let out = File::create(directory.join("out")).expect("out");
+    let mut command: Command = alone(program);
+    command.args(arguments(port)).current_dir(&directory).stdin(Stdio::null());
+    let err = out.try_clone().expect("out");
+    let child = command.stdout(out).stderr(err).spawn().expect("server");
+    let mut running = Running::new(child, &directory);
+    let stream = wait_for("the server to listen", Duration::from_secs(20), || {
+        TcpStream::connect(("127.0.0.1", port)).ok()
+    });
+    stream.set_read_timeout(Some(Duration::from_secs(20))).expect("timeout");
+    let mut lines = BufReader::new(stream.try_clone().expect("clone"));
+    let mut stream = stream;
+    let (mut n, mut worst) = (0, Duration::ZERO);
+    let mut talk = |worst: &mut Duration| {
+        for _ in 0..50 {
+            n += 1;
+            let (said, wanted) = ask(n);
+            let began = Instant::now();
+            stream.write_all(said.as_bytes()).expect("write");
+            for wanted in wanted {
+                let mut heard = String::new();
+                lines.read_line(&mut heard).expect("its connection lives");
+                assert_eq!(heard.trim_end(), wanted, "answer {n}");
+            }
+            *worst = began.elapsed().max(*worst);
+        }
+    };
+    talk(&mut worst);
+    for _ in 0..3 {
+        stillpoint.checkpoint(running.pid, name, &[]);
+        talk(&mut worst);
+    }
+    for _ in 0..2 {
+        stillpoint.checkpoint(running.pid, name, &["--kill"]);
+        running.reap();
+        let pid = stillpoint.restore_detached(name, &[]);
+        running = Running::restored(pid, &directory);
+        talk(&mut worst);
+    }
+    println!("{name}: the longest answer took {worst:?}");
+    running.kill();
+}
+
+#[test]
+fn redis_keeps_its_client() {
+    let arguments = |port: u16| {
+        let port = port.to_string();
+        ["--port", &port, "--bind", "127.0.0.1", "--save", ""].map(str::to_owned).to_vec()
+    };
+    real_server("redis-server", &arguments, &|n| ("INCR counter\r\n".into(), vec![format!(":{n}")]));
+}
+
+#[test]
+fn memcached_keeps_its_client() {
+    let arguments = |port: u16| {
+        let port = port.to_string();
+        ["-u", "root", "-l", "127.0.0.1", "-U", "0", "-p", &port].map(str::to_owned).to_vec()
+    };
+    real_server("memcached", &arguments, &|n| match n {
+        1 => ("set counter 0 0 1\r\n1\r\n".into(), vec!["STORED".into()]),
+        n => ("incr counter 1\r\n".into(), vec![n.to_string()]),
+    });
+}
