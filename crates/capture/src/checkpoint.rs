@@ -712,6 +712,7 @@ impl<'a> Work<'a> {
             return self.complete_and_kill(engine, builder, frozen);
         }
         let pause = frozen.thaw();
+        builder.forget_sockets();
         drop((hurry, ready));
         self.earlier = earlier_calls(&builder.image, self.target);
         let (finished, holds) = std::thread::scope(|scope| {
