@@ -316,8 +316,15 @@ fn clients_keep_their_connections_whenever_the_command_is_killed() {
         child.kill().expect("kill");
         child.wait().expect("wait");
         // What it has killed may take a moment to be gone.
-        std::thread::sleep(Duration::from_millis(50));
-        if kernel::alive(served.running.pid) {
+        let rounds = |served: &Served| -> Vec<u64> {
+            served.clients.iter().map(|c| c.rounds.load(Ordering::Relaxed)).collect()
+        };
+        let before = rounds(&served);
+        let is_alive = wait_for(&format!("the outcome of kill {n}"), Duration::from_secs(30), || {
+            let answers = rounds(&served).iter().zip(&before).all(|(now, before)| *now > before + 1);
+            if kernel::alive(served.running.pid) { answers.then_some(true) } else { Some(false) }
+        });
+        if is_alive {
             lives += 1;
         } else {
             deaths += 1;
