@@ -331,7 +331,7 @@ fn clients_keep_their_connections_whenever_the_command_is_killed() {
     let whole = began.elapsed().as_micros() as u64;
     served.running.reap();
     served.restore(&[]);
-    for n in 0..60 {
+    for n in 0..30 {
         let kill: &[&str] = if n % 3 == 0 { &[] } else { &["--kill"] };
         let pid = served.running.pid.to_string();
         let mut arguments = vec!["checkpoint", &pid, "--name", "served"];
