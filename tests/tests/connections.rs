@@ -175,6 +175,32 @@ impl Served {
         json
     }
 
+    /// Waits until all clients have been answered for so long, and restores the server as often as it is killed meanwhile: what a
+    /// command had asked of the job's checkpointer is done also when the command is dead. Tells how often.
+    #[track_caller]
+    fn settle(&mut self, what: &str, quiet: Duration) -> u32 {
+        let (mut restored, began) = (0, Instant::now());
+        loop {
+            let since = Instant::now();
+            let rounds: Vec<u64> = self.clients.iter().map(|c| c.rounds.load(Ordering::Relaxed)).collect();
+            let answered = || {
+                let mut all = self.clients.iter().zip(&rounds);
+                since.elapsed() >= quiet && all.all(|(c, n)| c.rounds.load(Ordering::Relaxed) > n + 1)
+            };
+            while kernel::alive(self.running.pid) && !answered() {
+                assert!(began.elapsed() < Duration::from_secs(60), "{what}: clients wait in vain");
+                assert!(self.clients.iter().all(|c| !c.thread.is_finished()), "{what}: a client has lost");
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            if kernel::alive(self.running.pid) {
+                return restored;
+            }
+            restored += 1;
+            self.running.reap();
+            self.restore(&[]);
+        }
+    }
+
     #[track_caller]
     fn finish(self) {
         for client in self.clients {
@@ -305,7 +331,7 @@ fn clients_keep_their_connections_whenever_the_command_is_killed() {
     let whole = began.elapsed().as_micros() as u64;
     served.running.reap();
     served.restore(&[]);
-    for n in 0..60 {
+    for n in 0..30 {
         let kill: &[&str] = if n % 3 == 0 { &[] } else { &["--kill"] };
         let pid = served.running.pid.to_string();
         let mut arguments = vec!["checkpoint", &pid, "--name", "served"];
@@ -315,17 +341,12 @@ fn clients_keep_their_connections_whenever_the_command_is_killed() {
         std::thread::sleep(Duration::from_micros(served.scratch.random().below(2 * whole)));
         child.kill().expect("kill");
         child.wait().expect("wait");
-        // What it has killed may take a moment to be gone.
-        std::thread::sleep(Duration::from_millis(50));
-        if kernel::alive(served.running.pid) {
-            lives += 1;
-        } else {
-            deaths += 1;
-            served.running.reap();
-            served.restore(&[]);
+        match served.settle(&format!("after kill {n}"), Duration::from_millis(200)) {
+            0 => lives += 1,
+            restored => deaths += restored,
         }
-        served.go_on(&format!("after kill {n}"));
     }
+    deaths += served.settle("after the last kill", Duration::from_secs(3));
     println!("it lived {lives} times, and was restored {deaths} times");
     assert!(lives > 0 && deaths > 0, "all moments were early, or all late: {lives} and {deaths}");
     assert_eq!(keepers(), Vec::<u32>::new());

@@ -42,8 +42,8 @@ impl Builder {
         Self::default()
     }
 
-    /// Lets go of the duplicates of sockets.
-    pub(crate) fn forget_sockets(&mut self) {
+    /// Lets go of the duplicates of sockets: while they are there, a connection that the program closes does not end.
+    pub fn forget_sockets(&mut self) {
         self.connections.clear();
         self.waiting.clear();
     }

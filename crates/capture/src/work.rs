@@ -540,6 +540,7 @@ impl<'a> Work<'a> {
             return self.complete_and_kill(builder, tree);
         }
         let pause = tree.thaw();
+        builder.forget_sockets();
         drop((hurry, ready));
         self.note_calls(&builder.image);
         let (finished, holds) = std::thread::scope(|scope| {
