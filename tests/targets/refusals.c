@@ -73,17 +73,6 @@ static void io_uring(void) {
   EQUAL(syscall(426, fd, 0, 0, 0, 0, 0), 0);
 }
 
-static void sysv_shm(void) {
-  int id = shmget(IPC_PRIVATE, 4 * PAGE, IPC_CREAT | 0600);
-  if (id < 0)
-    SKIP("no System V shared memory here");
-  char *p = shmat(id, 0, 0);
-  shmctl(id, IPC_RMID, 0);
-  p[0] = 7;
-  cut();
-  EQUAL(p[0], 7);
-}
-
 // A process that is no child of ours and holds whatever we have open now.
 static pid_t orphan(void) {
   int ends[2];
@@ -135,6 +124,18 @@ static void foreign_memory(void) {
   orphan();
   cut();
   EQUAL(p[0], 3);
+}
+
+static void foreign_segment(void) {
+  int id = shmget(IPC_PRIVATE, 4 * PAGE, IPC_CREAT | 0600);
+  if (id < 0)
+    SKIP("no System V shared memory here");
+  char *p = shmat(id, 0, 0);
+  shmctl(id, IPC_RMID, 0);
+  p[0] = 7;
+  orphan();
+  cut();
+  EQUAL(p[0], 7);
 }
 
 static void foreign_memfd(void) {
@@ -405,7 +406,7 @@ static void own_host_name(void) {
 
 SCENARIOS({"established_tcp", established_tcp}, {"pending_connection", pending_connection},
           {"child_process", child_process}, {"dead_child", dead_child}, {"io_uring", io_uring},
-          {"sysv_shm", sysv_shm}, {"foreign_pipe", foreign_pipe}, {"foreign_socket", foreign_socket},
+          {"foreign_segment", foreign_segment}, {"foreign_pipe", foreign_pipe}, {"foreign_socket", foreign_socket},
           {"foreign_memory", foreign_memory}, {"foreign_memfd", foreign_memfd}, {"foreign_pidfd", foreign_pidfd},
           {"userfaultfd", userfaultfd}, {"connected_udp", connected_udp}, {"netlink", netlink},
           {"perf_event", perf_event}, {"fanotify", fanotify}, {"bpf", bpf}, {"aio", aio},

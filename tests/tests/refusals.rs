@@ -80,7 +80,7 @@ refused! {
     child_process: "child",
     dead_child: "child",
     io_uring: "io_uring",
-    sysv_shm: "system v" "sysv" "shared memory",
+    foreign_segment: "segment" "shared with",
     foreign_pipe: "pipe",
     foreign_socket: "socket",
     foreign_memory: "shared memory" "shared with" "another process" "shares",

@@ -1,6 +1,7 @@
 //! The image under construction: each kernel object gets one row, however many ways lead to it.
 
 use crate::Refusal;
+use crate::files::segments::Attached;
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use stillpoint_image::{Image, MemoryObject, Owner, PathFile, Usage};
@@ -27,6 +28,8 @@ pub struct Builder {
     pub contents: Vec<Content>,
     /// What was found that cannot be captured.
     pub refusals: Vec<Refusal>,
+    /// System V shared memory that was found so far.
+    pub segments: Vec<Attached>,
     paths: HashMap<(u64, u64, Vec<u8>), u32>,
     objects: HashMap<(u64, u64), u32>,
 }

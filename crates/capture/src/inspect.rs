@@ -280,6 +280,7 @@ pub fn inspect(
     let target = known.target(true);
     let (mappings, assumed) = known.mappings(maps)?;
     space.mappings = capture_mappings(builder, &target, known.process, &mappings)?;
+    files::segments::refuse_shared(builder, &[known.process.pid()]);
     process.table = files::capture_files(builder, &target)?;
     process.exe = link(builder, known.process, "exe", Usage::Read)?;
     process.cwd = link(builder, known.process, "cwd", Usage::Path)?;

@@ -4,7 +4,8 @@
 //! tables and subtract its addresses without looking again.
 
 use crate::{
-    Backing, Codec, FileKind, Image, MAX_BLOCK_PAGES, Mapping, OpenFile, Owner, PAGE, PageMap, Place, Process,
+    Backing, Codec, FileKind, Image, MAX_BLOCK_PAGES, Mapping, MemoryObject, OpenFile, Owner, PAGE, PageMap,
+    Place, Process,
 };
 
 /// What is wrong with a description.
@@ -72,6 +73,9 @@ pub fn image(image: &Image) -> Result<(), Invalid> {
             end = mapping.end;
         }
     }
+    for (row, object) in rows("memory object", &image.objects) {
+        check_object(&row, object)?;
+    }
     for (row, table) in rows("descriptor table", &image.tables) {
         let ordered = table.descriptors.is_sorted_by(|a, b| a.fd < b.fd);
         row.must(ordered, "its descriptors are out of order")?;
@@ -125,8 +129,36 @@ fn check_mapping(row: &Row, mapping: &Mapping, image: &Image) -> Result<(), Inva
         Backing::File { path, .. } | Backing::Device { path, .. } => {
             row.refers("file", *path, image.paths.len())
         }
-        Backing::Object { object, .. } => row.refers("memory object", *object, image.objects.len()),
+        Backing::Object { object, .. } => check_memory(row, *object, image),
+        Backing::Segment { object, offset, .. } => {
+            row.refers("memory object", *object, image.objects.len())?;
+            let object = &image.objects[*object as usize];
+            row.must(object.segment.is_some(), "it attaches memory that is no segment")?;
+            row.must(mapping.shared, "an attachment of a segment is not shared")?;
+            let step = object.huge_page.max(PAGE);
+            let size = object.size.checked_next_multiple_of(step);
+            let inside = offset.checked_add(mapping.len()).is_some_and(|end| size.is_some_and(|s| end <= s));
+            row.must(inside && offset.is_multiple_of(PAGE), "it attaches more than the segment has")
+        }
     }
+}
+
+/// Memory that is opened or mapped, as no segment is.
+fn check_memory(row: &Row, object: u32, image: &Image) -> Result<(), Invalid> {
+    row.refers("memory object", object, image.objects.len())?;
+    let segment = image.objects[object as usize].segment.is_some();
+    row.must(!segment, "it uses shared memory without being attached to it")
+}
+
+fn check_object(row: &Row, object: &MemoryObject) -> Result<(), Invalid> {
+    let sound = object.huge_page == 0 || object.huge_page.is_power_of_two() && object.huge_page > PAGE;
+    row.must(sound, "its page size is none")?;
+    let whole = object.size.checked_next_multiple_of(object.huge_page.max(PAGE));
+    row.must(whole.is_some(), "it runs past the end of the address space")?;
+    let Some(segment) = &object.segment else { return Ok(()) };
+    row.must(object.memfd.is_none(), "it is a segment and a memfd")?;
+    row.must(segment.id >= 0, "its id is negative")?;
+    row.must(segment.size > 0 && segment.size <= object.size, "it is larger than its memory")
 }
 
 fn check_open_file(row: &Row, file: &OpenFile, image: &Image) -> Result<(), Invalid> {
@@ -135,7 +167,7 @@ fn check_open_file(row: &Row, file: &OpenFile, image: &Image) -> Result<(), Inva
         FileKind::Pipe(i) => row.refers("pipe", *i, image.pipes.len()),
         FileKind::Socket(i) => row.refers("socket", *i, image.sockets.len()),
         FileKind::PtyMaster(i) | FileKind::PtySlave(i) => row.refers("pty", *i, image.ptys.len()),
-        FileKind::Memory(i) => row.refers("memory object", *i, image.objects.len()),
+        FileKind::Memory(i) => check_memory(row, *i, image),
         FileKind::Epoll(watches) => {
             watches.iter().try_for_each(|w| row.refers("open file", w.file, image.files.len()))
         }

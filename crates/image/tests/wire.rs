@@ -29,7 +29,12 @@ fn sample() -> Image {
         mapping(0x10000, Backing::File { path: 0, offset: 0, may_write: false }),
         mapping(0x20000, Backing::Object { object: 0, offset: 0, may_write: true }),
         mapping(0x30000, Backing::Special("[vdso]".into())),
+        Mapping {
+            shared: true,
+            ..mapping(0x40000, Backing::Segment { object: 1, offset: PAGE, may_write: true })
+        },
     ];
+    let segment = Segment { id: 7, key: 8, size: 5 * PAGE - 1, ..Segment::default() };
     let kinds = [
         FileKind::Path(0),
         FileKind::Pipe(0),
@@ -48,7 +53,10 @@ fn sample() -> Image {
         meta: Meta { job: "web".into(), id: 3, label: Some("first".into()), ..Meta::default() },
         processes: vec![process],
         spaces: vec![AddressSpace { mappings, ..AddressSpace::default() }],
-        objects: vec![MemoryObject { size: 4 * PAGE, ..MemoryObject::default() }],
+        objects: vec![
+            MemoryObject { size: 4 * PAGE, ..MemoryObject::default() },
+            MemoryObject { size: 5 * PAGE - 1, segment: Some(segment), ..MemoryObject::default() },
+        ],
         tables: vec![FileTable { descriptors: descriptors.collect() }],
         files: kinds.into_iter().map(file).collect(),
         paths: vec![PathFile { path: b"/bin/\xff".to_vec().into(), ..PathFile::default() }],
@@ -218,7 +226,7 @@ fn page_maps_are_validated() {
         ("misaligned", |map| map.extents[1].address += 1),
         ("past the end", |map| map.extents[2].address = u64::MAX - PAGE + 1),
         ("no such space", |map| map.extents[0].owner = Owner::Space(1)),
-        ("no such object", |map| map.extents[3].owner = Owner::Object(1)),
+        ("no such object", |map| map.extents[3].owner = Owner::Object(2)),
         ("outside its block", |map| map.extents[2].pages = 2),
         ("longer than its block", |map| map.extents[4].pages = 65),
         ("misaligned block", |map| {
@@ -236,7 +244,7 @@ fn page_maps_are_validated() {
 
 #[test]
 fn references_are_validated() {
-    let wrong: [Spoiler<Image>; 20] = [
+    let wrong: [Spoiler<Image>; 28] = [
         ("space", |i| i.processes[0].space = 1),
         ("table", |i| i.processes[0].table = 1),
         ("exe", |i| i.processes[0].exe = 1),
@@ -250,7 +258,7 @@ fn references_are_validated() {
             i.spaces[0].mappings[1].backing = Backing::File { path: 1, offset: 0, may_write: false };
         }),
         ("mapped object", |i| {
-            i.spaces[0].mappings[2].backing = Backing::Object { object: 1, offset: 0, may_write: false };
+            i.spaces[0].mappings[2].backing = Backing::Object { object: 2, offset: 0, may_write: false };
         }),
         ("descriptor", |i| i.tables[0].descriptors[0].file = 99),
         ("descriptor order", |i| i.tables[0].descriptors.swap(0, 1)),
@@ -262,6 +270,20 @@ fn references_are_validated() {
         }),
         ("fifo", |i| i.pipes[0].fifo = Some(1)),
         ("peer", |i| i.sockets[0].peer = Some(1)),
+        ("segment of no object", |i| i.objects[1].segment = None),
+        ("part of a segment", |i| {
+            i.spaces[0].mappings[4].backing =
+                Backing::Segment { object: 1, offset: 2 * PAGE, may_write: true };
+        }),
+        ("part of a segment at the end of all", |i| {
+            i.spaces[0].mappings[4].backing =
+                Backing::Segment { object: 1, offset: u64::MAX - PAGE + 1, may_write: true };
+        }),
+        ("private segment", |i| i.spaces[0].mappings[4].shared = false),
+        ("descriptor of a segment", |i| i.files[5].kind = FileKind::Memory(1)),
+        ("size of a segment", |i| i.objects[1].size = u64::MAX),
+        ("size asked for", |i| i.objects[1].size = PAGE),
+        ("page size", |i| i.objects[0].huge_page = 3),
         ("mapped range", |i| i.paths[0].mapped_ranges.push(Range { start: 1, len: u64::MAX })),
     ];
     for (what, spoil) in wrong {

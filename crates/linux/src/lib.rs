@@ -40,6 +40,7 @@ pub mod sockets;
 pub mod spawn;
 pub mod split;
 pub mod supervise;
+pub mod sysv;
 pub mod tty;
 pub mod twin;
 pub mod userfault;

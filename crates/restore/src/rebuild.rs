@@ -8,7 +8,7 @@ use crate::files::{Contents, OpenFiles};
 use crate::lazy::{Later, Pager, Place, Template};
 use crate::pace::Pace;
 use crate::space::{self, Backings, Filled};
-use crate::{Error, FilesPolicy, Result, Stdio, burial, clock, files, loader};
+use crate::{Error, FilesPolicy, Result, Stdio, attach, burial, clock, files, loader};
 use std::cell::Cell;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -125,6 +125,8 @@ pub fn restore(
     remote.run(&of_process::early(process, space))?;
     let filled = Filled::of(&checkpoint.pages, process.space);
     space::map(&mut remote, space, &filled, &Sources { open: &open })?;
+    attach::attach(&mut remote, image, space, room)?;
+    open.detach();
     space::advise_before(&mut remote, space)?;
     let skeleton = start.elapsed();
     let pidfd = newborn.pidfd()?;
@@ -154,7 +156,7 @@ pub fn restore(
     open.finish(image, process.table, &mut threads[0])?;
     let threads = give_attributes(threads, process, space, newborn.seccomp_suspended)?;
     let threads = finish_threads(threads, process, room)?;
-    open.write_back(&contents)?;
+    open.write_back(image, &contents)?;
     open.cut_back(cut_tail)?;
     open.settle(image)?;
     if process.stopped.is_some() {

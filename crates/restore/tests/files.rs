@@ -725,7 +725,7 @@ g = open("gone", "w+b"); g.write(b"g" * 5000); g.flush(); b = mmap.mmap(g.fileno
     File::options().write(true).open(&shared).unwrap().write_all_at(b"later", 4000).unwrap();
     let contents = Folder(dir.path().into());
     let mut open = files::open(&builder.image, &contents, FilesPolicy::Rollback, Stdio::Null).unwrap();
-    open.write_back(&contents).unwrap();
+    open.write_back(&builder.image, &contents).unwrap();
     open.cut_back(&mut |_, _, _| Ok(())).unwrap();
     let mut expected = vec![b's'; 10000];
     expected[1] = 88;

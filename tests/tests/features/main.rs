@@ -133,6 +133,36 @@ mod signals {
     );
 }
 
+mod sysv {
+    use std::sync::{Mutex, PoisonError};
+
+    /// Segments of programs that run at the same time take each other's ids.
+    static ALONE: Mutex<()> = Mutex::new(());
+
+    macro_rules! one_by_one {
+        ($($name:ident,)*) => {
+            $(
+                #[test]
+                fn $name() {
+                    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+                    crate::Feature::new("sysv", stringify!($name)).survives();
+                }
+            )*
+        };
+    }
+
+    one_by_one! {
+        marked,
+        by_key,
+        read_only,
+        parts,
+        locked,
+        others,
+        huge,
+        two_segments,
+    }
+}
+
 mod threads {
     scenarios!("threads":
         many,

@@ -5,6 +5,7 @@ use super::descriptions::Description;
 use crate::{Builder, Content, Result};
 use rustix::fs::{SeekFrom, Stat};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::OnceLock;
 use stillpoint_image::{Bytes, FileKind, MemoryObject, Owner, PAGE, Range};
 use stillpoint_linux::{Error, descriptors, memfd};
 
@@ -18,6 +19,13 @@ pub(crate) fn is_memfd(d: &Description) -> Result<bool> {
     }
     let fs = rustix::fs::fstatfs(&d.file).map_err(|e| Error::call("fstatfs", e))?;
     Ok(matches!(fs.f_type as u64, TMPFS | HUGETLBFS))
+}
+
+/// The file system of memfds, shared anonymous memory and System V shared memory, by its device number.
+pub(crate) fn internal_device() -> Option<u64> {
+    static DEVICE: OnceLock<Option<u64>> = OnceLock::new();
+    let look = || rustix::fs::fstat(memfd::create(b"", 0).ok()?).ok().map(|s| s.st_dev);
+    *DEVICE.get_or_init(look)
 }
 
 /// Captures a memfd.
@@ -57,6 +65,7 @@ pub fn memory_object(
         mode: stat.st_mode & 0o7777,
         uid: stat.st_uid,
         gid: stat.st_gid,
+        segment: None,
     });
     if new {
         let source = descriptors::reopen(file, libc::O_RDONLY)?;

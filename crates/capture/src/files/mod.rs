@@ -11,6 +11,7 @@
 //! | [`paths`] | files in the file system, deleted ones, procfs |
 //! | [`mapped`] | files behind mappings |
 //! | [`contents`] | storing contents, digests |
+//! | [`segments`] | System V shared memory |
 //! | [`pipes`], [`sockets`], [`terminals`], [`events`], [`memory`], [`locks`] | one kind of object each |
 
 pub mod contents;
@@ -23,6 +24,7 @@ pub mod options;
 pub mod outsiders;
 pub mod paths;
 pub mod pipes;
+pub mod segments;
 pub mod sockets;
 pub mod standard;
 pub mod terminals;

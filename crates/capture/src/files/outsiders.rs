@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::os::unix::ffi::OsStrExt;
-use stillpoint_linux::proc::{self, Proc};
+use stillpoint_linux::proc::{self, Proc, Vma};
 
 /// Who holds what outside the target, as far as we may see it: links of `/proc/*/fd`.
 #[derive(Debug, Default)]
@@ -52,7 +52,7 @@ impl Outsiders {
         let pids = proc::processes().unwrap_or_default();
         for pid in pids.into_iter().filter(|pid| *pid != std::process::id() && !except.contains(pid)) {
             let maps = Proc::process(pid).and_then(|p| p.maps()).unwrap_or_default();
-            for vma in maps.iter().filter(|v| v.deleted && v.shared && wanted.contains(&v.ino)) {
+            for vma in maps.iter().filter(|v| is_nameless(v) && wanted.contains(&v.ino)) {
                 let holder = || Holder { pid, name: name_of(pid) };
                 self.holders.entry(memory_key(vma.ino)).or_insert_with(holder);
             }
@@ -68,6 +68,12 @@ impl Outsiders {
     pub fn memory(&self, ino: u64) -> Option<&Holder> {
         self.holders.get(memory_key(ino).as_slice())
     }
+}
+
+/// Whether a mapping is of nameless shared memory. (Inode numbers of System V segments are their ids, which may be those
+/// of memfds too.)
+fn is_nameless(v: &Vma) -> bool {
+    v.deleted && v.shared && !v.name.starts_with(b"/SYSV")
 }
 
 fn memory_key(ino: u64) -> Vec<u8> {

@@ -18,6 +18,7 @@ mod objects;
 mod options;
 mod paths;
 mod pipes;
+mod segments;
 mod sockets;
 mod standard;
 mod terminals;
@@ -59,6 +60,7 @@ pub struct OpenFiles {
     sources: Vec<Option<OwnedFd>>,
     /// For each row of [`Image::objects`].
     objects: Vec<OwnedFd>,
+    segments: segments::Segments,
     /// What mappings are made from and the process stands in: row of [`Image::paths`], and whether for writing.
     mapped: HashMap<(u32, bool), OwnedFd>,
     /// Holds numbers of descriptions that are made later.
@@ -75,6 +77,7 @@ pub fn open(image: &Image, contents: &dyn Contents, policy: FilesPolicy, stdio: 
     let findings = check::check(image, policy)?;
     let mut refusals = findings.refusals;
     sockets::check(image, &mut refusals);
+    segments::check(image, &mut refusals)?;
     if !refusals.is_empty() {
         return Err(Error::Refused(refusals));
     }
@@ -117,6 +120,7 @@ impl<'a> Opening<'a> {
         let files = OpenFiles {
             sources: image.files.iter().map(|_| None).collect(),
             objects: Vec::new(),
+            segments: segments::Segments::default(),
             mapped: HashMap::new(),
             reserve: null.map_err(|e| Kernel::file("/dev/null", e))?.into(),
             cuts: Vec::new(),
@@ -142,7 +146,11 @@ impl<'a> Opening<'a> {
 
     fn make_objects(&mut self) -> Result<()> {
         for (row, object) in self.image.objects.iter().enumerate() {
-            self.files.objects.push(objects::memory(row as u32, object, self.contents)?);
+            let made = match &object.segment {
+                Some(segment) => self.files.segments.make(self.image, row, object, segment, self.contents)?,
+                None => objects::memory(row as u32, object, self.contents)?,
+            };
+            self.files.objects.push(made);
         }
         let of_object = |f: &OpenFile| match f.kind {
             FileKind::Memory(object) => Some(object),
