@@ -4,11 +4,13 @@
 #include <linux/aio_abi.h>
 #include <linux/netlink.h>
 #include <linux/perf_event.h>
+#include <mqueue.h>
 #include <netinet/in.h>
 #include <poll.h>
 #include <sys/fanotify.h>
 #include <sys/inotify.h>
 #include <sys/ioctl.h>
+#include <sys/sem.h>
 #include <sys/shm.h>
 #include <sys/socket.h>
 
@@ -242,6 +244,45 @@ static void message_queue(void) {
   syscall(SYS_mq_unlink, name);
 }
 
+static void told_queue(void) { // to be told of its next message
+  char name[64];
+  snprintf(name, sizeof name, "/stillpoint-told-%d", getpid());
+  struct mq_attr a = {.mq_maxmsg = 4, .mq_msgsize = 64};
+  mqd_t q = mq_open(name, O_RDWR | O_CREAT, 0600, &a);
+  if (q < 0)
+    SKIP("no message queues here");
+  struct sigevent told = {.sigev_notify = SIGEV_SIGNAL, .sigev_signo = SIGWINCH, .sigev_value.sival_int = 5};
+  MUST(mq_unlink(name) == 0 && mq_notify(q, &told) == 0);
+  cut();
+  EQUAL(mq_notify(q, 0), 0);
+}
+
+static void full_queue(void) { // a message that only exists in it
+  char name[64], text[64];
+  snprintf(name, sizeof name, "/stillpoint-full-%d", getpid());
+  struct mq_attr a = {.mq_maxmsg = 4, .mq_msgsize = 64};
+  mqd_t q = mq_open(name, O_RDWR | O_CREAT, 0600, &a);
+  if (q < 0)
+    SKIP("no message queues here");
+  MUST(mq_unlink(name) == 0 && mq_send(q, "message", 8, 2) == 0);
+  cut();
+  unsigned priority = 0;
+  EQUAL(mq_receive(q, text, sizeof text, &priority), 8);
+  EQUAL(priority, 2);
+}
+
+static void semaphore_undo(void) { // an operation that the kernel undoes when the program ends
+  int id = semget(IPC_PRIVATE, 1, IPC_CREAT | 0600);
+  if (id < 0)
+    SKIP("no System V semaphores here");
+  struct sembuf take = {.sem_op = -1, .sem_flg = SEM_UNDO}, give = {.sem_op = 1, .sem_flg = SEM_UNDO};
+  MUST(semctl(id, 0, SETVAL, 1) == 0 && semop(id, &take, 1) == 0);
+  cut();
+  EQUAL(semctl(id, 0, GETVAL), 0);
+  EQUAL(semop(id, &give, 1), 0);
+  EQUAL(semctl(id, 0, IPC_RMID), 0);
+}
+
 static volatile int there, stop;
 
 static void *own_table(void *unused) {
@@ -414,4 +455,5 @@ SCENARIOS({"established_tcp", established_tcp}, {"pending_connection", pending_c
           {"own_directory", own_directory}, {"in_flight", in_flight}, {"lease", lease},
           {"unread_inotify", unread_inotify}, {"bound_udp", bound_udp}, {"unbound_tcp", unbound_tcp},
           {"sealed_memory", sealed_memory}, {"droppable_memory", droppable_memory}, {"own_mounts", own_mounts},
-          {"own_host_name", own_host_name})
+          {"own_host_name", own_host_name}, {"told_queue", told_queue}, {"full_queue", full_queue},
+          {"semaphore_undo", semaphore_undo})

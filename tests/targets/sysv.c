@@ -1,5 +1,6 @@
 // System V and POSIX objects of interprocess communication: what a program is attached to, and what merely stays.
 #include "target.h"
+#include <mqueue.h>
 #include <sys/ipc.h>
 #include <sys/msg.h>
 #include <sys/sem.h>
@@ -210,6 +211,77 @@ static void two_segments(void) { // of which one lies behind the other, as one m
   removed(b);
 }
 
+static void semaphores(void) { // stay as they are, whatever becomes of the program
+  int id = semget(own_key(), 3, IPC_CREAT | IPC_EXCL | 0600);
+  if (id < 0)
+    SKIP("no System V semaphores here");
+  unsigned short values[3] = {4, 0, 9}, seen[3];
+  struct sembuf take = {.sem_num = 0, .sem_op = -1};
+  MUST(semctl(id, 0, SETALL, values) == 0 && semop(id, &take, 1) == 0);
+  cut();
+  EQUAL(semctl(id, 0, GETALL, seen), 0);
+  EQUAL(seen[0], 3);
+  EQUAL(seen[1], 0);
+  EQUAL(seen[2], 9);
+  EQUAL(semop(id, &take, 1), 0);
+  EQUAL(semctl(id, 0, IPC_RMID), 0);
+}
+
+static void queue(void) { // a System V one, with a message
+  struct {
+    long type;
+    char text[8];
+  } m = {5, "message"};
+  int id = msgget(own_key(), IPC_CREAT | IPC_EXCL | 0600);
+  if (id < 0)
+    SKIP("no System V message queues here");
+  MUST(msgsnd(id, &m, 8, 0) == 0);
+  cut();
+  memset(&m, 0, sizeof m);
+  EQUAL(msgrcv(id, &m, 8, 5, IPC_NOWAIT), 8);
+  CHECK(!strcmp(m.text, "message"));
+  EQUAL(msgctl(id, IPC_RMID, 0), 0);
+}
+
+static struct mq_attr queue_state(mqd_t q) {
+  struct mq_attr a = {.mq_flags = 0};
+  EQUAL(mq_getattr(q, &a), 0);
+  return a;
+}
+
+static void posix_queues(void) { // one by name, one whose name is gone; each with two descriptions
+  char name[64], gone[64], text[64];
+  snprintf(name, sizeof name, "/stillpoint-target-%d", getpid());
+  snprintf(gone, sizeof gone, "/stillpoint-target-gone-%d", getpid());
+  struct mq_attr a = {.mq_maxmsg = 4, .mq_msgsize = 64};
+  mqd_t q = mq_open(name, O_RDWR | O_CREAT | O_EXCL, 0640, &a), r = mq_open(name, O_RDONLY | O_NONBLOCK);
+  if (q < 0)
+    SKIP("no message queues here: %s", strerror(errno));
+  a.mq_maxmsg = 2;
+  mqd_t s = mq_open(gone, O_RDWR | O_CREAT | O_EXCL | O_NONBLOCK, 0600, &a), t = mq_open(gone, O_WRONLY);
+  MUST(r >= 0 && s >= 0 && t >= 0 && mq_unlink(gone) == 0);
+  cut();
+  EQUAL(queue_state(q).mq_maxmsg, 4);
+  EQUAL(queue_state(q).mq_msgsize, 64);
+  EQUAL(queue_state(q).mq_flags, 0);
+  EQUAL(queue_state(r).mq_flags, O_NONBLOCK);
+  EQUAL(queue_state(s).mq_maxmsg, 2);
+  unsigned priority = 0;
+  EQUAL(mq_receive(r, text, sizeof text, &priority), -1);
+  EQUAL(errno, EAGAIN);
+  EQUAL(mq_send(q, "low", 4, 1), 0);
+  EQUAL(mq_send(q, "high", 5, 7), 0);
+  EQUAL(mq_receive(r, text, sizeof text, &priority), 5);
+  EQUAL(priority, 7);
+  EQUAL(mq_receive(r, text, sizeof text, &priority), 4);
+  EQUAL(mq_send(r, "no", 3, 0), -1);
+  EQUAL(mq_send(t, "gone", 5, 3), 0);
+  EQUAL(mq_receive(s, text, sizeof text, &priority), 5);
+  CHECK(!strcmp(text, "gone"));
+  EQUAL(mq_open(gone, O_RDONLY), -1);
+  EQUAL(mq_unlink(name), 0);
+}
+
 static void stranger(void) { // attached to somebody else's segment, whose id is in a file
   int id = -1;
   FILE *f = fopen(path_of("id"), "r");
@@ -234,4 +306,4 @@ static void by_key_of(void) { // has the key that another process would have
 
 SCENARIOS({"marked", marked}, {"by_key", by_key}, {"read_only", read_only}, {"parts", parts}, {"locked", locked},
           {"others", others}, {"huge", huge}, {"two_segments", two_segments},
-          {"stranger", stranger}, {"by_key_of", by_key_of})
+          {"semaphores", semaphores}, {"queue", queue}, {"posix_queues", posix_queues}, {"stranger", stranger}, {"by_key_of", by_key_of})

@@ -91,6 +91,9 @@ refused! {
     perf_event: "perf",
     fanotify: "fanotify",
     bpf: "bpf",
+    told_queue: "mq_notify",
+    full_queue: "holds 1 messages",
+    semaphore_undo: "undone",
 }
 
 macro_rules! refused_or_right {

@@ -94,6 +94,7 @@ impl<'a> Known<'a> {
             }
         }
         let examined = target::examine(builder, process)?;
+        attributes::semaphores::refuse_undo(builder, pid)?;
         // Without them it takes longer in the freeze.
         threads.values_mut().for_each(|files| drop(examined.get_ready(files)));
         let (waiting, earlier) = (HashMap::new(), HashMap::new());
@@ -280,6 +281,7 @@ pub fn inspect(
     let target = known.target(true);
     let (mappings, assumed) = known.mappings(maps)?;
     space.mappings = capture_mappings(builder, &target, known.process, &mappings)?;
+    attributes::semaphores::refuse_undo(builder, known.process.pid())?;
     files::segments::refuse_shared(builder, &[known.process.pid()]);
     process.table = files::capture_files(builder, &target)?;
     process.exe = link(builder, known.process, "exe", Usage::Read)?;

@@ -189,6 +189,9 @@ pub enum FileKind {
     /// A file of procfs, opened again by path when the process stands: index into [`crate::Image::paths`].
     #[n(14)]
     Proc(#[n(0)] u32),
+    /// POSIX message queue: index into [`crate::Image::queues`].
+    #[n(20)]
+    Queue(#[n(0)] u32),
 }
 
 /// State of a timerfd.
@@ -405,4 +408,34 @@ pub struct Terminal {
     /// Rows, columns, x pixels, y pixels.
     #[n(1)]
     pub window: [u16; 4],
+}
+
+/// A POSIX message queue, which was empty.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct MessageQueue {
+    /// Its name, without the leading slash.
+    #[n(0)]
+    pub name: Bytes,
+    /// Its name has been taken away (`mq_unlink`).
+    #[n(1)]
+    pub unlinked: bool,
+    /// Access mode bits.
+    #[n(2)]
+    pub mode: u32,
+    /// Owner.
+    #[n(3)]
+    pub uid: u32,
+    /// Group.
+    #[n(4)]
+    pub gid: u32,
+    /// Most messages it holds.
+    #[n(5)]
+    pub maximum: u64,
+    /// Longest message, bytes.
+    #[n(6)]
+    pub size: u64,
+    /// Inode number.
+    #[n(7)]
+    pub ino: u64,
 }

@@ -105,6 +105,10 @@ pub struct Image {
     /// The terminal the program's standard streams were on, if they were.
     #[n(10)]
     pub terminal: Option<Terminal>,
+    /// POSIX message queues.
+    #[n(20)]
+    #[cbor(default)]
+    pub queues: Vec<MessageQueue>,
 }
 
 /// What a checkpoint is called, when and where it was taken.

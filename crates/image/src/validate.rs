@@ -95,6 +95,10 @@ pub fn image(image: &Image) -> Result<(), Invalid> {
             row.refers("file", fifo, image.paths.len())?;
         }
     }
+    for (row, queue) in rows("message queue", &image.queues) {
+        let name = &queue.name.0;
+        row.must(!name.is_empty() && !name.contains(&0) && !name.contains(&b'/'), "its name is none")?;
+    }
     for (row, socket) in rows("socket", &image.sockets) {
         if let Some(peer) = socket.peer {
             row.refers("socket", peer, image.sockets.len())?;
@@ -166,6 +170,7 @@ fn check_open_file(row: &Row, file: &OpenFile, image: &Image) -> Result<(), Inva
         FileKind::Path(i) | FileKind::Proc(i) => row.refers("file", *i, image.paths.len()),
         FileKind::Pipe(i) => row.refers("pipe", *i, image.pipes.len()),
         FileKind::Socket(i) => row.refers("socket", *i, image.sockets.len()),
+        FileKind::Queue(i) => row.refers("message queue", *i, image.queues.len()),
         FileKind::PtyMaster(i) | FileKind::PtySlave(i) => row.refers("pty", *i, image.ptys.len()),
         FileKind::Memory(i) => check_memory(row, *i, image),
         FileKind::Epoll(watches) => {

@@ -46,6 +46,7 @@ fn sample() -> Image {
         FileKind::Epoll(vec![EpollWatch { fd: 3, ..EpollWatch::default() }]),
         FileKind::Inotify(vec![InotifyWatch { wd: 1, mask: 2, path: 0 }]),
         FileKind::Timer(TimerFd::default()),
+        FileKind::Queue(0),
     ];
     let file = |kind| OpenFile { flags: 2, position: 9, kind, owner: None, locks: Vec::new() };
     let descriptors = (0..kinds.len() as u32).map(|fd| Descriptor { fd, file: fd, close_on_exec: fd == 1 });
@@ -64,6 +65,7 @@ fn sample() -> Image {
         sockets: vec![Socket { peer: Some(0), path: Some(0), ..Socket::default() }],
         ptys: vec![Pty::default()],
         terminal: Some(Terminal::default()),
+        queues: vec![MessageQueue { name: b"q".to_vec().into(), ..MessageQueue::default() }],
     }
 }
 
@@ -244,7 +246,7 @@ fn page_maps_are_validated() {
 
 #[test]
 fn references_are_validated() {
-    let wrong: [Spoiler<Image>; 28] = [
+    let wrong: [Spoiler<Image>; 31] = [
         ("space", |i| i.processes[0].space = 1),
         ("table", |i| i.processes[0].table = 1),
         ("exe", |i| i.processes[0].exe = 1),
@@ -284,6 +286,9 @@ fn references_are_validated() {
         ("size of a segment", |i| i.objects[1].size = u64::MAX),
         ("size asked for", |i| i.objects[1].size = PAGE),
         ("page size", |i| i.objects[0].huge_page = 3),
+        ("queue", |i| i.files[10].kind = FileKind::Queue(1)),
+        ("queue of no name", |i| i.queues[0].name.0.clear()),
+        ("queue in a folder", |i| i.queues[0].name.0 = b"../q".to_vec()),
         ("mapped range", |i| i.paths[0].mapped_ranges.push(Range { start: 1, len: u64::MAX })),
     ];
     for (what, spoil) in wrong {

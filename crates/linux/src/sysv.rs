@@ -1,5 +1,5 @@
-//! System V shared memory: what the kernel tells of a segment, and making one with the id that it had. `shmget(2)`,
-//! `shmctl(2)`, `shmat(2)`.
+//! System V shared memory: what the kernel tells of a segment, and making one with the id that it had; semaphores, as far
+//! as they tell who used them. `shmget(2)`, `shmctl(2)`, `shmat(2)`, `semctl(2)`.
 
 use crate::descriptors::check;
 use crate::{Error, Result, spawn};
@@ -270,6 +270,43 @@ fn be_the_creator(wanted: &Wanted, parents: [i32; 2], answer: i32, wait: i32) ->
         libc::syscall(libc::SYS_exit_group, 0);
     }
     unreachable!("exit_group does not return")
+}
+
+/// A set of System V semaphores.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SemaphoreSet {
+    /// Its id.
+    pub id: i32,
+    /// Its key.
+    pub key: i32,
+    /// Processes that were the last to operate on one of its semaphores, in our pid namespace.
+    pub last_users: Vec<u32>,
+}
+
+/// The semaphore sets of our IPC namespace. Those that we may not read have no users.
+pub fn semaphores() -> Result<Vec<SemaphoreSet>> {
+    const LIST: &str = "/proc/sysvipc/sem";
+    let text = match std::fs::read_to_string(LIST) {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        text => text.map_err(|e| Error::file(LIST, e))?,
+    };
+    // key, id, mode, number of semaphores, …
+    let parse = |line: &str| {
+        let mut fields = line.split_whitespace().map(str::parse::<i64>);
+        let mut next = || fields.next()?.ok();
+        let (key, id, _, count) = (next()?, next()?, next()?, next()?);
+        Some((key as i32, i32::try_from(id).ok()?, i32::try_from(count).ok()?))
+    };
+    Ok(text.lines().skip(1).filter_map(parse).map(|(key, id, count)| set(key, id, count)).collect())
+}
+
+fn set(key: i32, id: i32, count: i32) -> SemaphoreSet {
+    // SAFETY: GETPID takes no further argument.
+    let last = |n: i32| unsafe { libc::semctl(id, n, libc::GETPID) };
+    let mut last_users: Vec<u32> = (0..count).filter_map(|n| u32::try_from(last(n)).ok()).collect();
+    last_users.sort_unstable();
+    last_users.dedup();
+    SemaphoreSet { id, key, last_users }
 }
 
 #[cfg(test)]

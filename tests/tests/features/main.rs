@@ -160,6 +160,9 @@ mod sysv {
         others,
         huge,
         two_segments,
+        semaphores,
+        queue,
+        posix_queues,
     }
 }
 

@@ -12,6 +12,7 @@
 //! | [`mapped`] | files behind mappings |
 //! | [`contents`] | storing contents, digests |
 //! | [`segments`] | System V shared memory |
+//! | [`queues`] | POSIX message queues |
 //! | [`pipes`], [`sockets`], [`terminals`], [`events`], [`memory`], [`locks`] | one kind of object each |
 
 pub mod contents;
@@ -24,6 +25,7 @@ pub mod options;
 pub mod outsiders;
 pub mod paths;
 pub mod pipes;
+pub mod queues;
 pub mod segments;
 pub mod sockets;
 pub mod standard;

@@ -3,6 +3,7 @@
 use super::Scan;
 use super::descriptions::Description;
 use super::memory::data_ranges;
+use super::queues;
 use crate::{Builder, Content, Result};
 use rustix::fs::{FileType, Stat};
 use std::os::fd::AsFd;
@@ -12,6 +13,7 @@ use stillpoint_image::{Bytes, FileKind, Owner, PathFile, Usage};
 use stillpoint_linux::{Error, descriptors};
 
 const PROC: u64 = 0x9fa0;
+const MQUEUE: u64 = 0x1980_0202;
 
 /// File systems whose files are views of the kernel: a path is all there is to them.
 const VIEWS: [u64; 5] = [
@@ -23,12 +25,11 @@ const VIEWS: [u64; 5] = [
 ];
 
 /// File systems whose files hold state that cannot be given back, with their names.
-const STATEFUL: [(u64, &str); 6] = [
+const STATEFUL: [(u64, &str); 5] = [
     (0x6e73_6673, "a handle to a namespace"),
     (0x7472_6163, "a file of tracefs"),
     (0xcafe_4a11, "an object of bpffs"),
     (0x5345_434d, "secret memory (memfd_secret)"),
-    (0x1980_0202, "a POSIX message queue"),
     (0x4249_4e4d, "a file of binfmt_misc"),
 ];
 
@@ -38,6 +39,9 @@ pub(crate) fn capture(scan: &mut Scan<'_>, d: &Description) -> Result<Option<Fil
     let magic = fs.f_type as u64 & 0xffff_ffff;
     if magic == PROC {
         return proc_file(scan, d);
+    }
+    if magic == MQUEUE {
+        return queues::capture(scan, d);
     }
     if let Some((_, what)) = STATEFUL.iter().find(|s| s.0 == magic) {
         return scan.refuse(d, format!("it is {what}"), "close it before the checkpoint");

@@ -85,6 +85,7 @@ impl OpenFiles {
         }
         self.created.keep();
         self.keep_segments();
+        self.queues.keep();
         Ok(())
     }
 }

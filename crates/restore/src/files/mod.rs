@@ -18,6 +18,7 @@ mod objects;
 mod options;
 mod paths;
 mod pipes;
+mod queues;
 mod segments;
 mod sockets;
 mod standard;
@@ -61,6 +62,7 @@ pub struct OpenFiles {
     /// For each row of [`Image::objects`].
     objects: Vec<OwnedFd>,
     segments: segments::Segments,
+    queues: queues::Queues,
     /// What mappings are made from and the process stands in: row of [`Image::paths`], and whether for writing.
     mapped: HashMap<(u32, bool), OwnedFd>,
     /// Holds numbers of descriptions that are made later.
@@ -78,6 +80,7 @@ pub fn open(image: &Image, contents: &dyn Contents, policy: FilesPolicy, stdio: 
     let mut refusals = findings.refusals;
     sockets::check(image, &mut refusals);
     segments::check(image, &mut refusals)?;
+    queues::check(image, &mut refusals)?;
     if !refusals.is_empty() {
         return Err(Error::Refused(refusals));
     }
@@ -93,6 +96,7 @@ pub fn open(image: &Image, contents: &dyn Contents, policy: FilesPolicy, stdio: 
     sockets::open(&mut opening)?;
     opening.make_objects()?;
     pipes::open(&mut opening)?;
+    queues::open(&mut opening)?;
     standard::open(&mut opening)?;
     terminals::open(&mut opening)?;
     events::open(&mut opening)?;
@@ -121,6 +125,7 @@ impl<'a> Opening<'a> {
             sources: image.files.iter().map(|_| None).collect(),
             objects: Vec::new(),
             segments: segments::Segments::default(),
+            queues: queues::Queues::default(),
             mapped: HashMap::new(),
             reserve: null.map_err(|e| Kernel::file("/dev/null", e))?.into(),
             cuts: Vec::new(),
