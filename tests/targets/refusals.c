@@ -12,7 +12,9 @@
 #include <sys/ioctl.h>
 #include <sys/sem.h>
 #include <sys/shm.h>
+#include <sys/epoll.h>
 #include <sys/socket.h>
+#include <sys/un.h>
 
 static void connected(int s[2]) {
   int l = socket(AF_INET, SOCK_STREAM, 0);
@@ -283,6 +285,45 @@ static void semaphore_undo(void) { // an operation that the kernel undoes when t
   EQUAL(semctl(id, 0, IPC_RMID), 0);
 }
 
+static void out_of_band(void) {
+  int s[2];
+  char c = 0;
+  MUST(socketpair(AF_UNIX, SOCK_STREAM, 0, s) == 0 && send(s[0], "ab", 2, 0) == 2);
+  if (send(s[0], "!", 1, MSG_OOB) != 1)
+    SKIP("no out-of-band data on unix sockets here");
+  cut();
+  EQUAL(recv(s[1], &c, 1, MSG_OOB), 1);
+  EQUAL(c, '!');
+}
+
+static void sent_ahead(void) { // on a connection that was not yet accepted
+  struct sockaddr_un a = {.sun_family = AF_UNIX};
+  int length = 2 + 1 + snprintf(a.sun_path + 1, 100, "stillpoint-ahead-%d", getpid());
+  int l = socket(AF_UNIX, SOCK_STREAM, 0), c = socket(AF_UNIX, SOCK_STREAM, 0);
+  MUST(bind(l, (void *)&a, length) == 0 && listen(l, 3) == 0 && connect(c, (void *)&a, length) == 0);
+  MUST(write(c, "ahead", 5) == 5);
+  cut();
+  char text[8] = {0};
+  EQUAL(read(accept(l, 0, 0), text, 8), 5);
+}
+
+static void epoll_in_flight(void) {
+  int s[2], e = epoll_create1(0);
+  MUST(socketpair(AF_UNIX, SOCK_DGRAM, 0, s) == 0);
+  char control[CMSG_SPACE(sizeof(int))] = {0}, byte = 'f';
+  struct iovec v = {&byte, 1};
+  struct msghdr m = {.msg_iov = &v, .msg_iovlen = 1, .msg_control = control, .msg_controllen = sizeof control};
+  struct cmsghdr *c = CMSG_FIRSTHDR(&m);
+  c->cmsg_level = SOL_SOCKET;
+  c->cmsg_type = SCM_RIGHTS;
+  c->cmsg_len = CMSG_LEN(sizeof(int));
+  memcpy(CMSG_DATA(c), &e, sizeof e);
+  MUST(sendmsg(s[0], &m, 0) == 1);
+  close(e);
+  cut();
+  EQUAL(recvmsg(s[1], &m, 0), 1);
+}
+
 static volatile int there, stop;
 
 static void *own_table(void *unused) {
@@ -456,4 +497,4 @@ SCENARIOS({"established_tcp", established_tcp}, {"pending_connection", pending_c
           {"unread_inotify", unread_inotify}, {"bound_udp", bound_udp}, {"unbound_tcp", unbound_tcp},
           {"sealed_memory", sealed_memory}, {"droppable_memory", droppable_memory}, {"own_mounts", own_mounts},
           {"own_host_name", own_host_name}, {"told_queue", told_queue}, {"full_queue", full_queue},
-          {"semaphore_undo", semaphore_undo})
+          {"semaphore_undo", semaphore_undo}, {"out_of_band", out_of_band}, {"sent_ahead", sent_ahead}, {"epoll_in_flight", epoll_in_flight})

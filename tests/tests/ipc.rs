@@ -1,9 +1,12 @@
 //! Objects of interprocess communication that outlive the program: what a restore finds of them, and who else uses them.
 #![allow(missing_docs)]
 
+use std::io::Read;
+use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::Path;
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 use stillpoint_tests::target::Running;
 use stillpoint_tests::{Build, Scratch, Stillpoint, Target, kernel, skipped, undisturbed_only};
 
@@ -155,4 +158,88 @@ fn a_key_that_is_taken_is_named() {
     held.stays_away(&["key"]);
     other.finish("after a refusal");
     held.comes_back();
+}
+
+/// A program that sends to a socket outside, which is this test; checkpointed and killed.
+fn logging(scratch: &Scratch) -> Option<(Stillpoint, Running, UnixDatagram)> {
+    if undisturbed_only() {
+        return None;
+    }
+    let directory = scratch.directory("logging");
+    let log = UnixDatagram::bind(directory.join("log")).expect("a socket");
+    log.set_read_timeout(Some(Duration::from_secs(10))).expect("a timeout");
+    let target = Target::new("unix", "logging", Build::Dynamic).expect("cc");
+    let mut running = target.start(&directory, scratch.path());
+    assert_eq!(heard(&log), "before");
+    let stillpoint = scratch.stillpoint();
+    stillpoint.checkpoint(running.pid, "logging", &["--kill"]);
+    running.reap();
+    Some((stillpoint, running, log))
+}
+
+fn heard(log: &UnixDatagram) -> String {
+    let mut text = [0; 64];
+    let n = log.recv(&mut text).expect("a message");
+    String::from_utf8_lossy(&text[..n]).into_owned()
+}
+
+#[test]
+fn who_sends_to_a_socket_outside_finds_it_again() {
+    let scratch = Scratch::new();
+    let Some((stillpoint, running, log)) = logging(&scratch) else { return };
+    let pid = stillpoint.restore_detached("logging", &[]);
+    Running::restored(pid, running.directory()).finish("after restore");
+    assert_eq!(heard(&log), "after");
+}
+
+#[test]
+fn a_socket_outside_that_is_gone_is_named() {
+    let scratch = Scratch::new();
+    let Some((stillpoint, running, log)) = logging(&scratch) else { return };
+    drop(log);
+    stillpoint.run(&["restore", "logging", "--detach"]).fails(3, &["/log again"]);
+    std::fs::remove_file(running.directory().join("log")).expect("a name");
+    stillpoint.run(&["restore", "logging", "--detach"]).fails(3, &["/log again"]);
+    let log = UnixDatagram::bind(running.directory().join("log")).expect("a socket");
+    let pid = stillpoint.restore_detached("logging", &[]);
+    Running::restored(pid, running.directory()).finish("after restore");
+    assert_eq!(heard(&log), "after");
+}
+
+/// It is in the first checkpoint; in a second one it would be missing, which is noticed.
+#[test]
+fn an_empty_message_is_not_lost() {
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    let target = Target::new("unix", "empty_inside", Build::Dynamic).expect("cc");
+    let mut running = target.start(&scratch.directory("empty"), scratch.path());
+    let pid = running.pid;
+    stillpoint.checkpoint(pid, "empty", &[]);
+    stillpoint.run(&["checkpoint", &pid.to_string(), "--name", "empty"]).fails(3, &["empty one"]);
+    kernel::kill(pid, rustix::process::Signal::KILL);
+    running.reap();
+    let pid = stillpoint.restore_detached("empty", &[]);
+    Running::restored(pid, running.directory()).finish("after restore");
+}
+
+#[test]
+fn a_stranger_who_waits_to_be_accepted_is_refused() {
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let target = Target::new("unix", "listening", Build::Dynamic).expect("cc");
+    let running = target.start(&scratch.directory("door"), scratch.path());
+    let mut stranger = UnixStream::connect(running.directory().join("door")).expect("a connection");
+    let arguments = ["checkpoint", &running.pid.to_string(), "--name", "door"];
+    let us = format!("process {}", std::process::id());
+    let output = scratch.stillpoint().run(&arguments).fails(3, &["waits to be accepted"]);
+    assert!(output.stderr.contains(&us), "{output}");
+    running.finish("after a refusal");
+    let mut text = String::new();
+    stranger.read_to_string(&mut text).expect("an answer");
+    assert_eq!(text, "welcome");
 }

@@ -94,6 +94,9 @@ refused! {
     told_queue: "mq_notify",
     full_queue: "holds 1 messages",
     semaphore_undo: "undone",
+    out_of_band: "out-of-band",
+    sent_ahead: "sent already",
+    epoll_in_flight: "in a message",
 }
 
 macro_rules! refused_or_right {

@@ -357,6 +357,48 @@ pub struct Socket {
     /// It was connected and its peer is gone.
     #[n(11)]
     pub orphan: bool,
+    /// Received and unread, where more than bytes goes with it; then `queue` is empty.
+    #[n(20)]
+    #[cbor(default)]
+    pub messages: Vec<Message>,
+    /// Connections that wait to be accepted by this listening socket, in their order: indices into
+    /// [`crate::Image::sockets`] of their other ends.
+    #[n(21)]
+    #[cbor(default)]
+    pub pending: Vec<u32>,
+}
+
+/// An unread message of a unix socket, or a run of bytes of a stream.
+#[derive(Clone, Debug, Default, PartialEq, Encode, Decode)]
+#[cbor(map)]
+pub struct Message {
+    /// Its bytes.
+    #[n(0)]
+    pub data: Bytes,
+    /// Descriptors in it (`SCM_RIGHTS`): indices into [`crate::Image::files`].
+    #[n(1)]
+    pub files: Vec<u32>,
+    /// Who sent it, where the socket asks for that (`SO_PASSCRED`) and it is known.
+    #[n(2)]
+    pub credentials: Option<Sender>,
+    /// Name of the socket that sent it: raw `sockaddr`, empty if it has none.
+    #[n(3)]
+    pub sender: Bytes,
+}
+
+/// Credentials that go with a message (`SCM_CREDENTIALS`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct Sender {
+    /// Process, as the program sees it.
+    #[n(0)]
+    pub pid: u32,
+    /// User.
+    #[n(1)]
+    pub uid: u32,
+    /// Group.
+    #[n(2)]
+    pub gid: u32,
 }
 
 /// A socket option.

@@ -62,7 +62,14 @@ fn sample() -> Image {
         files: kinds.into_iter().map(file).collect(),
         paths: vec![PathFile { path: b"/bin/\xff".to_vec().into(), ..PathFile::default() }],
         pipes: vec![Pipe { data: vec![b"unread".to_vec().into()], fifo: Some(0), ..Pipe::default() }],
-        sockets: vec![Socket { peer: Some(0), path: Some(0), ..Socket::default() }],
+        sockets: vec![Socket {
+            peer: Some(0),
+            path: Some(0),
+            messages: vec![Message { files: vec![2, 3], ..Message::default() }],
+            listening: Some(1),
+            pending: vec![0],
+            ..Socket::default()
+        }],
         ptys: vec![Pty::default()],
         terminal: Some(Terminal::default()),
         queues: vec![MessageQueue { name: b"q".to_vec().into(), ..MessageQueue::default() }],
@@ -148,7 +155,7 @@ fn version_1_is_read() {
     assert_eq!(wire::decode(&manifest), Ok((sample(), sample_map())));
     assert_eq!(wire::decode_meta(&manifest), Ok(sample().meta));
     let newer = wire::with_pages(&manifest, &sample_map()).expect("same description");
-    assert_eq!((newer[8], wire::decode(&newer)), (2, Ok((sample(), sample_map()))));
+    assert_eq!((u32::from(newer[8]), wire::decode(&newer)), (wire::VERSION, Ok((sample(), sample_map()))));
     let mut cut = version_1(&sample(), &sample_map());
     let body = body_len(&cut);
     cut.pop();
@@ -246,7 +253,7 @@ fn page_maps_are_validated() {
 
 #[test]
 fn references_are_validated() {
-    let wrong: [Spoiler<Image>; 31] = [
+    let wrong: [Spoiler<Image>; 35] = [
         ("space", |i| i.processes[0].space = 1),
         ("table", |i| i.processes[0].table = 1),
         ("exe", |i| i.processes[0].exe = 1),
@@ -289,6 +296,10 @@ fn references_are_validated() {
         ("queue", |i| i.files[10].kind = FileKind::Queue(1)),
         ("queue of no name", |i| i.queues[0].name.0.clear()),
         ("queue in a folder", |i| i.queues[0].name.0 = b"../q".to_vec()),
+        ("file in a message", |i| i.sockets[0].messages[0].files[1] = 99),
+        ("files in a message", |i| i.sockets[0].messages[0].files = vec![2; 254]),
+        ("waits", |i| i.sockets[0].pending[0] = 1),
+        ("waits for nobody", |i| i.sockets[0].listening = None),
         ("mapped range", |i| i.paths[0].mapped_ranges.push(Range { start: 1, len: u64::MAX })),
     ];
     for (what, spoil) in wrong {

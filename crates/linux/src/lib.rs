@@ -23,6 +23,7 @@ pub mod local;
 pub mod locks;
 pub mod memfd;
 pub mod memory;
+pub mod messages;
 pub mod mqueue;
 pub mod pagemap;
 pub mod pager;

@@ -146,6 +146,7 @@ pub fn restore(
     let exe = open.mapping_source(process.exe, false)?;
     remote.run(&of_process::layout(space, Some(exe as u32)))?;
     remote.run(&places(image, process))?;
+    open.deliver(image)?;
     open.install(image, process.table, &mut remote)?;
     let mut threads = make_threads(&memory, remote, process)?;
     // Its processes have ids too, which are not to be those of the program's threads.

@@ -48,7 +48,7 @@ mod descriptors {
         pipes,
         fifo,
         stream_pair,
-        credentials_pair.or_refused("credentials"),
+        credentials_pair,
         message_pairs,
         half_closed_pair,
         listening_tcp4,
@@ -196,6 +196,22 @@ mod timers {
     fn alarm_once() {
         crate::half_way("timers", "alarm_once");
     }
+}
+
+mod unix {
+    scenarios!("unix":
+        in_flight,
+        nested,
+        left_behind,
+        credentials,
+        senders,
+        mutual,
+        clients,
+        pending,
+        listener_closed,
+        peek_offset,
+        half_closed,
+    );
 }
 
 /// Waits with an end: the cut comes half-way, so that one that starts over, or is cut short, is told from one that goes on

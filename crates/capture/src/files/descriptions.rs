@@ -13,7 +13,7 @@ use stillpoint_linux::fdinfo::{self, Detail, FdInfo, Folders};
 /// An open file description of the target.
 #[derive(Debug)]
 pub struct Description {
-    /// Its descriptors and whether each closes on exec; never empty, ascending.
+    /// Its descriptors and whether each closes on exec, ascending; none if it is only in an unread message.
     pub fds: Vec<(u32, bool)>,
     /// Our duplicate of it.
     pub file: OwnedFd,
@@ -26,14 +26,18 @@ pub struct Description {
 }
 
 impl Description {
-    /// Lowest descriptor.
+    /// Lowest descriptor; a number that none has if it is only in an unread message.
     pub fn fd(&self) -> u32 {
-        self.fds[0].0
+        self.fds.first().map_or(i32::MAX as u32, |fd| fd.0)
     }
 
     /// For messages: `descriptor 5 (socket:[1234])`.
     pub fn name(&self) -> String {
-        format!("descriptor {} ({})", self.fd(), String::from_utf8_lossy(&self.link))
+        let link = String::from_utf8_lossy(&self.link);
+        match self.fds.first() {
+            Some((fd, _)) => format!("descriptor {fd} ({link})"),
+            None => format!("descriptor in a message ({link})"),
+        }
     }
 
     /// Device and inode number.

@@ -115,7 +115,7 @@ fn epoll(
 fn watched(scan: &Scan<'_>, epoll: &Description, number: u32, nth: u32) -> Result<Option<usize>> {
     let has_number = |index: &usize| scan.all[*index].fds.iter().any(|(fd, _)| *fd == number);
     let first = (0..scan.all.len()).find(has_number);
-    let others = (0..scan.all.len()).filter(|i| Some(*i) != first);
+    let others = (0..scan.all.len()).filter(|i| Some(*i) != first && !scan.all[*i].fds.is_empty());
     for index in first.into_iter().chain(others) {
         match is_watched(scan.target.pid, scan.all[index].fd(), epoll.fd(), number, nth) {
             Ok(true) => return Ok(Some(index)),

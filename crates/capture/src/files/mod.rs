@@ -12,6 +12,8 @@
 //! | [`mapped`] | files behind mappings |
 //! | [`contents`] | storing contents, digests |
 //! | [`segments`] | System V shared memory |
+//! | [`messages`] | unread messages of unix sockets with more than bytes |
+//! | [`pending`] | connections that wait to be accepted |
 //! | [`queues`] | POSIX message queues |
 //! | [`pipes`], [`sockets`], [`terminals`], [`events`], [`memory`], [`locks`] | one kind of object each |
 
@@ -21,9 +23,11 @@ pub mod events;
 pub mod locks;
 pub mod mapped;
 pub mod memory;
+pub mod messages;
 pub mod options;
 pub mod outsiders;
 pub mod paths;
+pub mod pending;
 pub mod pipes;
 pub mod queues;
 pub mod segments;
@@ -71,8 +75,10 @@ pub struct Target<'a> {
 pub fn capture_files(builder: &mut Builder, target: &Target<'_>) -> Result<u32> {
     // Each description of the target is one more descriptor of ours.
     raise_descriptor_limit()?;
-    let all = descriptions::read(target)?;
+    let mut all = descriptions::read(target)?;
+    let in_flight = messages::in_flight(target, &mut all)?;
     let mut scan = Scan::new(builder, target, &all)?;
+    scan.in_flight = in_flight;
     let standard = Standard::find(&mut scan)?;
     let mut table = FileTable::default();
     // Rows of descriptions come first and in order, so that epoll watches can refer to them before they are filled.
@@ -84,6 +90,10 @@ pub fn capture_files(builder: &mut Builder, target: &Target<'_>) -> Result<u32> 
             let main = scan.open_file(description, FileKind::Stdio(number))?;
             scan.builder.image.files[row as usize] = main;
         } else if let Some(kind) = scan.kind(description, &standard)? {
+            if description.fds.is_empty() && !messages::can_be_in_flight(&kind) {
+                let why = "it is in a message that was not yet read";
+                scan.refuse::<()>(description, why, "try again when the program has read it")?;
+            }
             let file = scan.open_file(description, kind)?;
             scan.builder.image.files[row as usize] = file;
         }
@@ -92,6 +102,7 @@ pub fn capture_files(builder: &mut Builder, target: &Target<'_>) -> Result<u32> 
             table.descriptors.push(Descriptor { fd, file, close_on_exec });
         }
     }
+    pending::resolve(&mut scan)?;
     standard.capture_terminal(&mut scan)?;
     table.descriptors.sort_by_key(|d| d.fd);
     builder.image.tables.push(table);
@@ -115,7 +126,9 @@ pub struct Scan<'a> {
     pub(crate) pipes: HashMap<(u64, u64), u32>,
     pub(crate) sockets: HashMap<u64, u32>,
     pub(crate) ptys: HashMap<u32, u32>,
-    unix: Option<HashMap<u32, UnixSocket>>,
+    pub(crate) unix: Option<HashMap<u32, UnixSocket>>,
+    /// Messages with descriptors in them.
+    pub(crate) in_flight: messages::Queues,
     pub(crate) options: options::Defaults,
     pub(crate) same_network: bool,
     /// The target's folder of `/proc`, and what `stat` tells there.
@@ -137,6 +150,7 @@ impl<'a> Scan<'a> {
             sockets: HashMap::new(),
             ptys: HashMap::new(),
             unix: None,
+            in_flight: messages::Queues::new(),
             options: options::Defaults::default(),
             same_network: network(&target.pid.to_string()) == network("self"),
             stat: process.stat()?,
@@ -167,6 +181,32 @@ impl<'a> Scan<'a> {
             self.unix = Some(all.into_iter().map(|s| (s.ino, s)).collect());
         }
         Ok(self.unix.as_ref().and_then(|all| all.get(&ino)).cloned())
+    }
+
+    /// Whether a socket of the target has this name (`sun_path`).
+    pub(crate) fn has_unix_name(&mut self, name: &[u8]) -> Result<bool> {
+        for d in self.all.iter().filter(|d| messages::is_socket(d)) {
+            let found = self.unix_socket(d.stat.st_ino as u32)?;
+            if found.is_some_and(|s| messages::trimmed(&s.name) == name) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Whether any process listens on a unix socket of this name.
+    pub(crate) fn is_listened_to(&mut self, name: &[u8]) -> Result<bool> {
+        const LISTENS: u8 = 10;
+        self.unix_socket(0)?; // looks at all
+        let mut all = self.unix.iter().flat_map(|all| all.values());
+        Ok(all.any(|s| s.state == LISTENS && s.name == name))
+    }
+
+    /// Whether any socket has this name.
+    pub(crate) fn is_unix_name_taken(&mut self, name: &[u8]) -> Result<bool> {
+        self.unix_socket(0)?; // looks at all
+        let mut all = self.unix.iter().flat_map(|all| all.values());
+        Ok(all.any(|s| messages::trimmed(&s.name) == name))
     }
 
     fn open_file(&mut self, d: &Description, kind: FileKind) -> Result<OpenFile> {

@@ -13,6 +13,7 @@ mod cutback;
 mod events;
 mod install;
 mod locks;
+mod messages;
 pub mod moves;
 mod objects;
 mod options;
@@ -63,6 +64,8 @@ pub struct OpenFiles {
     objects: Vec<OwnedFd>,
     segments: segments::Segments,
     queues: queues::Queues,
+    /// Sockets whose messages come when all processes are there.
+    laden: Vec<messages::Laden>,
     /// What mappings are made from and the process stands in: row of [`Image::paths`], and whether for writing.
     mapped: HashMap<(u32, bool), OwnedFd>,
     /// Holds numbers of descriptions that are made later.
@@ -126,6 +129,7 @@ impl<'a> Opening<'a> {
             objects: Vec::new(),
             segments: segments::Segments::default(),
             queues: queues::Queues::default(),
+            laden: Vec::new(),
             mapped: HashMap::new(),
             reserve: null.map_err(|e| Kernel::file("/dev/null", e))?.into(),
             cuts: Vec::new(),
