@@ -145,7 +145,7 @@ pub fn restore(
     space::finish(&mut remote, space, &filled)?;
     let exe = open.mapping_source(process.exe, false)?;
     remote.run(&of_process::layout(space, Some(exe as u32)))?;
-    remote.run(&places(image, process))?;
+    remote.run(&places(image, process, &open)?)?;
     open.deliver(image)?;
     open.install(image, process.table, &mut remote)?;
     let mut threads = make_threads(&memory, remote, process)?;
@@ -372,9 +372,15 @@ fn make_threads<'a>(
     Ok(threads)
 }
 
-/// Current directory and root, while all paths still lead where they did for us.
-fn places(image: &Image, process: &Process) -> Program {
+/// Current directory and root, while all paths still lead where they did for us. A directory that was removed was made
+/// anew, and has no path by now.
+fn places(image: &Image, process: &Process, open: &OpenFiles) -> Result<Program> {
     let mut p = Program::new();
+    if image.paths[process.cwd as usize].deleted && image.paths[process.root as usize].path.0 == b"/" {
+        let here = open.mapping_source(process.cwd, false)?;
+        p.call("fchdir to a directory that was removed", libc::SYS_fchdir, [Arg::Value(here as u64)]);
+        return Ok(p);
+    }
     let path = |p: &mut Program, row: u32| p.string(&image.paths[row as usize].path.0);
     let at = Arg::Value(libc::AT_FDCWD as u64);
     let (cwd, root) = (path(&mut p, process.cwd), path(&mut p, process.root));
@@ -386,7 +392,7 @@ fn places(image: &Image, process: &Process) -> Program {
     }
     p.call("fchdir", libc::SYS_fchdir, [here.into()]);
     p.call("close", libc::SYS_close, [here.into()]);
-    p
+    Ok(p)
 }
 
 /// Everything that threads and the process have of their own; what takes privileges away comes last, and the leader

@@ -103,6 +103,20 @@ mod memory {
     );
 }
 
+mod odd {
+    scenarios!("odd":
+        deleted_directory,
+        replaced.ignoring(&["fd"]), // its name is the other file's
+        renamed,
+        disarmed,
+        edges,
+        nested_epolls,
+        mapped_handle,
+        views,
+        bound,
+    );
+}
+
 mod registers {
     scenarios!("registers":
         general,

@@ -28,14 +28,23 @@ pub(crate) fn internal_device() -> Option<u64> {
     *DEVICE.get_or_init(look)
 }
 
-/// Captures a memfd.
+/// Whether a description is of shared memory that has no name: it was opened by way of a mapping
+/// (`/proc/self/map_files`).
+pub(crate) fn is_nameless(d: &Description) -> bool {
+    d.stat.st_nlink == 0 && Some(d.stat.st_dev) == internal_device()
+}
+
+/// Captures a memfd, or a handle to shared anonymous memory.
 pub(crate) fn capture(scan: &mut Scan<'_>, d: &Description) -> Result<Option<FileKind>> {
     if let Some(holder) = scan.target.outsiders.memory(d.stat.st_ino) {
         let why = format!("its memory is shared with {holder}");
         return scan.refuse(d, why, "end the other process");
     }
-    let name = memfd_name(&d.link);
-    let row = memory_object(scan.builder, Some(name), d.file.as_fd(), &d.name())?;
+    if d.link.starts_with(b"/SYSV") {
+        return scan.refuse(d, "it is a descriptor of System V shared memory", "close it before the checkpoint");
+    }
+    let name = d.link.starts_with(b"/memfd:").then(|| memfd_name(&d.link));
+    let row = memory_object(scan.builder, name, d.file.as_fd(), &d.name())?;
     Ok(Some(FileKind::Memory(row)))
 }
 

@@ -254,6 +254,9 @@ impl<'a> Scan<'a> {
     }
 
     fn file(&mut self, d: &Description) -> Result<Option<FileKind>> {
-        if memory::is_memfd(d)? { memory::capture(self, d) } else { paths::capture(self, d) }
+        match memory::is_memfd(d)? || memory::is_nameless(d) {
+            true => memory::capture(self, d),
+            false => paths::capture(self, d),
+        }
     }
 }

@@ -25,12 +25,13 @@ const VIEWS: [u64; 5] = [
 ];
 
 /// File systems whose files hold state that cannot be given back, with their names.
-const STATEFUL: [(u64, &str); 5] = [
+const STATEFUL: [(u64, &str); 6] = [
     (0x6e73_6673, "a handle to a namespace"),
     (0x7472_6163, "a file of tracefs"),
     (0xcafe_4a11, "an object of bpffs"),
     (0x5345_434d, "secret memory (memfd_secret)"),
     (0x4249_4e4d, "a file of binfmt_misc"),
+    (0x6573_5546, "a file that another program serves (FUSE)"),
 ];
 
 /// Captures a regular file or directory.

@@ -63,12 +63,17 @@ impl OpenFiles {
         for &(row, fd, file) in &rows {
             work.open_late(row, fd, file)?;
         }
-        for &(_, fd, file) in &rows {
-            if let FileKind::Epoll(list) = &file.kind {
-                for watch in list {
-                    work.watch(fd, watch)?;
-                }
-            }
+        let watches = |disarmed: bool| {
+            rows.iter().flat_map(move |&(_, fd, file)| {
+                let list = if let FileKind::Epoll(list) = &file.kind { list.as_slice() } else { &[] };
+                list.iter().filter(move |w| is_disarmed(w) == disarmed).map(move |w| (fd, w))
+            })
+        };
+        for (fd, watch) in watches(true) {
+            work.disarm(fd, watch, process)?;
+        }
+        for (fd, watch) in watches(false) {
+            work.watch(fd, watch, libc::EPOLL_CTL_ADD, watch.events)?;
         }
         for &(_, fd, file) in &rows {
             work.owner(fd, file);
@@ -127,6 +132,12 @@ fn close_others(program: &mut Program, table: &FileTable) {
         }
         from = number + 1;
     }
+}
+
+/// Whether a watch for one event has fired: the kernel then leaves nothing of its mask but how it is to tell.
+fn is_disarmed(watch: &EpollWatch) -> bool {
+    const HOW: u32 = (libc::EPOLLONESHOT | libc::EPOLLET | libc::EPOLLWAKEUP | libc::EPOLLEXCLUSIVE) as u32;
+    watch.events & libc::EPOLLONESHOT as u32 != 0 && watch.events & !HOW == 0
 }
 
 /// The work of [`OpenFiles::finish`] in progress.
@@ -201,13 +212,29 @@ impl<'a> Finish<'a> {
         Ok(())
     }
 
+    /// Adds a watch that has fired and is not armed again (`EPOLLONESHOT`). One that is just added tells of errors and
+    /// hang-ups, whatever it asks for; so it is made to fire, before any other can. If nothing can make it, it is left to
+    /// tell of a hang-up once.
+    fn disarm(&mut self, epoll: u32, watch: &EpollWatch, process: &mut dyn Run) -> Result<()> {
+        let any = (libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLPRI | libc::EPOLLRDHUP) as u32;
+        self.watch(epoll, watch, libc::EPOLL_CTL_ADD, watch.events | any)?;
+        let room = self.program.room(16);
+        let args = [epoll.into_arg(), room, 1.into(), 0.into()];
+        let fired = self.program.attempt(format!("let a watch of epoll {epoll} fire"), libc::SYS_epoll_wait, args);
+        let outcome = process.run(&std::mem::take(&mut self.program))?;
+        if outcome.result(fired) != 1 {
+            self.watch(epoll, watch, libc::EPOLL_CTL_MOD, watch.events)?;
+        }
+        Ok(())
+    }
+
     /// Adds a watch under the number it was added under, which may be closed or belong to another file by now:
     ///
     /// 1. What has the number is put aside.
     /// 2. The watched description gets the number, and the watch is added.
     /// 3. What had the number gets it back, or it is closed. The watch stays, as it holds on to the description and
     ///    not to the number, and the description has another descriptor.
-    fn watch(&mut self, epoll: u32, watch: &EpollWatch) -> Result<()> {
+    fn watch(&mut self, epoll: u32, watch: &EpollWatch, operation: i32, events: u32) -> Result<()> {
         let now = self.table.descriptors.iter().find(|d| d.fd == watch.fd);
         let in_place = now.is_some_and(|d| d.file == watch.file);
         let home = *self.home.get(&watch.file).ok_or_else(|| missing("open file", watch.file))?;
@@ -220,9 +247,9 @@ impl<'a> Finish<'a> {
             }
             duplicate(&mut self.program, home.into_arg(), watch.fd, true);
         }
-        let event = self.program.data(&watches::epoll_event(watch.events, watch.data));
+        let event = self.program.data(&watches::epoll_event(events, watch.data));
         let what = format!("watch descriptor {} with epoll {epoll}", watch.fd);
-        let args = [epoll.into_arg(), value(libc::EPOLL_CTL_ADD), number, event];
+        let args = [epoll.into_arg(), value(operation), number, event];
         self.program.call(what, libc::SYS_epoll_ctl, args);
         match (aside, now) {
             (Some(aside), Some(d)) => {
