@@ -8,6 +8,9 @@ use crate::{
     Place, Process,
 };
 
+/// Length of a `siginfo_t`, bytes.
+const SIGINFO: usize = 128;
+
 /// What is wrong with a description.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Invalid {
@@ -118,8 +121,15 @@ pub fn image(image: &Image) -> Result<(), Invalid> {
 
 fn check_process(row: &Row, process: &Process, image: &Image) -> Result<(), Invalid> {
     row.must(!process.threads.is_empty(), "it has no thread")?;
+    row.must(process.threads[0].tid == process.pid, "its first thread is not its main one")?;
+    let id_is_one = |id: u32| id > 0 && i32::try_from(id).is_ok();
+    row.must(process.threads.iter().all(|t| id_is_one(t.tid)), "a thread in it has no id that there can be")?;
     row.refers("address space", process.space, image.spaces.len())?;
     row.refers("descriptor table", process.table, image.tables.len())?;
+    let all_pending = process.threads.iter().flat_map(|t| &t.pending).chain(&process.pending);
+    row.must(all_pending.into_iter().all(|p| p.0.len() == SIGINFO), "a signal that waits for it is cut off")?;
+    let is_signal = |signal: u32| (1..=64).contains(&signal);
+    row.must(process.actions.iter().all(|a| is_signal(a.signal)), "it handles a signal that there is not")?;
     for path in [process.exe, process.cwd, process.root] {
         row.refers("file", path, image.paths.len())?;
     }
@@ -134,6 +144,8 @@ fn check_mapping(row: &Row, mapping: &Mapping, image: &Image) -> Result<(), Inva
             && guard.start.checked_add(guard.len).is_some_and(|end| end <= mapping.end);
         row.must(inside, "a guard region lies outside its mapping")?;
     }
+    row.must(mapping.pkey < 16, "its protection key is none")?;
+    row.must(is_page_size(mapping.huge_page), "a page size of it is none")?;
     match &mapping.backing {
         Backing::Anonymous | Backing::Special(_) => Ok(()),
         Backing::File { path, .. } | Backing::Device { path, .. } => {
@@ -153,6 +165,11 @@ fn check_mapping(row: &Row, mapping: &Mapping, image: &Image) -> Result<(), Inva
     }
 }
 
+/// Whether this is the size of huge pages, or 0 for ordinary ones.
+fn is_page_size(bytes: u64) -> bool {
+    bytes == 0 || bytes.is_power_of_two() && bytes > PAGE
+}
+
 /// Memory that is opened or mapped, as no segment is.
 fn check_memory(row: &Row, object: u32, image: &Image) -> Result<(), Invalid> {
     row.refers("memory object", object, image.objects.len())?;
@@ -161,8 +178,7 @@ fn check_memory(row: &Row, object: u32, image: &Image) -> Result<(), Invalid> {
 }
 
 fn check_object(row: &Row, object: &MemoryObject) -> Result<(), Invalid> {
-    let sound = object.huge_page == 0 || object.huge_page.is_power_of_two() && object.huge_page > PAGE;
-    row.must(sound, "its page size is none")?;
+    row.must(is_page_size(object.huge_page), "its page size is none")?;
     let whole = object.size.checked_next_multiple_of(object.huge_page.max(PAGE));
     row.must(whole.is_some(), "it runs past the end of the address space")?;
     let Some(segment) = &object.segment else { return Ok(()) };
@@ -183,6 +199,7 @@ fn check_open_file(row: &Row, file: &OpenFile, image: &Image) -> Result<(), Inva
             watches.iter().try_for_each(|w| row.refers("open file", w.file, image.files.len()))
         }
         FileKind::Inotify(watches) => {
+            row.must(watches.iter().all(|w| w.wd > 0), "a watch in it has no number")?;
             watches.iter().try_for_each(|w| row.refers("file", w.path, image.paths.len()))
         }
         FileKind::Stdio(_)

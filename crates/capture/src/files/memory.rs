@@ -41,7 +41,11 @@ pub(crate) fn capture(scan: &mut Scan<'_>, d: &Description) -> Result<Option<Fil
         return scan.refuse(d, why, "end the other process");
     }
     if d.link.starts_with(b"/SYSV") {
-        return scan.refuse(d, "it is a descriptor of System V shared memory", "close it before the checkpoint");
+        return scan.refuse(
+            d,
+            "it is a descriptor of System V shared memory",
+            "close it before the checkpoint",
+        );
     }
     let name = d.link.starts_with(b"/memfd:").then(|| memfd_name(&d.link));
     let row = memory_object(scan.builder, name, d.file.as_fd(), &d.name())?;

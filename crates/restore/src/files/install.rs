@@ -220,7 +220,8 @@ impl<'a> Finish<'a> {
         self.watch(epoll, watch, libc::EPOLL_CTL_ADD, watch.events | any)?;
         let room = self.program.room(16);
         let args = [epoll.into_arg(), room, 1.into(), 0.into()];
-        let fired = self.program.attempt(format!("let a watch of epoll {epoll} fire"), libc::SYS_epoll_wait, args);
+        let fired =
+            self.program.attempt(format!("let a watch of epoll {epoll} fire"), libc::SYS_epoll_wait, args);
         let outcome = process.run(&std::mem::take(&mut self.program))?;
         if outcome.result(fired) != 1 {
             self.watch(epoll, watch, libc::EPOLL_CTL_MOD, watch.events)?;
