@@ -153,7 +153,7 @@ fn use_it(image: &Image, map: &PageMap) {
     for space in &image.spaces {
         let mut end = 0;
         for m in &space.mappings {
-            assert!(m.start >= end && m.len() > 0 && m.guards.iter().all(|g| g.end() <= m.end));
+            assert!(m.start >= end && !m.is_empty() && m.guards.iter().all(|g| g.end() <= m.end));
             end = m.end;
             if let Backing::Segment { object, offset, .. } = m.backing {
                 let object = &image.objects[object as usize];
