@@ -4,15 +4,19 @@
 #include <linux/aio_abi.h>
 #include <linux/netlink.h>
 #include <linux/perf_event.h>
+#include <mqueue.h>
 #include <netinet/in.h>
 #include <poll.h>
 #include <sys/fanotify.h>
 #include <sys/inotify.h>
 #include <sys/ioctl.h>
+#include <sys/sem.h>
 #include <sys/shm.h>
+#include <sys/epoll.h>
 #include <sys/socket.h>
 #include <arpa/inet.h>
 #include <netinet/tcp.h>
+#include <sys/un.h>
 
 static void connected(int s[2]) {
   int l = socket(AF_INET, SOCK_STREAM, 0);
@@ -103,17 +107,6 @@ static void io_uring(void) {
   EQUAL(syscall(426, fd, 0, 0, 0, 0, 0), 0);
 }
 
-static void sysv_shm(void) {
-  int id = shmget(IPC_PRIVATE, 4 * PAGE, IPC_CREAT | 0600);
-  if (id < 0)
-    SKIP("no System V shared memory here");
-  char *p = shmat(id, 0, 0);
-  shmctl(id, IPC_RMID, 0);
-  p[0] = 7;
-  cut();
-  EQUAL(p[0], 7);
-}
-
 // A process that is no child of ours and holds whatever we have open now.
 static pid_t orphan(void) {
   int ends[2];
@@ -165,6 +158,18 @@ static void foreign_memory(void) {
   orphan();
   cut();
   EQUAL(p[0], 3);
+}
+
+static void foreign_segment(void) {
+  int id = shmget(IPC_PRIVATE, 4 * PAGE, IPC_CREAT | 0600);
+  if (id < 0)
+    SKIP("no System V shared memory here");
+  char *p = shmat(id, 0, 0);
+  shmctl(id, IPC_RMID, 0);
+  p[0] = 7;
+  orphan();
+  cut();
+  EQUAL(p[0], 7);
 }
 
 static void foreign_memfd(void) {
@@ -269,6 +274,84 @@ static void message_queue(void) {
   EQUAL(syscall(SYS_mq_timedreceive, q, c, 64, &priority, 0), 7);
   EQUAL(priority, 3);
   syscall(SYS_mq_unlink, name);
+}
+
+static void told_queue(void) { // to be told of its next message
+  char name[64];
+  snprintf(name, sizeof name, "/stillpoint-told-%d", getpid());
+  struct mq_attr a = {.mq_maxmsg = 4, .mq_msgsize = 64};
+  mqd_t q = mq_open(name, O_RDWR | O_CREAT, 0600, &a);
+  if (q < 0)
+    SKIP("no message queues here");
+  struct sigevent told = {.sigev_notify = SIGEV_SIGNAL, .sigev_signo = SIGWINCH, .sigev_value.sival_int = 5};
+  MUST(mq_unlink(name) == 0 && mq_notify(q, &told) == 0);
+  cut();
+  EQUAL(mq_notify(q, 0), 0);
+}
+
+static void full_queue(void) { // a message that only exists in it
+  char name[64], text[64];
+  snprintf(name, sizeof name, "/stillpoint-full-%d", getpid());
+  struct mq_attr a = {.mq_maxmsg = 4, .mq_msgsize = 64};
+  mqd_t q = mq_open(name, O_RDWR | O_CREAT, 0600, &a);
+  if (q < 0)
+    SKIP("no message queues here");
+  MUST(mq_unlink(name) == 0 && mq_send(q, "message", 8, 2) == 0);
+  cut();
+  unsigned priority = 0;
+  EQUAL(mq_receive(q, text, sizeof text, &priority), 8);
+  EQUAL(priority, 2);
+}
+
+static void semaphore_undo(void) { // an operation that the kernel undoes when the program ends
+  int id = semget(IPC_PRIVATE, 1, IPC_CREAT | 0600);
+  if (id < 0)
+    SKIP("no System V semaphores here");
+  struct sembuf take = {.sem_op = -1, .sem_flg = SEM_UNDO}, give = {.sem_op = 1, .sem_flg = SEM_UNDO};
+  MUST(semctl(id, 0, SETVAL, 1) == 0 && semop(id, &take, 1) == 0);
+  cut();
+  EQUAL(semctl(id, 0, GETVAL), 0);
+  EQUAL(semop(id, &give, 1), 0);
+  EQUAL(semctl(id, 0, IPC_RMID), 0);
+}
+
+static void out_of_band(void) {
+  int s[2];
+  char c = 0;
+  MUST(socketpair(AF_UNIX, SOCK_STREAM, 0, s) == 0 && send(s[0], "ab", 2, 0) == 2);
+  if (send(s[0], "!", 1, MSG_OOB) != 1)
+    SKIP("no out-of-band data on unix sockets here");
+  cut();
+  EQUAL(recv(s[1], &c, 1, MSG_OOB), 1);
+  EQUAL(c, '!');
+}
+
+static void sent_ahead(void) { // on a connection that was not yet accepted
+  struct sockaddr_un a = {.sun_family = AF_UNIX};
+  int length = 2 + 1 + snprintf(a.sun_path + 1, 100, "stillpoint-ahead-%d", getpid());
+  int l = socket(AF_UNIX, SOCK_STREAM, 0), c = socket(AF_UNIX, SOCK_STREAM, 0);
+  MUST(bind(l, (void *)&a, length) == 0 && listen(l, 3) == 0 && connect(c, (void *)&a, length) == 0);
+  MUST(write(c, "ahead", 5) == 5);
+  cut();
+  char text[8] = {0};
+  EQUAL(read(accept(l, 0, 0), text, 8), 5);
+}
+
+static void epoll_in_flight(void) {
+  int s[2], e = epoll_create1(0);
+  MUST(socketpair(AF_UNIX, SOCK_DGRAM, 0, s) == 0);
+  char control[CMSG_SPACE(sizeof(int))] = {0}, byte = 'f';
+  struct iovec v = {&byte, 1};
+  struct msghdr m = {.msg_iov = &v, .msg_iovlen = 1, .msg_control = control, .msg_controllen = sizeof control};
+  struct cmsghdr *c = CMSG_FIRSTHDR(&m);
+  c->cmsg_level = SOL_SOCKET;
+  c->cmsg_type = SCM_RIGHTS;
+  c->cmsg_len = CMSG_LEN(sizeof(int));
+  memcpy(CMSG_DATA(c), &e, sizeof e);
+  MUST(sendmsg(s[0], &m, 0) == 1);
+  close(e);
+  cut();
+  EQUAL(recvmsg(s[1], &m, 0), 1);
 }
 
 static volatile int there, stop;
@@ -435,7 +518,7 @@ static void own_host_name(void) {
 
 SCENARIOS({"established_tcp", established_tcp}, {"connecting", connecting}, {"packets", packets}, {"pending_connection", pending_connection},
           {"child_process", child_process}, {"dead_child", dead_child}, {"io_uring", io_uring},
-          {"sysv_shm", sysv_shm}, {"foreign_pipe", foreign_pipe}, {"foreign_socket", foreign_socket},
+          {"foreign_segment", foreign_segment}, {"foreign_pipe", foreign_pipe}, {"foreign_socket", foreign_socket},
           {"foreign_memory", foreign_memory}, {"foreign_memfd", foreign_memfd}, {"foreign_pidfd", foreign_pidfd},
           {"userfaultfd", userfaultfd}, {"connected_udp", connected_udp}, {"netlink", netlink},
           {"perf_event", perf_event}, {"fanotify", fanotify}, {"bpf", bpf}, {"aio", aio},
@@ -443,4 +526,5 @@ SCENARIOS({"established_tcp", established_tcp}, {"connecting", connecting}, {"pa
           {"own_directory", own_directory}, {"in_flight", in_flight}, {"lease", lease},
           {"unread_inotify", unread_inotify}, {"bound_udp", bound_udp}, {"unbound_tcp", unbound_tcp},
           {"sealed_memory", sealed_memory}, {"droppable_memory", droppable_memory}, {"own_mounts", own_mounts},
-          {"own_host_name", own_host_name})
+          {"own_host_name", own_host_name}, {"told_queue", told_queue}, {"full_queue", full_queue},
+          {"semaphore_undo", semaphore_undo}, {"out_of_band", out_of_band}, {"sent_ahead", sent_ahead}, {"epoll_in_flight", epoll_in_flight})

@@ -78,7 +78,7 @@ refused! {
     connecting: "tcp" "being connected",
     packets: "packet socket",
     io_uring: "io_uring",
-    sysv_shm: "system v" "sysv" "shared memory",
+    foreign_segment: "segment" "shared with",
     foreign_pipe: "pipe",
     foreign_socket: "socket",
     foreign_memory: "shared memory" "shared with" "another process" "shares",
@@ -88,6 +88,12 @@ refused! {
     perf_event: "perf",
     fanotify: "fanotify",
     bpf: "bpf",
+    told_queue: "mq_notify",
+    full_queue: "holds 1 messages",
+    semaphore_undo: "undone",
+    out_of_band: "out-of-band",
+    sent_ahead: "sent already",
+    epoll_in_flight: "in a message",
 }
 
 macro_rules! refused_or_right {

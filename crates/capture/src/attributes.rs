@@ -7,12 +7,13 @@
 //! | frozen | [`process::process`], [`process::space`], [`thread::thread`], [`thread::stopped`]: from outside |
 //! | frozen | [`inside::ProcessQuery`], [`inside::ThreadQuery`]: programs to run in the target |
 //!
-//! Not visible by any of these, and therefore neither captured nor refused: pending System V semaphore undo
-//! operations (`SEM_UNDO`), Landlock domains, keyrings, speculation controls that `/proc/PID/status` does not name,
+//! Not visible by any of these, and therefore neither captured nor refused: System V semaphore operations
+//! to be undone (`SEM_UNDO`; [`semaphores`] refuses where there may be any), Landlock domains, keyrings, speculation controls that `/proc/PID/status` does not name,
 //! NUMA policies of threads, a default timer slack that differs from the current one, and whether two threads share
 //! their I/O context (`CLONE_IO`).
 
 pub mod inside;
 pub mod process;
+pub mod semaphores;
 pub mod target;
 pub mod thread;

@@ -1,6 +1,7 @@
 //! The image under construction: each kernel object gets one row, however many ways lead to it.
 
 use crate::files::connections::Found;
+use crate::files::segments::Attached;
 use crate::{Error, Refusal, Result};
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -32,6 +33,8 @@ pub struct Builder {
     pub(crate) connections: Vec<Found>,
     /// Sockets in whose queue something may wait: row and duplicate.
     pub(crate) waiting: Vec<(u32, OwnedFd)>,
+    /// System V shared memory that was found so far.
+    pub segments: Vec<Attached>,
     paths: HashMap<(u64, u64, Vec<u8>), u32>,
     objects: HashMap<(u64, u64), u32>,
 }

@@ -72,6 +72,7 @@ impl Known {
         let (fds, tids) = (process.list("fd")?.len(), process.threads()?.len());
         make_room(2 * fds + 16 * tids + 64);
         let mut known = Self::open(target, target::examine(builder, process, None)?)?;
+        attributes::semaphores::refuse_undo(builder, pid)?;
         // Without them it takes longer in the freeze.
         known.threads.values_mut().for_each(|files| drop(known.examined.get_ready(files)));
         if builder.refusals.is_empty() {
@@ -272,6 +273,7 @@ pub fn inspect(
     }
     let (mappings, assumed) = known.mappings(maps)?;
     space.mappings = capture_mappings(builder, outsiders, proc, &mappings)?;
+    attributes::semaphores::refuse_undo(builder, proc.pid())?;
     process.exe = link(builder, proc, "exe", Usage::Read)?;
     process.cwd = link(builder, proc, "cwd", Usage::Path)?;
     process.root = link(builder, proc, "root", Usage::Path)?;

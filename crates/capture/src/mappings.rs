@@ -192,6 +192,10 @@ fn backing(
     if name.starts_with(b"[v") {
         return Ok(Some(Backing::Special(String::from_utf8_lossy(name).into_owned())));
     }
+    // The first segment of all has the number 0, which otherwise means that there is no file.
+    if files::segments::is_attachment(process, vma) {
+        return files::segments::attachment(builder, process, smap, &describe(smap));
+    }
     let private_huge = name.starts_with(b"/anon_hugepage") && !vma.shared;
     if vma.ino == 0 || private_huge {
         return Ok(Some(Backing::Anonymous));

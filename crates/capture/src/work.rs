@@ -493,6 +493,8 @@ impl<'a> Work<'a> {
         if !builder.refusals.is_empty() {
             return Ok(assumed);
         }
+        let pids: Vec<u32> = relatives.iter().map(|r| r.pid).collect();
+        files::segments::refuse_shared(builder, &pids);
         relations::describe(builder, &relatives)?;
         let holders: Vec<Holder<'_>> = self.members.iter().map(|m| holder(&m.target)).collect();
         let (frozen, inherited) = (true, self.options.inherited.as_slice());

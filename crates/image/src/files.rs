@@ -189,6 +189,9 @@ pub enum FileKind {
     /// A file of procfs, opened again by path when the process stands: index into [`crate::Image::paths`].
     #[n(14)]
     Proc(#[n(0)] u32),
+    /// POSIX message queue: index into [`crate::Image::queues`].
+    #[n(20)]
+    Queue(#[n(0)] u32),
 }
 
 /// State of a timerfd.
@@ -362,13 +365,22 @@ pub struct Socket {
     pub connection: Option<Connection>,
     /// Connections that waited to be accepted, which are not part of the checkpoint.
     #[n(13)]
-    pub pending: Option<u32>,
+    pub unaccepted: Option<u32>,
     /// Who sent the datagrams in the queue, in the same order: raw `sockaddr`s.
     #[n(14)]
     pub senders: Option<Vec<Bytes>>,
     /// Its place among the sockets that were kept for a restore ([`crate::Image::kept`]).
     #[n(15)]
     pub kept: Option<u32>,
+    /// Received and unread, where more than bytes goes with it; then `queue` is empty.
+    #[n(20)]
+    #[cbor(default)]
+    pub messages: Vec<Message>,
+    /// Connections that wait to be accepted by this listening socket, in their order: indices into
+    /// [`crate::Image::sockets`] of their other ends.
+    #[n(21)]
+    #[cbor(default)]
+    pub pending: Vec<u32>,
 }
 
 /// A TCP connection at the cut.
@@ -387,6 +399,39 @@ pub struct Connection {
     /// It had failed, and the program had not been told.
     #[n(3)]
     pub failed: bool,
+}
+
+/// An unread message of a unix socket, or a run of bytes of a stream.
+#[derive(Clone, Debug, Default, PartialEq, Encode, Decode)]
+#[cbor(map)]
+pub struct Message {
+    /// Its bytes.
+    #[n(0)]
+    pub data: Bytes,
+    /// Descriptors in it (`SCM_RIGHTS`): indices into [`crate::Image::files`].
+    #[n(1)]
+    pub files: Vec<u32>,
+    /// Who sent it, where the socket asks for that (`SO_PASSCRED`) and it is known.
+    #[n(2)]
+    pub credentials: Option<Sender>,
+    /// Name of the socket that sent it: raw `sockaddr`, empty if it has none.
+    #[n(3)]
+    pub sender: Bytes,
+}
+
+/// Credentials that go with a message (`SCM_CREDENTIALS`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct Sender {
+    /// Process, as the program sees it.
+    #[n(0)]
+    pub pid: u32,
+    /// User.
+    #[n(1)]
+    pub uid: u32,
+    /// Group.
+    #[n(2)]
+    pub gid: u32,
 }
 
 /// A socket option.
@@ -444,4 +489,34 @@ pub struct Terminal {
     /// Rows, columns, x pixels, y pixels.
     #[n(1)]
     pub window: [u16; 4],
+}
+
+/// A POSIX message queue, which was empty.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct MessageQueue {
+    /// Its name, without the leading slash.
+    #[n(0)]
+    pub name: Bytes,
+    /// Its name has been taken away (`mq_unlink`).
+    #[n(1)]
+    pub unlinked: bool,
+    /// Access mode bits.
+    #[n(2)]
+    pub mode: u32,
+    /// Owner.
+    #[n(3)]
+    pub uid: u32,
+    /// Group.
+    #[n(4)]
+    pub gid: u32,
+    /// Most messages it holds.
+    #[n(5)]
+    pub maximum: u64,
+    /// Longest message, bytes.
+    #[n(6)]
+    pub size: u64,
+    /// Inode number.
+    #[n(7)]
+    pub ino: u64,
 }

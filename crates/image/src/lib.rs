@@ -110,6 +110,10 @@ pub struct Image {
     /// cut: whoever restores it there can have them.
     #[n(11)]
     pub kept: Option<Bytes>,
+    /// POSIX message queues.
+    #[n(20)]
+    #[cbor(default)]
+    pub queues: Vec<MessageQueue>,
 }
 
 /// What a checkpoint is called, when and where it was taken.

@@ -165,6 +165,19 @@ pub enum Backing {
         #[n(1)]
         offset: u64,
     },
+    /// System V shared memory: an attachment (`shmat`), or a part of one.
+    #[n(20)]
+    Segment {
+        /// Index into [`crate::Image::objects`], of one that has a [`MemoryObject::segment`].
+        #[n(0)]
+        object: u32,
+        /// Offset in bytes.
+        #[n(1)]
+        offset: u64,
+        /// Whether it was attached for writing (without `SHM_RDONLY`).
+        #[n(2)]
+        may_write: bool,
+    },
 }
 
 bitflags! {
@@ -250,4 +263,38 @@ pub struct MemoryObject {
     /// Group of a memfd.
     #[n(6)]
     pub gid: u32,
+    /// It is System V shared memory; mode and owner are those of the segment.
+    #[n(20)]
+    pub segment: Option<Segment>,
+}
+
+/// A System V shared memory segment (`shmget`). It outlives the programs that are attached to it, unless it is marked for
+/// removal.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct Segment {
+    /// Its id, which programs remember.
+    #[n(0)]
+    pub id: i32,
+    /// Its key; 0 (`IPC_PRIVATE`) for none, also once it is marked for removal.
+    #[n(1)]
+    pub key: i32,
+    /// The key that it was made with: `maps` calls it by that (`/SYSVkkkkkkkk`).
+    #[n(2)]
+    pub name: i32,
+    /// User that made it.
+    #[n(3)]
+    pub creator_uid: u32,
+    /// Group that made it.
+    #[n(4)]
+    pub creator_gid: u32,
+    /// Its pages are locked in memory (`SHM_LOCK`).
+    #[n(5)]
+    pub locked: bool,
+    /// Marked for removal (`IPC_RMID`): it goes with its last attachment.
+    #[n(6)]
+    pub marked: bool,
+    /// Size as it was asked for, bytes: that of the object may be rounded up.
+    #[n(7)]
+    pub size: u64,
 }

@@ -4,10 +4,13 @@
 //! tables and subtract its addresses without looking again.
 
 use crate::{
-    Backing, Codec, FileKind, Image, MAX_BLOCK_PAGES, Mapping, OpenFile, Owner, PAGE, PageMap, Place,
-    Process, Socket,
+    Backing, Codec, FileKind, Image, MAX_BLOCK_PAGES, Mapping, MemoryObject, OpenFile, Owner, PAGE, PageMap,
+    Place, Process, Socket,
 };
 use std::collections::HashSet;
+
+/// Length of a `siginfo_t`, bytes.
+const SIGINFO: usize = 128;
 
 /// What is wrong with a description.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -75,6 +78,9 @@ pub fn image(image: &Image) -> Result<(), Invalid> {
             end = mapping.end;
         }
     }
+    for (row, object) in rows("memory object", &image.objects) {
+        check_object(&row, object)?;
+    }
     for (row, table) in rows("descriptor table", &image.tables) {
         let ordered = table.descriptors.is_sorted_by(|a, b| a.fd < b.fd);
         row.must(ordered, "its descriptors are out of order")?;
@@ -94,10 +100,20 @@ pub fn image(image: &Image) -> Result<(), Invalid> {
             row.refers("file", fifo, image.paths.len())?;
         }
     }
+    for (row, queue) in rows("message queue", &image.queues) {
+        let name = &queue.name.0;
+        row.must(!name.is_empty() && !name.contains(&0) && !name.contains(&b'/'), "its name is none")?;
+    }
     for (row, socket) in rows("socket", &image.sockets) {
         if let Some(peer) = socket.peer {
             row.refers("socket", peer, image.sockets.len())?;
         }
+        for message in &socket.messages {
+            row.must(message.files.len() <= 253, "a message in it carries more descriptors than one can")?;
+            message.files.iter().try_for_each(|f| row.refers("open file", *f, image.files.len()))?;
+        }
+        row.must(socket.pending.is_empty() || socket.listening.is_some(), "it does not listen")?;
+        socket.pending.iter().try_for_each(|s| row.refers("socket", *s, image.sockets.len()))?;
         if let Some(path) = socket.path {
             row.refers("file", path, image.paths.len())?;
         }
@@ -147,8 +163,15 @@ fn check_connection(row: &Row, socket: &Socket, image: &Image) -> Result<(), Inv
 
 fn check_process(row: &Row, process: &Process, image: &Image) -> Result<(), Invalid> {
     row.must(!process.threads.is_empty(), "it has no thread")?;
+    row.must(process.threads[0].tid == process.pid, "its first thread is not its main one")?;
+    let id_is_one = |id: u32| id > 0 && i32::try_from(id).is_ok();
+    row.must(process.threads.iter().all(|t| id_is_one(t.tid)), "a thread in it has no id that there can be")?;
     row.refers("address space", process.space, image.spaces.len())?;
     row.refers("descriptor table", process.table, image.tables.len())?;
+    let all_pending = process.threads.iter().flat_map(|t| &t.pending).chain(&process.pending);
+    row.must(all_pending.into_iter().all(|p| p.0.len() == SIGINFO), "a signal that waits for it is cut off")?;
+    let is_signal = |signal: u32| (1..=64).contains(&signal);
+    row.must(process.actions.iter().all(|a| is_signal(a.signal)), "it handles a signal that there is not")?;
     for path in [process.exe, process.cwd, process.root] {
         row.refers("file", path, image.paths.len())?;
     }
@@ -163,13 +186,47 @@ fn check_mapping(row: &Row, mapping: &Mapping, image: &Image) -> Result<(), Inva
             && guard.start.checked_add(guard.len).is_some_and(|end| end <= mapping.end);
         row.must(inside, "a guard region lies outside its mapping")?;
     }
+    row.must(mapping.pkey < 16, "its protection key is none")?;
+    row.must(is_page_size(mapping.huge_page), "a page size of it is none")?;
     match &mapping.backing {
         Backing::Anonymous | Backing::Special(_) => Ok(()),
         Backing::File { path, .. } | Backing::Device { path, .. } => {
             row.refers("file", *path, image.paths.len())
         }
-        Backing::Object { object, .. } => row.refers("memory object", *object, image.objects.len()),
+        Backing::Object { object, .. } => check_memory(row, *object, image),
+        Backing::Segment { object, offset, .. } => {
+            row.refers("memory object", *object, image.objects.len())?;
+            let object = &image.objects[*object as usize];
+            row.must(object.segment.is_some(), "it attaches memory that is no segment")?;
+            row.must(mapping.shared, "an attachment of a segment is not shared")?;
+            let step = object.huge_page.max(PAGE);
+            let size = object.size.checked_next_multiple_of(step);
+            let inside = offset.checked_add(mapping.len()).is_some_and(|end| size.is_some_and(|s| end <= s));
+            row.must(inside && offset.is_multiple_of(PAGE), "it attaches more than the segment has")
+        }
     }
+}
+
+/// Whether this is the size of huge pages, or 0 for ordinary ones.
+fn is_page_size(bytes: u64) -> bool {
+    bytes == 0 || bytes.is_power_of_two() && bytes > PAGE
+}
+
+/// Memory that is opened or mapped, as no segment is.
+fn check_memory(row: &Row, object: u32, image: &Image) -> Result<(), Invalid> {
+    row.refers("memory object", object, image.objects.len())?;
+    let segment = image.objects[object as usize].segment.is_some();
+    row.must(!segment, "it uses shared memory without being attached to it")
+}
+
+fn check_object(row: &Row, object: &MemoryObject) -> Result<(), Invalid> {
+    row.must(is_page_size(object.huge_page), "its page size is none")?;
+    let whole = object.size.checked_next_multiple_of(object.huge_page.max(PAGE));
+    row.must(whole.is_some(), "it runs past the end of the address space")?;
+    let Some(segment) = &object.segment else { return Ok(()) };
+    row.must(object.memfd.is_none(), "it is a segment and a memfd")?;
+    row.must(segment.id >= 0, "its id is negative")?;
+    row.must(segment.size > 0 && segment.size <= object.size, "it is larger than its memory")
 }
 
 fn check_open_file(row: &Row, file: &OpenFile, image: &Image) -> Result<(), Invalid> {
@@ -177,12 +234,14 @@ fn check_open_file(row: &Row, file: &OpenFile, image: &Image) -> Result<(), Inva
         FileKind::Path(i) | FileKind::Proc(i) => row.refers("file", *i, image.paths.len()),
         FileKind::Pipe(i) => row.refers("pipe", *i, image.pipes.len()),
         FileKind::Socket(i) => row.refers("socket", *i, image.sockets.len()),
+        FileKind::Queue(i) => row.refers("message queue", *i, image.queues.len()),
         FileKind::PtyMaster(i) | FileKind::PtySlave(i) => row.refers("pty", *i, image.ptys.len()),
-        FileKind::Memory(i) => row.refers("memory object", *i, image.objects.len()),
+        FileKind::Memory(i) => check_memory(row, *i, image),
         FileKind::Epoll(watches) => {
             watches.iter().try_for_each(|w| row.refers("open file", w.file, image.files.len()))
         }
         FileKind::Inotify(watches) => {
+            row.must(watches.iter().all(|w| w.wd > 0), "a watch in it has no number")?;
             watches.iter().try_for_each(|w| row.refers("file", w.path, image.paths.len()))
         }
         FileKind::Stdio(_)

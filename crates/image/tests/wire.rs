@@ -1,104 +1,14 @@
 //! Manifests from anywhere: whole ones come back as they were, all others give an error.
 
+mod common;
+
+use common::{body_len, reseal, sample, sample_map, stored};
 use proptest::prelude::*;
 use stillpoint_image::wire::{self, HEADER, WireError};
 use stillpoint_image::*;
 
 /// What is made wrong, and how.
 type Spoiler<T> = (&'static str, fn(&mut T));
-
-/// An image with at least one row in every table.
-fn sample() -> Image {
-    let thread =
-        Thread { tid: 7, name: b"main".to_vec().into(), regs: vec![1; 216].into(), ..Thread::default() };
-    let process = Process { pid: 7, threads: vec![thread], ..Process::default() };
-    let mapping = |start: u64, backing| Mapping {
-        start,
-        end: start + 4 * PAGE,
-        prot: 3,
-        shared: false,
-        backing,
-        flags: MappingFlags::HEAP | MappingFlags::LOCKED,
-        pkey: 0,
-        huge_page: 0,
-        guards: vec![Range { start, len: PAGE }],
-        name: Some(b"arena".to_vec().into()),
-    };
-    let mappings = vec![
-        mapping(0x1000, Backing::Anonymous),
-        mapping(0x10000, Backing::File { path: 0, offset: 0, may_write: false }),
-        mapping(0x20000, Backing::Object { object: 0, offset: 0, may_write: true }),
-        mapping(0x30000, Backing::Special("[vdso]".into())),
-    ];
-    let kinds = [
-        FileKind::Path(0),
-        FileKind::Pipe(0),
-        FileKind::Socket(0),
-        FileKind::PtyMaster(0),
-        FileKind::PtySlave(0),
-        FileKind::Memory(0),
-        FileKind::Event { count: 3, semaphore: true },
-        FileKind::Epoll(vec![EpollWatch { fd: 3, ..EpollWatch::default() }]),
-        FileKind::Inotify(vec![InotifyWatch { wd: 1, mask: 2, path: 0 }]),
-        FileKind::Timer(TimerFd::default()),
-    ];
-    let file = |kind| OpenFile { flags: 2, position: 9, kind, owner: None, locks: Vec::new() };
-    let descriptors = (0..kinds.len() as u32).map(|fd| Descriptor { fd, file: fd, close_on_exec: fd == 1 });
-    Image {
-        meta: Meta { job: "web".into(), id: 3, label: Some("first".into()), ..Meta::default() },
-        processes: vec![process],
-        spaces: vec![AddressSpace { mappings, ..AddressSpace::default() }],
-        objects: vec![MemoryObject { size: 4 * PAGE, ..MemoryObject::default() }],
-        tables: vec![FileTable { descriptors: descriptors.collect() }],
-        files: kinds.into_iter().map(file).collect(),
-        paths: vec![PathFile { path: b"/bin/\xff".to_vec().into(), ..PathFile::default() }],
-        pipes: vec![Pipe { data: vec![b"unread".to_vec().into()], fifo: Some(0), ..Pipe::default() }],
-        sockets: vec![Socket { peer: Some(0), path: Some(0), ..Socket::default() }],
-        ptys: vec![Pty::default()],
-        terminal: Some(Terminal::default()),
-        kept: None,
-    }
-}
-
-fn stored(owner: Owner, page: u64, pages: u32, skip: u16) -> Extent {
-    let block_pages = pages as u16 + skip;
-    let place = Place::Stored {
-        segment: 2,
-        offset: PAGE * (1 + page),
-        length: u32::from(block_pages) * PAGE as u32,
-        block_pages,
-        skip,
-        codec: Codec::Raw,
-        crc: 0x1234_5678,
-    };
-    Extent { owner, address: page * PAGE, pages, place }
-}
-
-fn sample_map() -> PageMap {
-    PageMap {
-        extents: vec![
-            stored(Owner::Space(0), 1, 3, 0),
-            Extent { owner: Owner::Space(0), address: 4 * PAGE, pages: 9, place: Place::Zero },
-            stored(Owner::Space(0), 16, 1, 5),
-            stored(Owner::Object(0), 0, 4, 0),
-            stored(Owner::File(0), 2, 64, 0),
-        ],
-    }
-}
-
-/// Makes all checksums right again, as somebody hostile would.
-fn reseal(manifest: &mut [u8], body: usize) {
-    let crc = |bytes: &[u8]| crc32fast::hash(bytes).to_le_bytes();
-    let (body_crc, map_crc) = (crc(&manifest[HEADER..HEADER + body]), crc(&manifest[HEADER + body..]));
-    manifest[40..44].copy_from_slice(&body_crc);
-    manifest[44..48].copy_from_slice(&map_crc);
-    let header = crc(&manifest[..HEADER - 4]);
-    manifest[HEADER - 4..HEADER].copy_from_slice(&header);
-}
-
-fn body_len(manifest: &[u8]) -> usize {
-    u64::from_le_bytes(std::array::from_fn(|i| manifest[16 + i])) as usize
-}
 
 /// A manifest of version 1, whose page map has records of 48 bytes.
 fn version_1(image: &Image, map: &PageMap) -> Vec<u8> {
@@ -139,7 +49,7 @@ fn version_1_is_read() {
     assert_eq!(wire::decode(&manifest), Ok((sample(), sample_map())));
     assert_eq!(wire::decode_meta(&manifest), Ok(sample().meta));
     let newer = wire::with_pages(&manifest, &sample_map()).expect("same description");
-    assert_eq!((newer[8], wire::decode(&newer)), (2, Ok((sample(), sample_map()))));
+    assert_eq!((u32::from(newer[8]), wire::decode(&newer)), (wire::VERSION, Ok((sample(), sample_map()))));
     let mut cut = version_1(&sample(), &sample_map());
     let body = body_len(&cut);
     cut.pop();
@@ -219,7 +129,7 @@ fn page_maps_are_validated() {
         ("misaligned", |map| map.extents[1].address += 1),
         ("past the end", |map| map.extents[2].address = u64::MAX - PAGE + 1),
         ("no such space", |map| map.extents[0].owner = Owner::Space(1)),
-        ("no such object", |map| map.extents[3].owner = Owner::Object(1)),
+        ("no such object", |map| map.extents[3].owner = Owner::Object(2)),
         ("outside its block", |map| map.extents[2].pages = 2),
         ("longer than its block", |map| map.extents[4].pages = 65),
         ("misaligned block", |map| {
@@ -242,7 +152,7 @@ fn connections_come_back_as_they_were() {
         peer: Some(peer),
         local: b"here".to_vec().into(),
         kept: Some(place),
-        pending: Some(3),
+        unaccepted: Some(3),
         queue: vec![b"unread".to_vec().into()],
         senders: Some(vec![b"somebody".to_vec().into()]),
         connection: Some(Connection {
@@ -261,7 +171,7 @@ fn connections_come_back_as_they_were() {
 
 #[test]
 fn references_are_validated() {
-    let wrong: [Spoiler<Image>; 27] = [
+    let wrong: [Spoiler<Image>; 42] = [
         ("space", |i| i.processes[0].space = 1),
         ("table", |i| i.processes[0].table = 1),
         ("exe", |i| i.processes[0].exe = 1),
@@ -275,7 +185,7 @@ fn references_are_validated() {
             i.spaces[0].mappings[1].backing = Backing::File { path: 1, offset: 0, may_write: false };
         }),
         ("mapped object", |i| {
-            i.spaces[0].mappings[2].backing = Backing::Object { object: 1, offset: 0, may_write: false };
+            i.spaces[0].mappings[2].backing = Backing::Object { object: 2, offset: 0, may_write: false };
         }),
         ("descriptor", |i| i.tables[0].descriptors[0].file = 99),
         ("descriptor order", |i| i.tables[0].descriptors.swap(0, 1)),
@@ -311,6 +221,27 @@ fn references_are_validated() {
             i.kept = Some(b"name".to_vec().into());
             i.sockets[0].kept = Some(1);
         }),
+        ("segment of no object", |i| i.objects[1].segment = None),
+        ("part of a segment", |i| {
+            i.spaces[0].mappings[4].backing =
+                Backing::Segment { object: 1, offset: 2 * PAGE, may_write: true };
+        }),
+        ("part of a segment at the end of all", |i| {
+            i.spaces[0].mappings[4].backing =
+                Backing::Segment { object: 1, offset: u64::MAX - PAGE + 1, may_write: true };
+        }),
+        ("private segment", |i| i.spaces[0].mappings[4].shared = false),
+        ("descriptor of a segment", |i| i.files[5].kind = FileKind::Memory(1)),
+        ("size of a segment", |i| i.objects[1].size = u64::MAX),
+        ("size asked for", |i| i.objects[1].size = PAGE),
+        ("page size", |i| i.objects[0].huge_page = 3),
+        ("queue", |i| i.files[10].kind = FileKind::Queue(1)),
+        ("queue of no name", |i| i.queues[0].name.0.clear()),
+        ("queue in a folder", |i| i.queues[0].name.0 = b"../q".to_vec()),
+        ("file in a message", |i| i.sockets[0].messages[0].files[1] = 99),
+        ("files in a message", |i| i.sockets[0].messages[0].files = vec![2; 254]),
+        ("waits", |i| i.sockets[0].pending[0] = 1),
+        ("waits for nobody", |i| i.sockets[0].listening = None),
         ("mapped range", |i| i.paths[0].mapped_ranges.push(Range { start: 1, len: u64::MAX })),
     ];
     for (what, spoil) in wrong {

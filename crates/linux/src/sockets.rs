@@ -233,6 +233,8 @@ pub struct UnixSocket {
     pub send_queue: u32,
     /// `RCV_SHUTDOWN` 1, `SEND_SHUTDOWN` 2.
     pub shutdown: u8,
+    /// Inode numbers of the other ends of connections that wait to be accepted, in their order; 0: it is gone.
+    pub pending: Vec<u32>,
 }
 
 const SOCK_DIAG_BY_FAMILY: u16 = 20;
@@ -240,8 +242,8 @@ const NLM_F_REQUEST: u16 = 1;
 const NLM_F_DUMP: u16 = 0x300;
 const NLMSG_ERROR: u16 = 2;
 const NLMSG_DONE: u16 = 3;
-/// Name, file, peer, queue lengths.
-const UDIAG_SHOW: u32 = 1 | 2 | 4 | 16;
+/// Name, file, peer, waiting connections, queue lengths.
+const UDIAG_SHOW: u32 = 1 | 2 | 4 | 8 | 16;
 
 /// All unix sockets of our network namespace.
 pub fn unix_sockets() -> Result<Vec<UnixSocket>> {
@@ -314,6 +316,10 @@ fn parse_unix(body: &[u8]) -> Option<UnixSocket> {
             0 => socket.name = value.to_vec(),
             1 => socket.vfs = Some((u32_at(value, 0)?, u32_at(value, 4)?)),
             2 => socket.peer = Some(u32_at(value, 0)?),
+            3 => {
+                let words = value.chunks_exact(4);
+                socket.pending = words.map(|b| u32::from_ne_bytes([b[0], b[1], b[2], b[3]])).collect();
+            }
             4 => (socket.receive_queue, socket.send_queue) = (u32_at(value, 0)?, u32_at(value, 4)?),
             6 => socket.shutdown = *value.first()?,
             _ => {}

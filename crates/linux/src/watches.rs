@@ -83,11 +83,20 @@ pub fn inotify() -> Result<OwnedFd> {
     owned("make an inotify", unsafe { libc::inotify_init1(libc::IN_CLOEXEC | libc::IN_NONBLOCK) }.into())
 }
 
+/// Numbers of watches can only be counted up to: so far within a few seconds.
+const MOST_WATCHES: i32 = 5_000_000;
+
 /// Adds a watch that gets this very watch descriptor.
 ///
 /// The kernel hands out watch descriptors in cyclic order, so the numbers below are used up first; watches must be
 /// added in ascending order. Leaves events in the queue ([`drain`]).
 pub fn inotify_watch(inotify: impl AsFd, path: &Path, mask: u32, wd: i32) -> Result<()> {
+    if wd > MOST_WATCHES {
+        return Err(Error::Other(format!(
+            "watch {}: {wd} is too high a number to count up to",
+            path.display()
+        )));
+    }
     let name = CString::new(path.as_os_str().as_bytes()).map_err(|e| Error::Other(e.to_string()))?;
     let fd = inotify.as_fd().as_raw_fd();
     loop {

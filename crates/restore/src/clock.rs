@@ -28,7 +28,7 @@ fn enter(meta: &Meta) -> std::io::Result<()> {
     let own = own_offsets();
     stillpoint_linux::spawn::unshare_time()?;
     // Offsets are told relative to the initial namespace, which we may not be in ourselves.
-    let offset = |clock, then: i64, own: i64| then - (now_ns(clock) - own);
+    let offset = |clock, then: i64, own: i64| then.saturating_sub(now_ns(clock).saturating_sub(own));
     let monotonic = offset(ClockId::Monotonic, meta.monotonic_ns, own.0);
     let boottime = offset(ClockId::Boottime, meta.boottime_ns, own.1);
     let line =

@@ -99,7 +99,7 @@ fn refused(pid: u32, e: stillpoint_linux::Error) -> Error {
 }
 
 /// Making a tree.
-pub(crate) struct Family<'a, 'i> {
+pub(crate) struct Family<'a, 'i, 't> {
     image: &'i Image,
     nursery: &'a Nursery,
     /// Room for the memories of all: those of the image's processes by row, then the others.
@@ -109,7 +109,7 @@ pub(crate) struct Family<'a, 'i> {
     members: Vec<Option<Remote<'a>>>,
     ended: Vec<(usize, Ended, Remote<'a>)>,
     /// Slaves of pseudo-terminals that control a session, by row.
-    terminals: &'a HashMap<u32, OwnedFd>,
+    terminals: &'t HashMap<u32, OwnedFd>,
 }
 
 /// How many memories a tree needs room for.
@@ -134,7 +134,7 @@ pub(crate) fn ids(image: &Image) -> Vec<u32> {
     threads.chain(ended).chain(lost_leaders(image)).collect()
 }
 
-impl<'a, 'i> Family<'a, 'i> {
+impl<'a, 'i, 't> Family<'a, 'i, 't> {
     /// Makes all processes; returns their main threads, by row. `root` is that of the root, which has nothing but the area of
     /// remote programs; `terminals` are slaves of controlling terminals by row, in our own table, of which all have copies.
     pub fn make(
@@ -142,7 +142,7 @@ impl<'a, 'i> Family<'a, 'i> {
         nursery: &'a Nursery,
         memories: &'a [OnceCell<Memory>],
         root: Remote<'a>,
-        terminals: &'a HashMap<u32, OwnedFd>,
+        terminals: &'t HashMap<u32, OwnedFd>,
     ) -> Result<Vec<Remote<'a>>> {
         let members = image.processes.iter().map(|_| None).collect();
         let mut family = Family { image, nursery, memories, used: 1, members, ended: Vec::new(), terminals };

@@ -1,6 +1,7 @@
 //! A checkpoint becomes a running process: rebuild, loaders.
 #![forbid(unsafe_code)]
 
+mod attach;
 pub mod attributes;
 mod burial;
 pub mod clock;

@@ -9,7 +9,7 @@ use crate::files::{Contents, OpenFiles};
 use crate::lazy::{Later, Pager, Place, Template};
 use crate::pace::Pace;
 use crate::space::{self, Backings, Filled};
-use crate::{Error, FilesPolicy, Result, Stdio, TcpPolicy, burial, clock, family, files, loader};
+use crate::{Error, FilesPolicy, Result, Stdio, TcpPolicy, attach, burial, clock, family, files, loader};
 use std::cell::OnceCell;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
@@ -125,8 +125,9 @@ pub fn restore(
     let mut rows: Vec<Row<'_>> =
         image.processes.iter().map(|p| Row::of(checkpoint, p)).collect::<Result<_>>()?;
     for (row, remote) in rows.iter().zip(&mut members) {
-        row.lay_out(remote, &open, room)?;
+        row.lay_out(image, remote, &open, room)?;
     }
+    open.detach();
     let skeleton = start.elapsed();
     let pidfd = nursery.pidfd()?;
     let mut later = match rows.as_slice() {
@@ -142,6 +143,7 @@ pub fn restore(
             load(checkpoint, &rows, &members, &pace, progress)?;
         }
     }
+    open.deliver(image)?;
     open.seal(image)?;
     let mut all = Vec::with_capacity(members.len());
     for (row, mut remote) in rows.iter().zip(members) {
@@ -163,7 +165,7 @@ pub fn restore(
         let threads = give_attributes(threads, row.process, row.space, nursery.seccomp_suspended)?;
         ready_to_run.push(finish_threads(threads, row.process, room)?);
     }
-    open.write_back(&contents)?;
+    open.write_back(image, &contents)?;
     open.cut_back(cut_tail)?;
     open.settle(image)?;
     for row in rows.iter().filter(|row| row.process.stopped.is_some()) {
@@ -218,10 +220,11 @@ impl<'a> Row<'a> {
     }
 
     /// Makes its mappings.
-    fn lay_out(&self, remote: &mut Remote<'_>, open: &OpenFiles, room: u64) -> Result<()> {
+    fn lay_out(&self, image: &Image, remote: &mut Remote<'_>, open: &OpenFiles, room: u64) -> Result<()> {
         space::settle(remote, self.space, room)?;
         remote.run(&of_process::early(self.process, self.space))?;
         space::map(remote, self.space, &self.filled, &Sources { open })?;
+        attach::attach(remote, image, self.space, room)?;
         space::advise_before(remote, self.space)
     }
 
@@ -231,7 +234,7 @@ impl<'a> Row<'a> {
         space::finish(remote, self.space, &self.filled)?;
         let exe = open.mapping_source(self.process.exe, false)?;
         remote.run(&of_process::layout(self.space, Some(exe as u32)))?;
-        remote.run(&places(image, self.process))?;
+        remote.run(&places(image, self.process, open)?)?;
         open.install(image, self.process.table, remote)
     }
 }
@@ -352,9 +355,15 @@ impl Backings for Sources<'_> {
     }
 }
 
-/// Current directory and root, while all paths still lead where they did for us.
-fn places(image: &Image, process: &Process) -> Program {
+/// Current directory and root, while all paths still lead where they did for us. A directory that was removed was made
+/// anew, and has no path by now.
+fn places(image: &Image, process: &Process, open: &OpenFiles) -> Result<Program> {
     let mut p = Program::new();
+    if image.paths[process.cwd as usize].deleted && image.paths[process.root as usize].path.0 == b"/" {
+        let here = open.mapping_source(process.cwd, false)?;
+        p.call("fchdir to a directory that was removed", libc::SYS_fchdir, [Arg::Value(here as u64)]);
+        return Ok(p);
+    }
     let path = |p: &mut Program, row: u32| p.string(&image.paths[row as usize].path.0);
     let at = Arg::Value(libc::AT_FDCWD as u64);
     let (cwd, root) = (path(&mut p, process.cwd), path(&mut p, process.root));
@@ -366,7 +375,7 @@ fn places(image: &Image, process: &Process) -> Program {
     }
     p.call("fchdir", libc::SYS_fchdir, [here.into()]);
     p.call("close", libc::SYS_close, [here.into()]);
-    p
+    Ok(p)
 }
 
 /// Everything that threads and the process have of their own; what takes privileges away comes last, and the leader

@@ -16,9 +16,9 @@ use stillpoint_linux::remote::{Area, Remote};
 use stillpoint_linux::spawn::ADDRESS_SPACE;
 
 /// Length of the area for code and tables, bytes.
-const AREA_LEN: u64 = 1 << 20;
+pub(crate) const AREA_LEN: u64 = 1 << 20;
 /// Room behind the area through which the kernel's mappings are moved.
-const SPARE_LEN: u64 = 1 << 20;
+pub(crate) const SPARE_LEN: u64 = 1 << 20;
 /// Kept free below a stack, which may grow while it is filled.
 const BELOW_STACK: u64 = 64 << 20;
 
@@ -37,18 +37,21 @@ pub fn find_room(spaces: &[AddressSpace], own: &[Vma]) -> Result<u64> {
         let below = if m.flags.contains(MappingFlags::GROWS_DOWN) { BELOW_STACK } else { 0 };
         (m.start.saturating_sub(below), m.end)
     }));
+    find_gap(taken, AREA_LEN + SPARE_LEN)
+        .ok_or_else(|| Error::Failed("the program leaves no room in its address space to rebuild it".into()))
+}
+
+/// The lowest address, from 4 GiB on, behind which `len` bytes are free.
+pub(crate) fn find_gap(mut taken: Vec<(u64, u64)>, len: u64) -> Option<u64> {
     taken.sort_unstable();
-    let mut at = 1 << 32;
+    let mut at: u64 = 1 << 32;
     for (start, end) in taken {
-        if start >= at + AREA_LEN + SPARE_LEN {
+        if start >= at.saturating_add(len) {
             break;
         }
         at = at.max(end);
     }
-    if at + AREA_LEN + SPARE_LEN > ADDRESS_SPACE.1 {
-        return Err(Error::Failed("the program leaves no room in its address space to rebuild it".into()));
-    }
-    Ok(at)
+    at.checked_add(len).is_some_and(|end| end <= ADDRESS_SPACE.1).then_some(at)
 }
 
 /// Prepares a fresh copy of our process for remote programs: afterwards it has nothing but the area and the kernel's
@@ -162,7 +165,7 @@ fn special(mapping: &Mapping) -> Option<(&str, &Mapping)> {
     }
 }
 
-/// Makes the program's mappings, writable as far as they will be filled.
+/// Makes the program's mappings but System V shared memory, writable as far as they will be filled.
 pub fn map(
     remote: &mut Remote<'_>,
     space: &AddressSpace,
@@ -170,7 +173,8 @@ pub fn map(
     backings: &dyn Backings,
 ) -> Result<()> {
     let mut program = Program::new();
-    for m in space.mappings.iter().filter(|m| special(m).is_none()) {
+    let attached = |m: &&Mapping| matches!(m.backing, Backing::Segment { .. });
+    for m in space.mappings.iter().filter(|m| special(m).is_none() && !attached(m)) {
         let prot =
             if starts_writable(m, filled) { libc::PROT_READ | libc::PROT_WRITE } else { m.prot as i32 };
         let (fd, offset) = match &m.backing {

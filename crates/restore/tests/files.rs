@@ -755,7 +755,7 @@ g = open("gone", "w+b"); g.write(b"g" * 5000); g.flush(); b = mmap.mmap(g.fileno
     let mut open =
         files::open(&builder.image, &contents, FilesPolicy::Rollback, TcpPolicy::Established, Stdio::Null)
             .unwrap();
-    open.write_back(&contents).unwrap();
+    open.write_back(&builder.image, &contents).unwrap();
     open.cut_back(&mut |_, _, _| Ok(())).unwrap();
     let mut expected = vec![b's'; 10000];
     expected[1] = 88;

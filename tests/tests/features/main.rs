@@ -48,7 +48,7 @@ mod descriptors {
         pipes,
         fifo,
         stream_pair,
-        credentials_pair.or_refused("credentials"),
+        credentials_pair,
         message_pairs,
         half_closed_pair,
         listening_tcp4,
@@ -100,6 +100,20 @@ mod memory {
         dropped_before,
         remapped_after,
         written_meanwhile,
+    );
+}
+
+mod odd {
+    scenarios!("odd":
+        deleted_directory,
+        replaced.ignoring(&["fd"]), // its name is the other file's
+        renamed,
+        disarmed,
+        edges,
+        nested_epolls,
+        mapped_handle,
+        views,
+        bound,
     );
 }
 
@@ -177,6 +191,39 @@ mod trees {
     );
 }
 
+mod sysv {
+    use std::sync::{Mutex, PoisonError};
+
+    /// Segments of programs that run at the same time take each other's ids.
+    static ALONE: Mutex<()> = Mutex::new(());
+
+    macro_rules! one_by_one {
+        ($($name:ident,)*) => {
+            $(
+                #[test]
+                fn $name() {
+                    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+                    crate::Feature::new("sysv", stringify!($name)).survives();
+                }
+            )*
+        };
+    }
+
+    one_by_one! {
+        marked,
+        by_key,
+        read_only,
+        parts,
+        locked,
+        others,
+        huge,
+        two_segments,
+        semaphores,
+        queue,
+        posix_queues,
+    }
+}
+
 mod threads {
     scenarios!("threads":
         many,
@@ -207,6 +254,22 @@ mod timers {
     fn alarm_once() {
         crate::half_way("timers", "alarm_once");
     }
+}
+
+mod unix {
+    scenarios!("unix":
+        in_flight,
+        nested,
+        left_behind,
+        credentials,
+        senders,
+        mutual,
+        clients,
+        pending,
+        listener_closed,
+        peek_offset,
+        half_closed,
+    );
 }
 
 /// Waits with an end: the cut comes half-way, so that one that starts over, or is cut short, is told from one that goes on

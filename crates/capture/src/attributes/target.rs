@@ -567,9 +567,6 @@ fn mapping_problem(target: &Proc, map: &Smap) -> Option<(&'static str, &'static 
     if kernels_own {
         return None;
     }
-    if name.starts_with(b"/SYSV") && map.vma.shared {
-        return Some(("System V shared memory cannot be captured yet", ""));
-    }
     if name == b"/secretmem" || name == b"secretmem" {
         return Some(("it is secret memory (memfd_secret), which nobody else can read", ""));
     }

@@ -26,7 +26,7 @@ pub struct Held {
 /// An open file description of the target.
 #[derive(Debug)]
 pub struct Description {
-    /// Its descriptors; never empty, ascending by process and number.
+    /// Its descriptors, ascending by process and number; none if it is only in an unread message.
     pub held: Vec<Held>,
     /// Our duplicate of it.
     pub file: OwnedFd,
@@ -42,14 +42,14 @@ pub struct Description {
 }
 
 impl Description {
-    /// Number of the first descriptor.
+    /// Number of the first descriptor; one that none has if it is only in an unread message.
     pub fn fd(&self) -> u32 {
-        self.held[0].fd
+        self.held.first().map_or(i32::MAX as u32, |held| held.fd)
     }
 
-    /// Process that holds the first descriptor, in our pid namespace.
+    /// Process that holds the first descriptor, in our pid namespace; 0 if none does.
     pub fn pid(&self) -> u32 {
-        self.held[0].pid
+        self.held.first().map_or(0, |held| held.pid)
     }
 
     /// The first descriptor.
@@ -64,11 +64,12 @@ impl Description {
 
     /// For messages: `descriptor 5 (socket:[1234])`.
     pub fn name(&self) -> String {
-        let of = match self.held[0].process {
-            0 => String::new(),
-            _ => format!(" of process {}", self.pid()),
-        };
-        format!("descriptor {}{of} ({})", self.fd(), String::from_utf8_lossy(&self.link))
+        let link = String::from_utf8_lossy(&self.link);
+        match self.held.first() {
+            None => format!("descriptor in a message ({link})"),
+            Some(Held { process: 0, fd, .. }) => format!("descriptor {fd} ({link})"),
+            Some(Held { pid, fd, .. }) => format!("descriptor {fd} of process {pid} ({link})"),
+        }
     }
 
     /// Device and inode number.

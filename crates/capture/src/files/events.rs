@@ -117,7 +117,7 @@ fn watched(scan: &Scan<'_>, epoll: &Description, number: u32, nth: u32) -> Resul
         |process, index: usize| scan.all[index].held.iter().any(|h| h.process == process && h.fd == number);
     let beside = |index: &usize| epoll.held.iter().any(|h| has_it(h.process, *index));
     let first: Vec<usize> = (0..scan.all.len()).filter(beside).collect();
-    let others = (0..scan.all.len()).filter(|i| !first.contains(i));
+    let others = (0..scan.all.len()).filter(|i| !first.contains(i) && !scan.all[*i].held.is_empty());
     for index in first.iter().copied().chain(others) {
         match is_watched(scan.all[index].first(), epoll.first(), number, nth) {
             Ok(true) => return Ok(Some(index)),

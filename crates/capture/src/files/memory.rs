@@ -5,6 +5,7 @@ use super::descriptions::Description;
 use crate::{Builder, Content, Result};
 use rustix::fs::{SeekFrom, Stat};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::OnceLock;
 use stillpoint_image::{Bytes, FileKind, MemoryObject, Owner, PAGE, Range};
 use stillpoint_linux::{Error, descriptors, memfd};
 
@@ -20,14 +21,34 @@ pub(crate) fn is_memfd(d: &Description) -> Result<bool> {
     Ok(matches!(fs.f_type as u64, TMPFS | HUGETLBFS))
 }
 
-/// Captures a memfd.
+/// The file system of memfds, shared anonymous memory and System V shared memory, by its device number.
+pub(crate) fn internal_device() -> Option<u64> {
+    static DEVICE: OnceLock<Option<u64>> = OnceLock::new();
+    let look = || rustix::fs::fstat(memfd::create(b"", 0).ok()?).ok().map(|s| s.st_dev);
+    *DEVICE.get_or_init(look)
+}
+
+/// Whether a description is of shared memory that has no name: it was opened by way of a mapping
+/// (`/proc/self/map_files`).
+pub(crate) fn is_nameless(d: &Description) -> bool {
+    d.stat.st_nlink == 0 && Some(d.stat.st_dev) == internal_device()
+}
+
+/// Captures a memfd, or a handle to shared anonymous memory.
 pub(crate) fn capture(scan: &mut Scan<'_>, d: &Description) -> Result<Option<FileKind>> {
     if let Some(holder) = scan.target.outsiders.memory(d.stat.st_ino) {
         let why = format!("its memory is shared with {holder}");
         return scan.refuse(d, why, "end the other process");
     }
-    let name = memfd_name(&d.link);
-    let row = memory_object(scan.builder, Some(name), d.file.as_fd(), &d.name())?;
+    if d.link.starts_with(b"/SYSV") {
+        return scan.refuse(
+            d,
+            "it is a descriptor of System V shared memory",
+            "close it before the checkpoint",
+        );
+    }
+    let name = d.link.starts_with(b"/memfd:").then(|| memfd_name(&d.link));
+    let row = memory_object(scan.builder, name, d.file.as_fd(), &d.name())?;
     Ok(Some(FileKind::Memory(row)))
 }
 
@@ -57,6 +78,7 @@ pub fn memory_object(
         mode: stat.st_mode & 0o7777,
         uid: stat.st_uid,
         gid: stat.st_gid,
+        segment: None,
     });
     if new {
         let source = descriptors::reopen(file, libc::O_RDONLY)?;

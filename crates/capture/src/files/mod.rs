@@ -13,6 +13,10 @@
 //! | [`contents`] | storing contents, digests |
 //! | [`connections`] | TCP connections, and which two are the ends of one |
 //! | [`datagrams`] | UDP, ICMP, raw and netlink sockets |
+//! | [`segments`] | System V shared memory |
+//! | [`messages`] | unread messages of unix sockets with more than bytes |
+//! | [`pending`] | connections that wait to be accepted |
+//! | [`queues`] | POSIX message queues |
 //! | [`pipes`], [`sockets`], [`terminals`], [`events`], [`memory`], [`locks`] | one kind of object each |
 
 pub mod connections;
@@ -23,10 +27,14 @@ pub mod events;
 pub mod locks;
 pub mod mapped;
 pub mod memory;
+pub mod messages;
 pub mod options;
 pub mod outsiders;
 pub mod paths;
+pub mod pending;
 pub mod pipes;
+pub mod queues;
+pub mod segments;
 pub mod sockets;
 pub mod standard;
 pub mod terminals;
@@ -82,8 +90,10 @@ pub struct Target<'a> {
 pub fn capture_files(builder: &mut Builder, target: &Target<'_>) -> Result<Vec<u32>> {
     // Each description of the target is one more descriptor of ours.
     raise_descriptor_limit()?;
-    let all = descriptions::read(target)?;
+    let mut all = descriptions::read(target)?;
+    let in_flight = messages::in_flight(target, &mut all)?;
     let mut scan = Scan::new(builder, target, &all)?;
+    scan.in_flight = in_flight;
     let standard = Standard::find(&mut scan)?;
     let mut tables = vec![FileTable::default(); target.holders.len()];
     // Rows of descriptions come first and in order, so that epoll watches can refer to them before they are filled.
@@ -95,6 +105,10 @@ pub fn capture_files(builder: &mut Builder, target: &Target<'_>) -> Result<Vec<u
             let main = scan.open_file(description, FileKind::Stdio(number))?;
             scan.builder.image.files[row as usize] = main;
         } else if let Some(kind) = scan.kind(description, &standard)? {
+            if description.held.is_empty() && !messages::can_be_in_flight(&kind) {
+                let why = "it is in a message that was not yet read";
+                scan.refuse::<()>(description, why, "try again when the program has read it")?;
+            }
             let file = scan.open_file(description, kind)?;
             scan.builder.image.files[row as usize] = file;
         }
@@ -103,6 +117,7 @@ pub fn capture_files(builder: &mut Builder, target: &Target<'_>) -> Result<Vec<u
             tables[process].descriptors.push(Descriptor { fd, file, close_on_exec });
         }
     }
+    pending::resolve(&mut scan)?;
     standard.capture_terminal(&mut scan)?;
     connections::complete(scan.builder, target.frozen, &mut scan.options)?;
     let first = builder.image.tables.len() as u32;
@@ -128,9 +143,11 @@ pub struct Scan<'a> {
     pub(crate) pipes: HashMap<(u64, u64), u32>,
     pub(crate) sockets: HashMap<u64, u32>,
     pub(crate) ptys: HashMap<u32, u32>,
-    unix: Option<HashMap<u32, UnixSocket>>,
+    pub(crate) unix: Option<HashMap<u32, UnixSocket>>,
     /// Groups of IPv4 and IPv6 that somebody has joined.
     groups: HashMap<i32, Vec<Group>>,
+    /// Messages with descriptors in them.
+    pub(crate) in_flight: messages::Queues,
     pub(crate) options: options::Defaults,
     pub(crate) same_network: bool,
     /// What `stat` tells of the holders, and their process groups as they see them.
@@ -163,6 +180,7 @@ impl<'a> Scan<'a> {
             ptys: HashMap::new(),
             unix: None,
             groups: HashMap::new(),
+            in_flight: messages::Queues::new(),
             options: options::Defaults::default(),
             same_network: network(&target.holders[0].pid.to_string()) == network("self"),
             stats,
@@ -211,6 +229,32 @@ impl<'a> Scan<'a> {
         self.groups.entry(family).or_insert_with(|| stillpoint_linux::datagrams::groups(family)).clone()
     }
 
+    /// Whether a socket of the target has this name (`sun_path`).
+    pub(crate) fn has_unix_name(&mut self, name: &[u8]) -> Result<bool> {
+        for d in self.all.iter().filter(|d| messages::is_socket(d)) {
+            let found = self.unix_socket(d.stat.st_ino as u32)?;
+            if found.is_some_and(|s| messages::trimmed(&s.name) == name) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Whether any process listens on a unix socket of this name.
+    pub(crate) fn is_listened_to(&mut self, name: &[u8]) -> Result<bool> {
+        const LISTENS: u8 = 10;
+        self.unix_socket(0)?; // looks at all
+        let mut all = self.unix.iter().flat_map(|all| all.values());
+        Ok(all.any(|s| s.state == LISTENS && s.name == name))
+    }
+
+    /// Whether any socket has this name.
+    pub(crate) fn is_unix_name_taken(&mut self, name: &[u8]) -> Result<bool> {
+        self.unix_socket(0)?; // looks at all
+        let mut all = self.unix.iter().flat_map(|all| all.values());
+        Ok(all.any(|s| messages::trimmed(&s.name) == name))
+    }
+
     fn open_file(&mut self, d: &Description, kind: FileKind) -> Result<OpenFile> {
         let owner = locks::signal_owner(self, d)?;
         let locks = locks::locks(self, d)?;
@@ -256,6 +300,9 @@ impl<'a> Scan<'a> {
     }
 
     fn file(&mut self, d: &Description) -> Result<Option<FileKind>> {
-        if memory::is_memfd(d)? { memory::capture(self, d) } else { paths::capture(self, d) }
+        match memory::is_memfd(d)? || memory::is_nameless(d) {
+            true => memory::capture(self, d),
+            false => paths::capture(self, d),
+        }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::os::unix::ffi::OsStrExt;
-use stillpoint_linux::proc::{self, Proc};
+use stillpoint_linux::proc::{self, Proc, Vma};
 
 /// Who holds what outside the target, as far as we may see it: links of `/proc/*/fd`.
 #[derive(Debug, Default)]
@@ -63,8 +63,7 @@ impl Outsiders {
             return Vec::new();
         }
         let maps = Proc::process(pid).and_then(|p| p.maps()).unwrap_or_default();
-        let of_target =
-            maps.iter().filter(|v| v.deleted && v.shared && self.memory.binary_search(&v.ino).is_ok());
+        let of_target = maps.iter().filter(|v| is_nameless(v) && self.memory.binary_search(&v.ino).is_ok());
         of_target.map(|v| memory_key(v.ino)).collect()
     }
 
@@ -85,6 +84,12 @@ impl Outsiders {
 fn links(pid: u32) -> impl Iterator<Item = Vec<u8>> {
     let fds = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
     fds.filter_map(|fd| identity(&fd.path()))
+}
+
+/// Whether a mapping is of nameless shared memory. (Inode numbers of System V segments are their ids, which may be those
+/// of memfds too.)
+fn is_nameless(v: &Vma) -> bool {
+    v.deleted && v.shared && !v.name.starts_with(b"/SYSV")
 }
 
 fn memory_key(ino: u64) -> Vec<u8> {

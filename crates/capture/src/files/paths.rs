@@ -3,6 +3,7 @@
 use super::Scan;
 use super::descriptions::Description;
 use super::memory::data_ranges;
+use super::queues;
 use crate::{Builder, Content, Result};
 use rustix::fs::{FileType, Stat};
 use std::os::fd::AsFd;
@@ -12,6 +13,7 @@ use stillpoint_image::{Bytes, FileKind, Owner, PathFile, Usage};
 use stillpoint_linux::{Error, descriptors};
 
 const PROC: u64 = 0x9fa0;
+const MQUEUE: u64 = 0x1980_0202;
 
 /// File systems whose files are views of the kernel: a path is all there is to them.
 const VIEWS: [u64; 5] = [
@@ -28,8 +30,8 @@ const STATEFUL: [(u64, &str); 6] = [
     (0x7472_6163, "a file of tracefs"),
     (0xcafe_4a11, "an object of bpffs"),
     (0x5345_434d, "secret memory (memfd_secret)"),
-    (0x1980_0202, "a POSIX message queue"),
     (0x4249_4e4d, "a file of binfmt_misc"),
+    (0x6573_5546, "a file that another program serves (FUSE)"),
 ];
 
 /// Captures a regular file or directory.
@@ -38,6 +40,9 @@ pub(crate) fn capture(scan: &mut Scan<'_>, d: &Description) -> Result<Option<Fil
     let magic = fs.f_type as u64 & 0xffff_ffff;
     if magic == PROC {
         return proc_file(scan, d);
+    }
+    if magic == MQUEUE {
+        return queues::capture(scan, d);
     }
     if let Some((_, what)) = STATEFUL.iter().find(|s| s.0 == magic) {
         return scan.refuse(d, format!("it is {what}"), "close it before the checkpoint");

@@ -2,7 +2,7 @@
 //! [`super::datagrams`].
 
 use super::descriptions::Description;
-use super::{Scan, connections, datagrams, paths};
+use super::{Scan, connections, datagrams, messages, paths, pending};
 use crate::Result;
 use rustix::fs::FileType;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -142,7 +142,7 @@ fn tcp(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)) -> Result<Op
     socket.local = bound(sockets::local_address(&d.file)?);
     let listens = info.state == state::LISTEN;
     socket.listening = listens.then_some(info.backlog);
-    socket.pending = Some(info.pending).filter(|&n| listens && n > 0);
+    socket.unaccepted = Some(info.pending).filter(|&n| listens && n > 0);
     let row = add(scan, d, socket);
     if listens {
         may_wait(scan, d, row)?;
@@ -180,9 +180,9 @@ fn unix(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)) -> Result<O
     let Some(diag) = scan.unix_socket(d.stat.st_ino as u32)? else {
         return scan.refuse(d, "sock_diag does not know it", "");
     };
-    if scan.target.frozen && diag.state == TCP_LISTEN && diag.receive_queue > 0 {
-        let why = format!("{} connections wait to be accepted", diag.receive_queue);
-        return scan.refuse(d, why, "try again when the program has accepted them");
+    let waited_for = scan.target.frozen && diag.state == TCP_LISTEN && diag.receive_queue > 0;
+    if waited_for && let Some((why, hint)) = pending::problem(scan, &diag)? {
+        return scan.refuse(d, why, hint);
     }
     let Some(mut socket) = common(scan, d, sort)? else { return Ok(None) };
     let local = sockets::local_address(&d.file)?;
@@ -193,11 +193,13 @@ fn unix(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)) -> Result<O
     if !name(scan, d, &diag, peer, &mut socket)? {
         return Ok(None);
     }
-    if scan.target.frozen && socket.listening.is_none() {
-        let Some(queue) = queue(scan, d, sort.1, peer.is_some() || socket.orphan, &socket)? else {
-            return Ok(None);
-        };
-        socket.queue = queue.into_iter().map(Bytes).collect();
+    if waited_for && socket.path.is_some_and(|row| scan.builder.image.paths[row as usize].deleted) {
+        let why = "a connection waits to be accepted by it, and it has no name any more to connect to";
+        return scan.refuse(d, why, "try again when the program has accepted it");
+    }
+    let has_queue = scan.target.frozen && socket.listening.is_none();
+    if has_queue && !queue(scan, d, sort.1, peer, &mut socket)? {
+        return Ok(None);
     }
     let row = add(scan, d, socket);
     if let Some((_, other)) = peer {
@@ -218,6 +220,7 @@ fn peer<'a>(
 ) -> Result<Option<Peer<'a>>> {
     match diag.peer {
         None => Ok(Some(None)),
+        Some(0) if kind != libc::SOCK_DGRAM && pending::is_waiting(scan, diag.ino)? => Ok(Some(None)),
         Some(0) if kind == libc::SOCK_DGRAM || diag.shutdown == 3 => {
             socket.orphan = true;
             Ok(Some(None))
@@ -246,6 +249,16 @@ fn named_peer<'a>(
     let remote = sockets::peer_address(&d.file)?.unwrap_or_default();
     if kind == libc::SOCK_DGRAM && !mutual && remote.len() > 2 {
         socket.remote = Bytes(remote);
+        let name = messages::path_of(&socket.remote.0);
+        if name.first().is_some_and(|first| !matches!(first, 0 | b'/')) {
+            let path = absolute(d.pid(), name);
+            socket.remote.0.truncate(2);
+            socket.remote.0.extend_from_slice(path.as_os_str().as_bytes());
+            socket.remote.0.push(0);
+        }
+        if socket.remote.0.len() > 110 {
+            return scan.refuse(d, "it sends to a socket by a relative name, whose path is too long", CLOSE);
+        }
         return Ok(Some(None));
     }
     let link = format!("socket:[{ino}]");
@@ -253,7 +266,8 @@ fn named_peer<'a>(
         Some(holder) => format!("it is a unix socket connected to {holder}"),
         None => "it is a unix socket connected to another process".to_owned(),
     };
-    scan.refuse(d, why, "close the connection before the checkpoint")
+    let hint = "close the connection before the checkpoint; the other end would not go back in time with it";
+    scan.refuse(d, why, hint)
 }
 
 /// Fills in the row of a bound socket's name; `false` if refused.
@@ -273,8 +287,19 @@ fn name(
         if accepted_here(scan, diag)? {
             return Ok(true);
         }
-        let why = "it is a connection by a name, and the socket that accepted it is closed";
-        return scan.refuse::<()>(d, why, CLOSE).map(|_| false);
+        let other = match peer {
+            Some((_, other)) => scan.unix_socket(other.stat.st_ino as u32)?,
+            None => None,
+        };
+        if other.is_some_and(|other| !other.name.is_empty()) {
+            let why = "it is a connection both ends of which have names";
+            return scan.refuse::<()>(d, why, CLOSE).map(|_| false);
+        }
+        // Who accepted it is closed: for a moment, the name must be free.
+        if scan.is_listened_to(&diag.name)? {
+            let why = "it is a connection by a name, and another process listens on that";
+            return scan.refuse::<()>(d, why, CLOSE).map(|_| false);
+        }
     }
     if diag.name.first().is_none_or(|b| *b == 0) {
         return Ok(true); // an abstract name
@@ -322,26 +347,43 @@ fn absolute(pid: u32, name: &[u8]) -> PathBuf {
     std::fs::read_link(format!("/proc/{pid}/cwd")).unwrap_or_default().join(path)
 }
 
-/// Unread messages; `None` if refused.
+/// Fills in the unread messages; `false` if refused.
 fn queue(
     scan: &mut Scan<'_>,
     d: &Description,
     kind: i32,
-    connected: bool,
-    socket: &Socket,
-) -> Result<Option<Vec<Vec<u8>>>> {
-    let Some(messages) = unread(scan, d, kind == libc::SOCK_STREAM)? else { return Ok(None) };
-    if messages.is_empty() {
-        return Ok(Some(messages));
+    peer: Peer<'_>,
+    socket: &mut Socket,
+) -> Result<bool> {
+    if kind == libc::SOCK_STREAM && poll_now(&d.file, libc::POLLPRI)? & libc::POLLPRI != 0 {
+        return scan.refuse::<()>(d, "it has unread out-of-band data (MSG_OOB)", WAIT).map(|_| false);
     }
     let passes = |name: u32| socket.options.iter().any(|o| o.level == SOL_SOCKET && o.name == name);
-    if passes(libc::SO_PASSCRED as u32) || passes(libc::SO_PASSSEC as u32) || passes(76) {
-        return scan.refuse(d, "it has unread messages that carry credentials", WAIT);
+    let connected = peer.is_some() || socket.orphan;
+    let credentials = passes(libc::SO_PASSCRED as u32) || passes(libc::SO_PASSSEC as u32) || passes(76);
+    if scan.in_flight.contains_key(&d.stat.st_ino) || kind != libc::SOCK_STREAM || credentials {
+        let diag = match peer {
+            Some((_, other)) => scan.unix_socket(other.stat.st_ino as u32)?,
+            None => None,
+        };
+        let other = peer.and_then(|(_, other)| Some((other, diag.as_ref()?)));
+        let Some(found) = messages::capture(scan, d, socket, other)? else { return Ok(false) };
+        let gone = socket.path.is_some_and(|row| scan.builder.image.paths[row as usize].deleted);
+        if !found.is_empty() && !connected && (socket.local.0.is_empty() || gone) {
+            let why = "it has unread datagrams, and no name any more to send them to";
+            return scan.refuse::<()>(d, why, WAIT).map(|_| false);
+        }
+        let plain =
+            found.iter().all(|m| m.files.is_empty() && m.credentials.is_none() && m.sender.0.is_empty());
+        match plain && connected {
+            true => socket.queue = found.into_iter().map(|m| m.data).collect(),
+            false => socket.messages = found,
+        }
+        return Ok(true);
     }
-    if !connected || (kind == libc::SOCK_DGRAM && !socket.local.0.is_empty()) {
-        return scan.refuse(d, "it has unread datagrams whose senders cannot be told", WAIT);
-    }
-    Ok(Some(messages))
+    let Some(plain) = unread(scan, d, kind == libc::SOCK_STREAM)? else { return Ok(false) };
+    socket.queue = plain.into_iter().map(Bytes).collect();
+    Ok(true)
 }
 
 fn unread(scan: &mut Scan<'_>, d: &Description, stream: bool) -> Result<Option<Vec<Vec<u8>>>> {

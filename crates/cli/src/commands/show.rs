@@ -186,6 +186,10 @@ fn descriptors(image: &Image, process: &Process) -> Vec<(u32, String)> {
 
 fn describe(image: &Image, kind: &FileKind) -> String {
     match kind {
+        FileKind::Queue(queue) => match image.queues.get(*queue as usize) {
+            Some(queue) => format!("message queue /{}", queue.name),
+            None => "message queue".into(),
+        },
         FileKind::Path(p) | FileKind::Proc(p) => match image.paths.get(*p as usize) {
             Some(file) if file.deleted => format!("{} (deleted)", file.path),
             Some(file) => file.path.to_string(),

@@ -49,9 +49,10 @@ pub(super) fn write_backs(image: &Image) -> Vec<WriteBack> {
 }
 
 impl OpenFiles {
-    /// Writes back what shared mappings of files held at the checkpoint. To be called at the end, before
-    /// [`OpenFiles::cut_back`] and while nothing runs.
-    pub fn write_back(&self, contents: &dyn Contents) -> Result<()> {
+    /// Writes back what shared mappings of files, and shared memory that outlived the program, held at the checkpoint.
+    /// To be called at the end, before [`OpenFiles::cut_back`] and while nothing runs.
+    pub fn write_back(&self, image: &Image, contents: &dyn Contents) -> Result<()> {
+        self.set_segments_back(image, contents)?;
         let mut buffer = vec![0u8; 1 << 20];
         for back in &self.write_backs {
             let file =
@@ -83,6 +84,8 @@ impl OpenFiles {
             cut_one(&cut, keep)?;
         }
         self.created.keep();
+        self.keep_segments();
+        self.queues.keep();
         Ok(())
     }
 }

@@ -64,10 +64,14 @@ impl OpenFiles {
             }
         }
         work.run(processes)?;
-        for (_, home, file) in work.rows()? {
-            if let FileKind::Epoll(list) = &file.kind {
-                for watch in list {
-                    work.watch(home, watch)?;
+        for disarmed in [true, false] {
+            for (_, home, file) in work.rows()? {
+                let FileKind::Epoll(list) = &file.kind else { continue };
+                for watch in list.iter().filter(|w| is_disarmed(w) == disarmed) {
+                    match disarmed {
+                        true => work.disarm(home, watch, processes)?,
+                        false => work.watch(home, watch, libc::EPOLL_CTL_ADD, watch.events)?,
+                    }
                 }
             }
         }
@@ -153,6 +157,12 @@ fn close_others(program: &mut Program, table: &FileTable) {
 struct Home {
     process: usize,
     fd: u32,
+}
+
+/// Whether a watch for one event has fired: the kernel then leaves nothing of its mask but how it is to tell.
+fn is_disarmed(watch: &EpollWatch) -> bool {
+    const HOW: u32 = (libc::EPOLLONESHOT | libc::EPOLLET | libc::EPOLLWAKEUP | libc::EPOLLEXCLUSIVE) as u32;
+    watch.events & libc::EPOLLONESHOT as u32 != 0 && watch.events & !HOW == 0
 }
 
 /// The work of [`OpenFiles::finish`] in progress.
@@ -283,13 +293,31 @@ impl<'a> Finish<'a> {
         Ok(())
     }
 
+    /// Adds a watch that has fired and is not armed again (`EPOLLONESHOT`). One that is just added tells of errors and
+    /// hang-ups, whatever it asks for; so it is made to fire, before any other can. If nothing can make it, it is left to
+    /// tell of a hang-up once.
+    fn disarm(&mut self, epoll: Home, watch: &EpollWatch, processes: &mut [&mut dyn Run]) -> Result<()> {
+        let any = (libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLPRI | libc::EPOLLRDHUP) as u32;
+        self.watch(epoll, watch, libc::EPOLL_CTL_ADD, watch.events | any)?;
+        let program = &mut self.programs[epoll.process];
+        let room = program.room(16);
+        let args = [epoll.fd.into_arg(), room, 1.into(), 0.into()];
+        let what = format!("let a watch of epoll {} fire", epoll.fd);
+        let fired = program.attempt(what, libc::SYS_epoll_wait, args);
+        let outcome = processes[epoll.process].run(&std::mem::take(program))?;
+        if outcome.result(fired) != 1 {
+            self.watch(epoll, watch, libc::EPOLL_CTL_MOD, watch.events)?;
+        }
+        Ok(())
+    }
+
     /// Adds a watch under the number it was added under, which may be closed or belong to another file by now:
     ///
     /// 1. What has the number is put aside.
     /// 2. The watched description gets the number, and the watch is added. It may be one that the process does not hold.
     /// 3. What had the number gets it back, or it is closed. The watch stays, as it holds on to the description and
     ///    not to the number, and the description has another descriptor.
-    fn watch(&mut self, epoll: Home, watch: &EpollWatch) -> Result<()> {
+    fn watch(&mut self, epoll: Home, watch: &EpollWatch, operation: i32, events: u32) -> Result<()> {
         let process = epoll.process;
         let now = self.tables[process].descriptors.iter().find(|d| d.fd == watch.fd);
         let in_place = now.is_some_and(|d| d.file == watch.file);
@@ -313,9 +341,9 @@ impl<'a> Finish<'a> {
             }
         }
         let program = &mut self.programs[process];
-        let event = program.data(&watches::epoll_event(watch.events, watch.data));
+        let event = program.data(&watches::epoll_event(events, watch.data));
         let what = format!("watch descriptor {} with epoll {}", watch.fd, epoll.fd);
-        let args = [epoll.fd.into_arg(), value(libc::EPOLL_CTL_ADD), number, event];
+        let args = [epoll.fd.into_arg(), value(operation), number, event];
         program.call(what, libc::SYS_epoll_ctl, args);
         match (aside, now) {
             (Some(aside), Some(d)) => {

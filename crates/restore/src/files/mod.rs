@@ -16,11 +16,14 @@ mod events;
 mod install;
 mod kept;
 mod locks;
+mod messages;
 pub mod moves;
 mod objects;
 mod options;
 mod paths;
 mod pipes;
+mod queues;
+mod segments;
 mod sockets;
 mod standard;
 mod terminals;
@@ -63,6 +66,10 @@ pub struct OpenFiles {
     sources: Vec<Option<OwnedFd>>,
     /// For each row of [`Image::objects`].
     objects: Vec<OwnedFd>,
+    segments: segments::Segments,
+    queues: queues::Queues,
+    /// Sockets whose messages come when all processes are there.
+    laden: Vec<messages::Laden>,
     /// What mappings are made from and the process stands in: row of [`Image::paths`], and whether for writing.
     mapped: HashMap<(u32, bool), OwnedFd>,
     /// Holds numbers of descriptions that are made later.
@@ -89,6 +96,8 @@ pub fn open(
     let findings = check::check(image, policy)?;
     let mut refusals = findings.refusals;
     sockets::check(image, &mut refusals);
+    segments::check(image, &mut refusals)?;
+    queues::check(image, &mut refusals)?;
     if !refusals.is_empty() {
         return Err(Error::Refused(refusals));
     }
@@ -104,6 +113,7 @@ pub fn open(
     sockets::open(&mut opening)?;
     opening.make_objects()?;
     pipes::open(&mut opening)?;
+    queues::open(&mut opening)?;
     standard::open(&mut opening)?;
     terminals::open(&mut opening)?;
     events::open(&mut opening)?;
@@ -132,6 +142,9 @@ impl<'a> Opening<'a> {
         let files = OpenFiles {
             sources: image.files.iter().map(|_| None).collect(),
             objects: Vec::new(),
+            segments: segments::Segments::default(),
+            queues: queues::Queues::default(),
+            laden: Vec::new(),
             mapped: HashMap::new(),
             reserve: null.map_err(|e| Kernel::file("/dev/null", e))?.into(),
             cuts: Vec::new(),
@@ -159,7 +172,11 @@ impl<'a> Opening<'a> {
 
     fn make_objects(&mut self) -> Result<()> {
         for (row, object) in self.image.objects.iter().enumerate() {
-            self.files.objects.push(objects::memory(row as u32, object, self.contents)?);
+            let made = match &object.segment {
+                Some(segment) => self.files.segments.make(self.image, row, object, segment, self.contents)?,
+                None => objects::memory(row as u32, object, self.contents)?,
+            };
+            self.files.objects.push(made);
         }
         let of_object = |f: &OpenFile| match f.kind {
             FileKind::Memory(object) => Some(object),

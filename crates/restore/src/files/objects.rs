@@ -34,6 +34,16 @@ fn shared_anonymous(row: u32, object: &MemoryObject, contents: &dyn Contents) ->
     Ok(fd)
 }
 
+/// Writes the contents of an object that holds only zeros.
+pub(super) fn fill_object(
+    fd: &OwnedFd,
+    row: u32,
+    object: &MemoryObject,
+    contents: &dyn Contents,
+) -> Result<()> {
+    fill(fd, Owner::Object(row), object.size, object.huge_page, contents)
+}
+
 /// Writes the contents, without what is zero.
 fn fill(fd: &OwnedFd, owner: Owner, size: u64, huge_page: u64, contents: &dyn Contents) -> Result<()> {
     let piece = huge_page.max(64 << 10);

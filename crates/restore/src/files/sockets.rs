@@ -1,7 +1,7 @@
 //! Sockets: listening and unconnected ones, unix pairs with the data in them.
 
 use super::kept::Kept;
-use super::{Opening, connections, datagrams, missing, options};
+use super::{Opening, connections, datagrams, messages, missing, options};
 use crate::{Error, Result};
 use rustix::fs::{FileType, Gid, Mode, Uid};
 use std::collections::HashMap;
@@ -66,13 +66,25 @@ pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
             Some(peer) => {
                 made.insert(peer as usize, other);
             }
-            None => fill(&other, socket)?, // its peer is gone, and goes
+            None => leave(opening, &made, index, &other)?, // its peer is gone, and goes
         }
     }
-    for socket in &opening.image.sockets {
+    for (index, socket) in opening.image.sockets.iter().enumerate() {
         if let Some(peer) = socket.peer.filter(|_| socket.connection.is_none()) {
             let other = made.get(&(peer as usize)).ok_or_else(|| missing("socket", peer))?;
-            fill(other, socket)?;
+            match socket.messages.is_empty() {
+                true => fill(other, socket)?,
+                false => {
+                    let laden = messages::later(opening.image, index, &made, Some(other))?;
+                    opening.files.laden.push(laden);
+                }
+            }
+        }
+    }
+    for (index, socket) in opening.image.sockets.iter().enumerate() {
+        if socket.peer.is_none() && !socket.orphan && !socket.messages.is_empty() {
+            let laden = messages::later(opening.image, index, &made, None)?;
+            opening.files.laden.push(laden);
         }
     }
     finish(opening, &made)?;
@@ -98,12 +110,59 @@ fn take_kept(opening: &mut Opening<'_>) -> Result<HashMap<usize, OwnedFd>> {
     }))
 }
 
+/// Fills the queue of a socket whose other end goes.
+fn leave(
+    opening: &mut Opening<'_>,
+    made: &HashMap<usize, OwnedFd>,
+    index: usize,
+    other: &OwnedFd,
+) -> Result<()> {
+    let socket = &opening.image.sockets[index];
+    if socket.messages.is_empty() {
+        return fill(other, socket);
+    }
+    let laden = messages::later(opening.image, index, made, Some(other))?;
+    opening.files.laden.push(laden);
+    Ok(())
+}
+
+/// Connections that wait to be accepted, in their order.
+fn connect_waiting(opening: &mut Opening<'_>, made: &mut HashMap<usize, OwnedFd>) -> Result<()> {
+    let image = opening.image;
+    for listener in image.sockets.iter().filter(|s| !s.pending.is_empty()) {
+        let (address, _directory) = address_of(image, listener)?;
+        for &row in &listener.pending {
+            let client = image.sockets.get(row as usize).ok_or_else(|| missing("socket", row))?;
+            let fd = sockets::socket(libc::AF_UNIX, client.kind as i32 | libc::SOCK_NONBLOCK, 0)?;
+            options::apply(&fd, client, &name(image, client))?;
+            if !client.local.0.is_empty() {
+                bind_name(opening, client, &fd)?;
+            }
+            let failed = |e| Kernel::call(format!("connect to {}", name(image, listener)), e);
+            sockets::connect(&fd, &address).map_err(failed)?;
+            shut_down(&fd, client)?;
+            made.insert(row as usize, fd);
+        }
+    }
+    Ok(())
+}
+
+/// The address by which a unix socket is reached; the descriptor is to be kept meanwhile.
+pub(super) fn address_of(image: &Image, socket: &Socket) -> Result<(Vec<u8>, Option<OwnedFd>)> {
+    match socket.path.and_then(|row| image.paths.get(row as usize)) {
+        Some(file) => unix_address(file.path.as_path()),
+        None => Ok((socket.local.0.clone(), None)),
+    }
+}
+
 /// Sockets with neither a peer nor a lost one: made, bound, set to listen. All that cannot be are told together.
 fn bind_all(opening: &mut Opening<'_>, made: &mut HashMap<usize, OwnedFd>) -> Result<()> {
     let mut refusals = Vec::new();
+    let waiting: Vec<u32> = opening.image.sockets.iter().flat_map(|s| s.pending.clone()).collect();
     for (index, socket) in opening.image.sockets.iter().enumerate() {
-        if socket.peer.is_some() || socket.orphan || socket.connection.is_some() || made.contains_key(&index)
-        {
+        let waits = waiting.contains(&(index as u32));
+        let apart = socket.peer.is_some() || socket.orphan || socket.connection.is_some() || waits;
+        if apart || made.contains_key(&index) {
             continue;
         }
         let fd = sockets::socket(socket.family as i32, socket.kind as i32, socket.protocol as i32)?;
@@ -113,12 +172,28 @@ fn bind_all(opening: &mut Opening<'_>, made: &mut HashMap<usize, OwnedFd>) -> Re
             Err(Error::Refused(lines)) => refusals.extend(lines),
             Err(e) => return Err(e),
         }
-        if let Some(pending) = socket.pending {
+        if let Some(pending) = socket.unaccepted {
             let what = name(opening.image, socket);
             let note = format!("{what}: connections that waited to be accepted are gone ({pending})");
             opening.files.notes.push(note);
         }
         made.insert(index, fd);
+    }
+    // Some may send to others of them.
+    for (index, socket) in opening.image.sockets.iter().enumerate().filter(|(_, s)| !s.remote.0.is_empty()) {
+        let Some(fd) = made.get(&index).filter(|_| refusals.is_empty()) else { continue };
+        if let Err(e) = sockets::connect(fd, &socket.remote.0) {
+            let what = name(opening.image, socket);
+            let remote = &socket.remote.0;
+            let to = match socket.family {
+                UNIX => String::from_utf8_lossy(remote.get(2..).unwrap_or_default()).replace('\0', "@"),
+                _ => address(remote),
+            };
+            refusals.push(format!("{what}: cannot be connected to {} again: {e}", to.trim_end_matches('@')));
+        }
+    }
+    if refusals.is_empty() {
+        connect_waiting(opening, made)?;
     }
     if refusals.is_empty() { Ok(()) } else { Err(Error::Refused(refusals)) }
 }
@@ -147,11 +222,6 @@ fn bind(opening: &mut Opening<'_>, socket: &Socket, fd: &OwnedFd) -> Result<()> 
         }
     } else {
         listen(socket, fd, &name(opening.image, socket))?;
-    }
-    if !socket.remote.0.is_empty() {
-        let what = name(opening.image, socket);
-        let refused = |e| Error::Refused(vec![format!("{what}: cannot be connected again: {e}")]);
-        sockets::connect(fd, &socket.remote.0).map_err(refused)?;
     }
     Ok(())
 }
@@ -247,8 +317,8 @@ fn accept_connections(opening: &mut Opening<'_>, made: &mut HashMap<usize, Owned
             continue;
         }
         let listener = image.sockets.iter().find(|s| s.listening.is_some() && s.local == accepted.local);
-        let listener =
-            listener.ok_or_else(|| Error::Failed("a connection without who accepted it".into()))?;
+        // If that is closed, the connection itself tells the name.
+        let (listener, is_closed) = (listener.unwrap_or(accepted), listener.is_none());
         let door = sockets::socket(libc::AF_UNIX, accepted.kind as i32, 0)?;
         let path = listener.path.and_then(|row| image.paths.get(row as usize));
         let (address, _directory) = match path {
@@ -265,7 +335,8 @@ fn accept_connections(opening: &mut Opening<'_>, made: &mut HashMap<usize, Owned
         let client = sockets::socket(libc::AF_UNIX, accepted.kind as i32, 0)?;
         sockets::connect(&client, &address).map_err(|e| Kernel::call("connect to ourselves", e))?;
         let server = accept_own(&door)?;
-        if let Some(file) = path {
+        // A name that was left over is so again.
+        if let Some(file) = path.filter(|file| !is_closed || file.deleted) {
             std::fs::remove_file(file.path.as_path()).map_err(|e| Kernel::file(file.path.as_path(), e))?;
         }
         made.insert(index, server);
@@ -273,7 +344,7 @@ fn accept_connections(opening: &mut Opening<'_>, made: &mut HashMap<usize, Owned
             Some(peer) => {
                 made.insert(peer as usize, client);
             }
-            None => fill(&client, accepted)?,
+            None => leave(opening, made, index, &client)?,
         }
     }
     Ok(())
@@ -319,13 +390,16 @@ fn finish(opening: &mut Opening<'_>, made: &HashMap<usize, OwnedFd>) -> Result<(
         if socket.kind == DATAGRAM && !socket.local.0.is_empty() {
             bind_name(opening, socket, fd)?;
         }
+        if messages::is_laden(opening.image, socket) {
+            continue; // when they are there
+        }
         options::apply(fd, socket, &name(opening.image, socket))?;
         shut_down(fd, socket)?;
     }
     Ok(())
 }
 
-fn shut_down(fd: impl AsFd, socket: &Socket) -> Result<()> {
+pub(super) fn shut_down(fd: impl AsFd, socket: &Socket) -> Result<()> {
     use rustix::net::Shutdown;
     let how = match socket.shutdown & 3 {
         1 => Shutdown::Read,

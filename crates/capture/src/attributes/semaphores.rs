@@ -1,0 +1,32 @@
+//! System V semaphores, which stay when the program ends; but what it did to them with `SEM_UNDO` the kernel undoes then.
+//!
+//! Nobody can read what is to be undone. What can be told: a process whose list of it was never made has nothing in it
+//! (`kcmp` finds the same nothing as in a new process), and neither has one that was never the last to operate on a
+//! semaphore that is there. (A process with threads always has a list.)
+
+use crate::{Builder, Result};
+use stillpoint_linux::sharing::{self, Shared};
+use stillpoint_linux::{spawn, sysv};
+
+/// Refuses a process that may have operations to be undone.
+pub fn refuse_undo(builder: &mut Builder, pid: u32) -> Result<()> {
+    let Some(set) = sysv::semaphores()?.into_iter().find(|set| set.last_users.contains(&pid)) else {
+        return Ok(());
+    };
+    // A new process has no list.
+    let fresh = spawn::shell(None, 0)?;
+    let none = sharing::shared(fresh.pid, pid, Shared::SemaphoreUndo);
+    let _ = rustix::process::pidfd_send_signal(&fresh.pidfd, rustix::process::Signal::KILL);
+    spawn::reap(fresh.pid);
+    if !none? {
+        let what = format!("semaphore set {} (key {:#x})", set.id, set.key);
+        let why = "the program has operated on it, and may have asked that to be undone when it ends (SEM_UNDO), \
+                   which nobody can read";
+        builder.refuse(
+            what,
+            why,
+            "remove the set (ipcrm -s), or let another process be the last one to operate on it",
+        );
+    }
+    Ok(())
+}

@@ -1,0 +1,69 @@
+//! Connections that wait to be accepted by a listening unix socket. The accepting end has no descriptor yet: all that
+//! can be seen is who waits, in which order, and how much they have sent.
+
+use super::Scan;
+use super::descriptions::Description;
+use super::messages::is_socket;
+use crate::Result;
+use stillpoint_linux::messages::outgoing;
+use stillpoint_linux::sockets::UnixSocket;
+
+/// `TCP_LISTEN`.
+const LISTENS: u8 = 10;
+
+/// Why the connections that wait at a listening socket cannot be made again, if they cannot; and what to do.
+pub(crate) fn problem(scan: &mut Scan<'_>, diag: &UnixSocket) -> Result<Option<(String, &'static str)>> {
+    let accept = "try again when the program has accepted it";
+    if diag.pending.len() != diag.receive_queue as usize {
+        let why = format!("{} connections wait to be accepted", diag.receive_queue);
+        return Ok(Some((why, "try again when the program has accepted them")));
+    }
+    for &ino in &diag.pending {
+        let Some(client) = scan.socket(ino) else {
+            let link = format!("socket:[{ino}]");
+            let why = match scan.target.outsiders.holder(link.as_bytes()) {
+                Some(holder) => format!("a connection from {holder} waits to be accepted"),
+                None => "a connection from another process waits to be accepted".to_owned(),
+            };
+            return Ok(Some((why, accept)));
+        };
+        if outgoing(&client.file)? > 0 {
+            let why =
+                "a connection waits to be accepted on which something was sent already, which cannot be seen";
+            return Ok(Some((why.into(), accept)));
+        }
+    }
+    Ok(None)
+}
+
+/// Whether a socket waits to be accepted by one of the target.
+pub(crate) fn is_waiting(scan: &mut Scan<'_>, ino: u32) -> Result<bool> {
+    for d in scan.all.iter().filter(|d| is_socket(d)) {
+        let found = scan.unix_socket(d.stat.st_ino as u32)?;
+        if found.is_some_and(|s| s.state == LISTENS && s.pending.contains(&ino)) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// Fills in who waits at which listening socket, when all rows are there.
+pub(crate) fn resolve(scan: &mut Scan<'_>) -> Result<()> {
+    let rows: Vec<(u64, u32)> = scan.sockets.iter().map(|(&ino, &row)| (ino, row)).collect();
+    for (ino, row) in rows {
+        if scan.builder.image.sockets[row as usize].listening.is_none() || !scan.target.frozen {
+            continue;
+        }
+        let pending = scan.unix_socket(ino as u32)?.map(|s| s.pending).unwrap_or_default();
+        let clients = pending.iter().filter_map(|ino| scan.sockets.get(&u64::from(*ino)).copied()).collect();
+        scan.builder.image.sockets[row as usize].pending = clients;
+    }
+    Ok(())
+}
+
+impl<'a> Scan<'a> {
+    /// The description of the target's socket with this inode number.
+    pub(crate) fn socket(&self, ino: u32) -> Option<&'a Description> {
+        self.all.iter().find(|d| is_socket(d) && d.stat.st_ino == u64::from(ino))
+    }
+}

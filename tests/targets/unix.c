@@ -1,0 +1,368 @@
+// Unix sockets with all that can be in their queues.
+#include "target.h"
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/file.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+
+#define MOST 8
+
+struct passed {
+  char text[64];
+  ssize_t length;
+  int fds[MOST], count;
+  struct ucred who;
+  int told;
+  struct sockaddr_un from;
+  socklen_t from_length;
+};
+
+static void pass(int s, const void *data, size_t length, const int *fds, int count) {
+  char control[CMSG_SPACE(MOST * sizeof(int))] = {0};
+  struct iovec v = {(void *)data, length};
+  struct msghdr m = {.msg_iov = &v, .msg_iovlen = 1};
+  if (count) {
+    m.msg_control = control;
+    m.msg_controllen = CMSG_SPACE(count * sizeof(int));
+    struct cmsghdr *c = CMSG_FIRSTHDR(&m);
+    c->cmsg_level = SOL_SOCKET;
+    c->cmsg_type = SCM_RIGHTS;
+    c->cmsg_len = CMSG_LEN(count * sizeof(int));
+    memcpy(CMSG_DATA(c), fds, count * sizeof(int));
+  }
+  MUST(sendmsg(s, &m, 0) == (ssize_t)length);
+}
+
+static struct passed take(int s, size_t most) {
+  struct passed p = {.length = 0};
+  char control[512] = {0};
+  struct iovec v = {p.text, most};
+  struct msghdr m = {.msg_name = &p.from, .msg_namelen = sizeof p.from, .msg_iov = &v, .msg_iovlen = 1,
+                     .msg_control = control, .msg_controllen = sizeof control};
+  p.length = recvmsg(s, &m, MSG_DONTWAIT);
+  p.from_length = m.msg_namelen;
+  for (struct cmsghdr *c = p.length < 0 ? 0 : CMSG_FIRSTHDR(&m); c; c = CMSG_NXTHDR(&m, c)) {
+    if (c->cmsg_type == SCM_RIGHTS) {
+      p.count = (c->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+      memcpy(p.fds, CMSG_DATA(c), p.count * sizeof(int));
+    } else if (c->cmsg_type == SCM_CREDENTIALS) {
+      memcpy(&p.who, CMSG_DATA(c), sizeof p.who);
+      p.told = 1;
+    }
+  }
+  return p;
+}
+
+static void expect(struct passed p, const char *text, int count) {
+  EQUAL(p.length, (ssize_t)strlen(text));
+  if (p.length >= 0)
+    CHECK(!memcmp(p.text, text, strlen(text)));
+  EQUAL(p.count, count);
+}
+
+static struct sockaddr_un address_of(const char *name, socklen_t *length) {
+  struct sockaddr_un a = {.sun_family = AF_UNIX};
+  if (*name == '@') {
+    *length = 2 + 1 + snprintf(a.sun_path + 1, sizeof a.sun_path - 1, "%s-%d", name + 1, getpid());
+  } else {
+    snprintf(a.sun_path, sizeof a.sun_path, "%s", name);
+    *length = sizeof a;
+  }
+  return a;
+}
+
+static int bound(int kind, const char *name) {
+  socklen_t length;
+  struct sockaddr_un a = address_of(name, &length);
+  int s = socket(AF_UNIX, kind, 0);
+  MUST(s >= 0 && bind(s, (void *)&a, length) == 0);
+  return s;
+}
+
+static int reach(int s, const char *name) {
+  socklen_t length;
+  struct sockaddr_un a = address_of(name, &length);
+  return connect(s, (void *)&a, length);
+}
+
+static void in_flight(void) { // descriptors that are only in messages, and one that is in a table too
+  int s[2], ends[2], file = open(path_of("flying"), O_RDWR | O_CREAT, 0600), event = eventfd(7, EFD_NONBLOCK);
+  MUST(socketpair(AF_UNIX, SOCK_STREAM, 0, s) == 0 && pipe(ends) == 0);
+  MUST(write(file, "0123456789", 10) == 10 && lseek(file, 4, SEEK_SET) == 4 && write(ends[1], "in the pipe", 11) == 11);
+  MUST(flock(file, LOCK_EX) == 0);
+  int kept = dup(file);
+  pass(s[0], "first", 5, (int[]){file, ends[0]}, 2);
+  pass(s[0], "2", 1, (int[]){ends[1], event, file}, 3);
+  close(file);
+  close(ends[0]);
+  close(ends[1]);
+  close(event);
+  cut();
+  struct passed p = take(s[1], 64), q = take(s[1], 64);
+  expect(p, "first", 2);
+  expect(q, "2", 3);
+  char c[16] = {0};
+  EQUAL(lseek(kept, 0, SEEK_CUR), 4);
+  EQUAL(read(p.fds[0], c, 2), 2); // moves the common offset
+  EQUAL(lseek(q.fds[2], 0, SEEK_CUR), 6);
+  EQUAL(lseek(kept, 0, SEEK_CUR), 6);
+  EQUAL(read(p.fds[1], c, 11), 11);
+  CHECK(!memcmp(c, "in the pipe", 11));
+  EQUAL(write(q.fds[0], "more", 4), 4);
+  EQUAL(read(p.fds[1], c, 4), 4);
+  uint64_t n = 0;
+  EQUAL(read(q.fds[1], &n, 8), 8);
+  EQUAL(n, 7);
+  int other = open(path_of("flying"), O_RDWR);
+  EQUAL(flock(other, LOCK_EX | LOCK_NB), -1);
+}
+
+static void nested(void) { // a socket in a message, with a socket in a message in its queue
+  int a[2], b[2], c[2];
+  MUST(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, a) == 0 && socketpair(AF_UNIX, SOCK_DGRAM, 0, b) == 0);
+  MUST(socketpair(AF_UNIX, SOCK_STREAM, 0, c) == 0 && write(c[0], "deep", 4) == 4);
+  pass(b[0], "", 0, &c[1], 1);
+  pass(b[0], "after", 5, 0, 0);
+  pass(a[0], "outer", 5, &b[1], 1);
+  close(b[1]);
+  close(c[1]);
+  cut();
+  struct passed p = take(a[1], 64);
+  expect(p, "outer", 1);
+  struct passed q = take(p.fds[0], 64);
+  expect(q, "", 1);
+  expect(take(p.fds[0], 64), "after", 0);
+  expect(take(q.fds[0], 64), "deep", 0);
+  EQUAL(write(b[0], "x", 1), 1);
+  expect(take(p.fds[0], 64), "x", 0);
+}
+
+static void left_behind(void) { // by an end that is closed
+  int s[2], file = open(path_of("left"), O_RDWR | O_CREAT, 0600);
+  MUST(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, s) == 0 && write(file, "left", 4) == 4);
+  pass(s[0], "one", 3, &file, 1);
+  pass(s[0], "two", 3, 0, 0);
+  close(s[0]);
+  close(file);
+  cut();
+  struct passed p = take(s[1], 64);
+  expect(p, "one", 1);
+  char c[4];
+  EQUAL(pread(p.fds[0], c, 4, 0), 4);
+  expect(take(s[1], 64), "two", 0);
+  EQUAL(recv(s[1], c, 4, 0), 0); // the end
+}
+
+static void credentials(void) {
+  int s[2], d[2], one = 1, zero = 0;
+  MUST(socketpair(AF_UNIX, SOCK_STREAM, 0, s) == 0 && socketpair(AF_UNIX, SOCK_DGRAM, 0, d) == 0);
+  MUST(send(s[0], "before", 6, 0) == 6); // nobody asked yet
+  MUST(setsockopt(s[1], SOL_SOCKET, SO_PASSCRED, &one, sizeof one) == 0);
+  MUST(setsockopt(d[1], SOL_SOCKET, SO_PASSCRED, &one, sizeof one) == 0);
+  MUST(send(s[0], "after", 5, 0) == 5 && send(d[0], "", 0, 0) == 0);
+  pass(d[0], "both", 4, &s[0], 1);
+  cut();
+  struct passed p = take(s[1], 64), q = take(s[1], 64);
+  expect(p, "before", 0);
+  EQUAL(p.told, 1);
+  EQUAL(p.who.pid, 0);
+  EQUAL((int)p.who.uid, 65534);
+  expect(q, "after", 0);
+  EQUAL(q.who.pid, getpid());
+  EQUAL(q.who.uid, getuid());
+  EQUAL(q.who.gid, getgid());
+  p = take(d[1], 64);
+  expect(p, "", 0);
+  EQUAL(p.who.pid, getpid());
+  q = take(d[1], 64);
+  expect(q, "both", 1);
+  EQUAL(q.who.pid, getpid());
+  socklen_t length = sizeof zero;
+  EQUAL(getsockopt(s[1], SOL_SOCKET, SO_PASSCRED, &zero, &length), 0);
+  EQUAL(zero, 1);
+  EQUAL(send(s[0], "new", 3, 0), 3);
+  EQUAL(take(s[1], 64).who.pid, getpid());
+}
+
+static void from(struct passed p, const char *name) {
+  socklen_t length;
+  struct sockaddr_un a = address_of(name, &length);
+  EQUAL(p.from_length, *name ? length : 0);
+  if (*name)
+    CHECK(!memcmp(&p.from, &a, length));
+}
+
+static void senders(void) { // of datagrams: here, gone, nameless
+  char path[108];
+  snprintf(path, sizeof path, "%s/r", directory);
+  int r = bound(SOCK_DGRAM, path), a = bound(SOCK_DGRAM, "@stillpoint-a"), n = socket(AF_UNIX, SOCK_DGRAM, 0);
+  int g = bound(SOCK_DGRAM, "@stillpoint-gone");
+  MUST(reach(a, path) == 0 && reach(n, path) == 0 && reach(g, path) == 0);
+  pass(a, "from a", 6, &n, 1);
+  pass(n, "nameless", 8, 0, 0);
+  pass(g, "from the gone", 13, 0, 0);
+  pass(a, "", 0, 0, 0);
+  close(g);
+  cut();
+  struct passed p = take(r, 64);
+  expect(p, "from a", 1);
+  from(p, "@stillpoint-a");
+  p = take(r, 64);
+  expect(p, "nameless", 0);
+  from(p, "");
+  p = take(r, 64);
+  expect(p, "from the gone", 0);
+  from(p, "@stillpoint-gone");
+  p = take(r, 64);
+  expect(p, "", 0);
+  from(p, "@stillpoint-a");
+  EQUAL(send(n, "again", 5, 0), 5); // it is connected by the name, still
+  expect(take(r, 64), "again", 0);
+}
+
+static void mutual(void) { // two bound datagram sockets, connected to each other
+  int a = bound(SOCK_DGRAM, "@stillpoint-l"), b = bound(SOCK_DGRAM, "@stillpoint-r");
+  MUST(reach(a, "@stillpoint-r") == 0 && reach(b, "@stillpoint-l") == 0);
+  MUST(send(a, "to b", 4, 0) == 4 && send(b, "to a", 4, 0) == 4);
+  cut();
+  struct passed p = take(b, 64);
+  expect(p, "to b", 0);
+  from(p, "@stillpoint-l");
+  p = take(a, 64);
+  expect(p, "to a", 0);
+  from(p, "@stillpoint-r");
+  EQUAL(send(a, "new", 3, 0), 3);
+  expect(take(b, 64), "new", 0);
+}
+
+static void clients(void) { // that were made before the server they send to
+  int c = socket(AF_UNIX, SOCK_DGRAM, 0);
+  MUST(chdir(directory) == 0);
+  int server = bound(SOCK_DGRAM, "server"); // and do so by a relative name
+  MUST(reach(c, "server") == 0);
+  cut();
+  EQUAL(send(c, "found", 5, 0), 5);
+  expect(take(server, 64), "found", 0);
+}
+
+static void pending(void) { // connections that were not yet accepted
+  char path[108];
+  snprintf(path, sizeof path, "%s/p", directory);
+  int l = bound(SOCK_STREAM | SOCK_NONBLOCK, path), c[3], m = bound(SOCK_SEQPACKET, "@stillpoint-p");
+  MUST(listen(l, 5) == 0 && listen(m, 1) == 0);
+  for (int i = 0; i < 3; i++)
+    MUST((c[i] = socket(AF_UNIX, SOCK_STREAM, 0)) >= 0 && reach(c[i], path) == 0);
+  MUST(shutdown(c[1], SHUT_WR) == 0);
+  int d = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK, 0);
+  MUST(reach(d, "@stillpoint-p") == 0);
+  cut();
+  EQUAL(write(c[2], "third", 5), 5);
+  EQUAL(write(c[0], "first", 5), 5);
+  int a[3];
+  for (int i = 0; i < 3; i++)
+    CHECK((a[i] = accept(l, 0, 0)) >= 0);
+  EQUAL(accept(l, 0, 0), -1);
+  expect(take(a[0], 64), "first", 0);
+  expect(take(a[1], 64), "", 0); // its end
+  expect(take(a[2], 64), "third", 0);
+  EQUAL(write(a[1], "back", 4), 4);
+  expect(take(c[1], 64), "back", 0);
+  int e = accept(m, 0, 0);
+  EQUAL(write(e, "packet", 6), 6);
+  expect(take(d, 64), "packet", 0);
+  EQUAL(fcntl(d, F_GETFL) & O_NONBLOCK, O_NONBLOCK);
+  EQUAL(fcntl(c[0], F_GETFL) & O_NONBLOCK, 0);
+}
+
+static void listener_closed(void) { // after it accepted: one by an abstract name, one by a path, one by a path that is gone
+  char paths[3][108] = {"@stillpoint-closed"};
+  int c[3], a[3];
+  snprintf(paths[1], sizeof paths[1], "%s/stale", directory);
+  snprintf(paths[2], sizeof paths[2], "%s/gone", directory);
+  for (int i = 0; i < 3; i++) {
+    int l = bound(SOCK_STREAM, paths[i]);
+    MUST(listen(l, 1) == 0 && (c[i] = socket(AF_UNIX, SOCK_STREAM, 0)) >= 0 && reach(c[i], paths[i]) == 0);
+    MUST((a[i] = accept(l, 0, 0)) >= 0 && write(c[i], "hello", 5) == 5);
+    close(l);
+  }
+  MUST(unlink(paths[2]) == 0);
+  cut();
+  for (int i = 0; i < 3; i++) {
+    expect(take(a[i], 64), "hello", 0);
+    socklen_t length = sizeof(struct sockaddr_un), known;
+    struct sockaddr_un name, wanted = address_of(paths[i], &known);
+    EQUAL(getpeername(c[i], (void *)&name, &length), 0);
+    CHECK(!memcmp(&name, &wanted, i ? 2 + strlen(paths[i]) : known));
+    EQUAL(write(a[i], "back", 4), 4);
+    expect(take(c[i], 64), "back", 0);
+  }
+  EQUAL(access(paths[1], F_OK), 0);
+  EQUAL(access(paths[2], F_OK), -1);
+}
+
+static void peek_offset(void) {
+  int s[2], at = 3;
+  MUST(socketpair(AF_UNIX, SOCK_STREAM, 0, s) == 0 && write(s[0], "peeking", 7) == 7);
+  MUST(setsockopt(s[1], SOL_SOCKET, SO_PEEK_OFF, &at, sizeof at) == 0);
+  cut();
+  char c[8] = {0};
+  EQUAL(recv(s[1], c, 2, MSG_PEEK), 2);
+  CHECK(!memcmp(c, "ki", 2));
+  EQUAL(recv(s[1], c, 7, 0), 7);
+}
+
+static void half_closed(void) { // with what was sent before
+  int s[2], t[2], file = open("/dev/null", O_RDONLY);
+  MUST(socketpair(AF_UNIX, SOCK_STREAM, 0, s) == 0 && socketpair(AF_UNIX, SOCK_STREAM, 0, t) == 0);
+  pass(s[0], "last", 4, &file, 1);
+  MUST(shutdown(s[0], SHUT_WR) == 0);
+  pass(t[0], "kept", 4, &file, 1);
+  MUST(shutdown(t[1], SHUT_RD) == 0);
+  close(file);
+  cut();
+  expect(take(s[1], 64), "last", 1);
+  expect(take(s[1], 64), "", 0);
+  EQUAL(send(s[0], "no", 2, MSG_NOSIGNAL), -1);
+  EQUAL(send(s[1], "yes", 3, 0), 3);
+  expect(take(s[0], 64), "yes", 0);
+  EQUAL(send(t[0], "no", 2, MSG_NOSIGNAL), -1);
+  EQUAL(send(t[1], "yes", 3, 0), 3);
+}
+
+static void listening(void) { // to strangers
+  char path[108];
+  snprintf(path, sizeof path, "%s/door", directory);
+  int l = bound(SOCK_STREAM, path);
+  MUST(listen(l, 3) == 0);
+  cut();
+  int a = accept(l, 0, 0);
+  CHECK(a >= 0);
+  EQUAL(write(a, "welcome", 7), 7);
+}
+
+static void empty_inside(void) { // a message that shows to those who peek only once
+  int s[2];
+  MUST(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, s) == 0);
+  pass(s[0], "one", 3, 0, 0);
+  pass(s[0], "", 0, 0, 0);
+  pass(s[0], "three", 5, 0, 0);
+  cut();
+  expect(take(s[1], 64), "one", 0);
+  expect(take(s[1], 64), "", 0);
+  expect(take(s[1], 64), "three", 0);
+}
+
+static void logging(void) { // to a socket outside, by its name
+  char path[108];
+  snprintf(path, sizeof path, "%s/log", directory);
+  int s = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  MUST(reach(s, path) == 0 && send(s, "before", 6, 0) == 6);
+  cut();
+  EQUAL(send(s, "after", 5, 0), 5);
+}
+
+SCENARIOS({"in_flight", in_flight}, {"nested", nested}, {"left_behind", left_behind}, {"credentials", credentials},
+          {"senders", senders}, {"mutual", mutual}, {"clients", clients}, {"pending", pending},
+          {"listener_closed", listener_closed}, {"peek_offset", peek_offset}, {"half_closed", half_closed},
+          {"logging", logging}, {"listening", listening}, {"empty_inside", empty_inside})
