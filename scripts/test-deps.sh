@@ -16,6 +16,16 @@ golang-go:go
 default-jdk-headless:javac
 musl-tools:musl-gcc
 gcc:gcc
+make:make
+git:git
+nginx-light:/usr/sbin/nginx
+memcached:memcached
+gunicorn:/usr/bin/gunicorn
+postgresql:/usr/lib/postgresql
+nodejs:node
+tmux:tmux
+python3-ipykernel:/usr/lib/python3/dist-packages/ipykernel
+python3-jupyter-client:/usr/lib/python3/dist-packages/jupyter_client
 "
 
 present() {
@@ -43,6 +53,11 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && [ -z "${STILLPOINT_NO_
             >/dev/null 2>&1 </dev/null
     }
     echo "== installing $packages"
+    # The servers among them are not to be started.
+    policy=/usr/sbin/policy-rc.d
+    if [ ! -e "$policy" ]; then
+        printf '#!/bin/sh\nexit 101\n' >"$policy" && chmod +x "$policy" && trap 'rm -f "$policy"' EXIT
+    fi
     apt update
     for package in $packages; do # one by one: a package that a release lacks must not keep the others away
         begin=$(date +%s)
