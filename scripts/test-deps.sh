@@ -26,6 +26,8 @@ nodejs:node
 tmux:tmux
 python3-ipykernel:/usr/lib/python3/dist-packages/ipykernel
 python3-jupyter-client:/usr/lib/python3/dist-packages/jupyter_client
+clang:clang
+llvm-dev:llvm-config
 "
 
 present() {

@@ -1,11 +1,13 @@
 //! The experiments, in the order of the summary.
 
+mod barrier;
 mod chain;
 mod deadline;
 mod downtime;
 mod durable;
 mod incremental;
 mod interval;
+mod mirror;
 mod pause;
 mod published;
 mod restart;
@@ -35,4 +37,6 @@ pub const EXPERIMENTS: &[(&str, Experiment)] = &[
     ("interval", interval::run),
     ("chain", chain::run),
     ("deadline", deadline::run),
+    ("mirror", mirror::run),
+    ("barrier", barrier::run),
 ];
