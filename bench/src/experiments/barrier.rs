@@ -14,7 +14,9 @@ whole heap in the region, attached, without checkpoints. Times are those of the 
 seven are C counterparts of the paper's SPECjvm98 programs, whose overhead there was 3.6 to 20.5 %.";
 
 /// Name, program, arguments, package of its sources and folder in it.
-const PROGRAMS: [(&str, &str, &[&str], Option<(&str, &str)>); 7] = [
+type Subject = (&'static str, &'static str, &'static [&'static str], Option<(&'static str, &'static str)>);
+
+const PROGRAMS: [Subject; 7] = [
     ("compress (bzip2)", "compress", &[], Some(("bzip2-sys", "bzip2-1.0.8"))),
     ("expert system (Lua)", "lua", &["rules"], Some(("lua-src", "lua-5.4.9"))),
     ("database (SQLite)", "database", &[], Some(("libsqlite3-sys", "sqlite3"))),

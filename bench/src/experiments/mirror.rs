@@ -133,7 +133,7 @@ fn periodic(
                 .collect::<Result<_>>()?;
             let name = if what == "time" { "task's time" } else { "wake-up latency" };
             let cells: Vec<String> = values.iter().copied().map(number).collect();
-            table.row([&[mode.into(), name.into()][..], &cells, &[count.clone()]].concat());
+            table.row([&[mode.into(), name.into()][..], &cells, std::slice::from_ref(&count)].concat());
             tails.push(values[3]);
         }
     }
