@@ -13,10 +13,11 @@ Each program is compiled by the same clang with the same options, plainly and wi
 whole heap in the region, attached, without checkpoints. Times are those of the thread's own clock; results must be equal. The
 seven are C counterparts of the paper's SPECjvm98 programs, whose overhead there was 3.6 to 20.5 %.";
 
-/// Name, program, arguments, package of its sources and folder in it.
-type Subject = (&'static str, &'static str, &'static [&'static str], Option<(&'static str, &'static str)>);
+/// A package and the folder in it; `None` for programs of one file.
+type Sources = Option<(&'static str, &'static str)>;
 
-const PROGRAMS: [Subject; 7] = [
+/// Name, program, arguments, package of its sources and folder in it.
+const PROGRAMS: [(&str, &str, &[&str], Sources); 7] = [
     ("compress (bzip2)", "compress", &[], Some(("bzip2-sys", "bzip2-1.0.8"))),
     ("expert system (Lua)", "lua", &["rules"], Some(("lua-src", "lua-5.4.9"))),
     ("database (SQLite)", "database", &[], Some(("libsqlite3-sys", "sqlite3"))),
@@ -63,7 +64,7 @@ fn measure(
     builder: &Builder,
     program: &str,
     arguments: &[&str],
-    package: Option<(&str, &str)>,
+    package: Sources,
 ) -> Result<(Series, Series)> {
     let folder = package.map(|(name, folder)| builder.sources(name, folder)).transpose()?;
     let mut files: Vec<PathBuf> = Vec::new();
