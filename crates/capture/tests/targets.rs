@@ -116,7 +116,6 @@ fn an_odd_program_is_refused_by_name() {
     let all = refusals(child.0.id());
     let has =
         |a: &str, b: &str| assert!(all.iter().any(|r| r.contains(a) && r.contains(b)), "{a}, {b}: {all:#?}");
-    has("child process", "(a child)");
     has("(apart)", "does not share its descriptors");
     has("(apart)", "CLONE_FS");
     has("mapping", "userfaultfd");
@@ -127,7 +126,10 @@ fn an_odd_program_is_refused_by_name() {
         has("/dev/mem", "memory of a device");
     }
     assert!(
-        !all.iter().any(|r| r.contains("/dev/zero") || r.contains("/SYSV") || r.contains("vvar")),
+        !all.iter().any(|r| r.contains("a child")
+            || r.contains("/dev/zero")
+            || r.contains("/SYSV")
+            || r.contains("vvar")),
         "{all:#?}"
     );
     eprintln!("{line}{all:#?}");

@@ -12,6 +12,7 @@ use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags, poll};
 use std::io::{PipeWriter, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
 
 const TCP: u32 = libc::IPPROTO_TCP as u32;
 const SOL_SOCKET: u32 = libc::SOL_SOCKET as u32;
@@ -377,9 +378,25 @@ pub fn make_ended(socket: &OwnedFd, family: i32, unread: &[u8], how: Over) -> Re
         set_option(&other, SOL_SOCKET, libc::SO_LINGER as u32, &linger)?;
     }
     drop(other);
+    await_state(socket, if how == Over::Reset { state::CLOSE } else { state::CLOSE_WAIT })?;
     if how == Over::BothEnded {
         rustix::net::shutdown(socket, rustix::net::Shutdown::Write)
             .map_err(|e| Error::call("end one half of a connection", e))?;
+        await_state(socket, state::CLOSE)?;
+    }
+    Ok(())
+}
+
+/// Waits until what the other side sent has come: on a busy machine even the loopback device takes its time.
+fn await_state(socket: &OwnedFd, wanted: u8) -> Result<()> {
+    const PATIENCE: Duration = Duration::from_secs(5);
+    let since = Instant::now();
+    while info(socket)?.state != wanted {
+        if since.elapsed() > PATIENCE {
+            let late = std::io::Error::from(std::io::ErrorKind::TimedOut);
+            return Err(Error::call("wait for the end of a connection", late));
+        }
+        std::thread::sleep(Duration::from_micros(50));
     }
     Ok(())
 }

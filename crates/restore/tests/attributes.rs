@@ -132,6 +132,8 @@ fn adopt(p: &mut Process, tids: &[u32]) {
         thread.tid = *tid;
     }
     p.pid = tids[0];
+    // Sessions and groups are for the one who makes the process.
+    (p.leads_session, p.leads_group) = (false, false);
 }
 
 fn give(still: &mut Still, p: &Process, space: &AddressSpace) {
