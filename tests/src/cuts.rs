@@ -20,6 +20,7 @@ pub struct Cuts {
     scenario: &'static str,
     engine: &'static str,
     retried: &'static [&'static str],
+    has_children: bool,
     exact: bool,
     unfit: &'static [&'static str],
     buffers: &'static [&'static str],
@@ -41,6 +42,7 @@ impl Cuts {
             scenario,
             engine,
             retried: &[],
+            has_children: false,
             exact: false,
             unfit: &[],
             buffers: &[],
@@ -52,6 +54,12 @@ impl Cuts {
     /// It is refused with one of these words now and then; then another attempt is made.
     pub fn until_not_refused(mut self, words: &'static [&'static str]) -> Self {
         self.retried = words;
+        self
+    }
+
+    /// It makes children, which are not ours.
+    pub fn with_children(mut self) -> Self {
+        self.has_children = true;
         self
     }
 
@@ -168,7 +176,7 @@ impl Life<'_> {
             self.pause();
             history.push(self.checkpoint(target)?);
             if !job {
-                let traces = traces_of_us(self.pid, !self.cuts.retried.is_empty());
+                let traces = traces_of_us(self.pid, self.cuts.has_children);
                 assert!(traces.is_empty(), "left behind after a checkpoint: {traces:#?}");
             }
         }

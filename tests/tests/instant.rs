@@ -69,8 +69,8 @@ under! { stop precopy wp fork auto: {
     storms:
         heap,
         stacks,
-        forks,
-        spawns,
+        forks.with_children(),
+        spawns.with_children(),
         // While another thread takes the main thread's place, there is none, and the one has its own descriptors.
         execs.until_not_refused(&["main thread", "replaces itself"]),
         threads,

@@ -15,6 +15,7 @@ mod restore;
 mod slowdown;
 mod streaming;
 mod touchset;
+mod tree;
 
 use crate::bench::Bench;
 use crate::report::Section;
@@ -26,6 +27,7 @@ pub type Experiment = fn(&Bench) -> Result<Section>;
 /// All of them by name.
 pub const EXPERIMENTS: &[(&str, Experiment)] = &[
     ("pause", pause::run),
+    ("tree", tree::run),
     ("durable", durable::run),
     ("restore", restore::run),
     ("restart", restart::run),

@@ -1,7 +1,7 @@
 //! The command. What it can do is asked of it, so that an older or newer one can be measured, too.
 
 use super::run;
-use crate::heartbeat::Heartbeat;
+use crate::programs::Program;
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 use std::fs;
@@ -240,7 +240,7 @@ impl Stillpoint {
     }
 
     /// Checkpoints and kills a program, and reads the checkpoint once, so that it is in memory.
-    pub fn kill(&self, program: &mut Heartbeat, store: &Path) -> Result<()> {
+    pub fn kill(&self, program: &mut Program, store: &Path) -> Result<()> {
         let pid = program.pid.to_string();
         self.json(store, None, &["checkpoint", &pid, "--name", "restore", "--kill", "--json"])?;
         self.verify(store, "restore")?;
@@ -296,17 +296,12 @@ impl Stillpoint {
     }
 
     /// Restores a program that was killed; time until it runs, which is when the command returns, and until it answers.
-    pub fn bring_back(
-        &self,
-        program: &Heartbeat,
-        store: &Path,
-        way: &[&str],
-    ) -> Result<(Duration, Duration)> {
+    pub fn bring_back(&self, program: &Program, store: &Path, way: &[&str]) -> Result<(Duration, Duration)> {
         let began = Instant::now();
         let mut command = Command::new(&self.binary);
         command.args(["restore", "restore", "--detach"]).args(way).env("STILLPOINT_STORE", store);
         let (_, runs) = run(&mut command)?;
-        program.longest_gap()?;
+        program.ask()?;
         Ok((runs, began.elapsed()))
     }
 }
