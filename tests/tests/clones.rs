@@ -343,6 +343,9 @@ fn in_the_foreground() {
             list.as_array()?.iter().filter_map(|job| job["running"]["pid"].as_u64()).collect();
         (pids.len() == 3).then_some(pids)
     });
+    // All or none: before the report, the end of one is the end of all.
+    let said = || fs::read_to_string(scratch.path().join("front.err")).unwrap_or_default();
+    wait_for("the report", PATIENCE, || said().ends_with('\n').then_some(()));
     kernel::kill(pids[1] as u32, kernel::SIGKILL);
     kernel::wait_gone(pids[1] as u32, PATIENCE);
     go(&directory);
