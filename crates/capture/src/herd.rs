@@ -1,6 +1,6 @@
 //! All processes of a tree: found while they run, and brought to rest together.
 
-use crate::attributes::target::{has_ended, named, passes};
+use crate::attributes::target::{VFORK, has_ended, named, passes};
 use crate::freeze::{Frozen, Stopping, Wait};
 use crate::target::Target;
 use crate::{Error, Refusal, Result};
@@ -9,9 +9,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use stillpoint_linux::proc::Proc;
 use stillpoint_linux::sharing::{self, Shared};
-
-/// How long a child may take that has its parent's memory until it executes another program (`vfork(2)`).
-const VFORK: Duration = Duration::from_millis(200);
 
 /// Finds a process and all its descendants, each behind its parent. Those that have ended are left out.
 ///

@@ -7,7 +7,9 @@ use std::collections::HashMap;
 use std::io::Read;
 use std::time::{Duration, Instant};
 use stillpoint_image::Thread;
-use stillpoint_linux::proc::{self, Namespace, NamespaceKind, Proc, Smap, Stat, Status, TaskFlags, VmFlags};
+use stillpoint_linux::proc::{
+    self, CurrentCall, Namespace, NamespaceKind, Proc, Smap, Stat, Status, TaskFlags, VmFlags,
+};
 use stillpoint_linux::sharing::{self, Shared};
 use stillpoint_linux::{Error as Kernel, proc::stat};
 
@@ -500,19 +502,35 @@ fn states(builder: &mut Builder, what: &dyn Fn() -> String, stat: &Stat, status:
     }
 }
 
-/// How long a process may have the memory of the one that made it until it executes another program (`vfork(2)`).
-const VFORK: Duration = Duration::from_millis(200);
+/// How long a process may have the memory of the one that made it until it executes another program (`vfork(2)`), while that
+/// one or others stand still for it.
+pub(crate) const VFORK: Duration = Duration::from_millis(200);
+/// The same, while nobody does: on a busy machine it may wait long for a processor.
+const VFORK_RUNNING: Duration = Duration::from_secs(10);
 
 /// Whether one process has the memory of another for a moment only (`vfork(2)`); waits for the end of that.
 pub(crate) fn passes(pid: u32, other: u32) -> bool {
     let start = Instant::now();
     while sharing::shared(pid, other, Shared::Memory).unwrap_or(false) {
-        if start.elapsed() > VFORK {
+        let most = if waits_for_child(pid) || waits_for_child(other) { VFORK_RUNNING } else { VFORK };
+        if start.elapsed() > most {
             return false;
         }
         std::thread::sleep(Duration::from_micros(500));
     }
     true
+}
+
+/// Whether a thread of a process waits until the process that it is making executes another program or ends.
+fn waits_for_child(pid: u32) -> bool {
+    let waits = |thread: Proc| {
+        let calls = [libc::SYS_vfork, libc::SYS_clone, libc::SYS_clone3];
+        let makes =
+            matches!(thread.syscall(), Ok(CurrentCall::Inside { nr, .. }) if calls.contains(&(nr as i64)));
+        makes && thread.stat().is_ok_and(|stat| stat.state == b'D')
+    };
+    let Ok(process) = Proc::process(pid) else { return false };
+    process.threads().unwrap_or_default().into_iter().any(|tid| process.sibling(tid).is_ok_and(waits))
 }
 
 /// Other processes with the same memory, descriptors or current directory: a `vfork` that does not end, if the target
