@@ -15,6 +15,7 @@
 //! * `STILLPOINT_KEEP=1`: keep the directories of tests that pass, too.
 #![forbid(unsafe_code)]
 
+pub mod client;
 pub mod cuts;
 pub mod engine;
 pub mod feature;
@@ -26,6 +27,7 @@ pub mod scratch;
 pub mod stillpoint;
 pub mod target;
 
+pub use client::Client;
 pub use cuts::Cuts;
 pub use feature::Feature;
 pub use scratch::{Rng, Scratch};

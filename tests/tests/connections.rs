@@ -5,13 +5,10 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::process::{Command, Stdio};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use stillpoint_tests::target::{Running, alone};
 use stillpoint_tests::{
-    Build, Feature, Scratch, Stillpoint, Target, kernel, skipped, undisturbed_only, wait_for,
+    Build, Client, Feature, Rng, Scratch, Stillpoint, Target, kernel, skipped, undisturbed_only, wait_for,
 };
 
 /// Each scenario through everything that can happen to it; and restored from a checkpoint that it went on after, so that its
@@ -86,51 +83,20 @@ fn made_anew(scenario: &str) {
 
 // --- clients outside
 
-/// A client that says something and waits until it hears it back, again and again.
-struct Client {
-    rounds: Arc<AtomicU64>,
-    stop: Arc<AtomicBool>,
-    thread: JoinHandle<std::io::Result<()>>,
-}
-
-impl Client {
-    fn new(port: u16, seed: u64) -> Self {
-        let (rounds, stop) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
-        let mut stream = TcpStream::connect(("127.0.0.1", port)).expect("connect");
-        stream.set_read_timeout(Some(Duration::from_secs(60))).expect("timeout");
-        let (counter, until) = (rounds.clone(), stop.clone());
-        let thread = std::thread::spawn(move || {
-            let mut random = stillpoint_tests::Rng::new(seed);
-            while !until.load(Ordering::Relaxed) {
-                let length = 1 + random.below(30_000) as usize;
-                let said: Vec<u8> = (0..length).map(|_| random.next_u64() as u8).collect();
-                let mut heard = vec![0; length];
-                stream.write_all(&said)?;
-                stream.read_exact(&mut heard)?;
-                if heard != said {
-                    return Err(std::io::Error::other("it hears something else than it said"));
-                }
-                counter.fetch_add(1, Ordering::Relaxed);
-            }
-            Ok(())
-        });
-        Client { rounds, stop, thread }
-    }
-
-    /// Its connection lives.
-    #[track_caller]
-    fn goes_on(&self, what: &str) {
-        let from = self.rounds.load(Ordering::Relaxed);
-        wait_for(what, Duration::from_secs(30), || {
-            assert!(!self.thread.is_finished(), "{what}: a client has lost its connection");
-            (self.rounds.load(Ordering::Relaxed) > from + 1).then_some(())
-        });
-    }
-
-    fn end(self) -> std::io::Result<()> {
-        self.stop.store(true, Ordering::Relaxed);
-        self.thread.join().expect("client")
-    }
+/// A client that says something and waits until it hears it back.
+fn echo(port: u16, seed: u64) -> Client {
+    let mut random = Rng::new(seed);
+    Client::new(port, move |stream, _| {
+        let length = 1 + random.below(30_000) as usize;
+        let said: Vec<u8> = (0..length).map(|_| random.next_u64() as u8).collect();
+        let mut heard = vec![0; length];
+        stream.get_mut().write_all(&said)?;
+        stream.read_exact(&mut heard)?;
+        match heard == said {
+            true => Ok(()),
+            false => Err(std::io::Error::other("it hears something else than it said")),
+        }
+    })
 }
 
 /// A server with clients that live in this process.
@@ -151,7 +117,7 @@ impl Served {
         let port = said.lines().find_map(|line| line.strip_prefix("port ")).and_then(|p| p.parse().ok());
         let port = port.unwrap_or_else(|| panic!("no port: {said}"));
         let seed = scratch.random().next_u64();
-        let clients = (0..clients).map(|i| Client::new(port, seed ^ i)).collect();
+        let clients = (0..clients).map(|i| echo(port, seed ^ i)).collect();
         let served = Served { stillpoint: scratch.stillpoint(), scratch, running, port, clients };
         served.go_on("at first");
         served
@@ -182,14 +148,14 @@ impl Served {
         let (mut restored, began) = (0, Instant::now());
         loop {
             let since = Instant::now();
-            let rounds: Vec<u64> = self.clients.iter().map(|c| c.rounds.load(Ordering::Relaxed)).collect();
+            let rounds: Vec<u64> = self.clients.iter().map(Client::rounds).collect();
             let answered = || {
                 let mut all = self.clients.iter().zip(&rounds);
-                since.elapsed() >= quiet && all.all(|(c, n)| c.rounds.load(Ordering::Relaxed) > n + 1)
+                since.elapsed() >= quiet && all.all(|(c, n)| c.rounds() > n + 1)
             };
             while kernel::alive(self.running.pid) && !answered() {
                 assert!(began.elapsed() < Duration::from_secs(60), "{what}: clients wait in vain");
-                assert!(self.clients.iter().all(|c| !c.thread.is_finished()), "{what}: a client has lost");
+                assert!(!self.clients.iter().any(Client::has_lost), "{what}: a client has lost");
                 std::thread::sleep(Duration::from_millis(2));
             }
             if kernel::alive(self.running.pid) {
@@ -199,6 +165,17 @@ impl Served {
             self.running.reap();
             self.restore(&[]);
         }
+    }
+
+    /// All connections are over, and it is there for new ones.
+    #[track_caller]
+    fn has_lost_its_clients(mut self) {
+        for client in self.clients.drain(..) {
+            client.end().expect_err("its connection is over");
+        }
+        self.clients = vec![echo(self.port, 1)];
+        self.go_on("with a new connection");
+        self.finish();
     }
 
     #[track_caller]
@@ -267,12 +244,7 @@ fn clients_come_back_to_a_server_whose_connections_were_closed() {
     served.checkpoint(&["--kill"]);
     served.running.reap();
     served.restore(&["--tcp", "close"]);
-    for client in served.clients.drain(..) {
-        client.end().expect_err("its connection is over");
-    }
-    served.clients = vec![Client::new(served.port, 1)];
-    served.go_on("with a new connection");
-    served.finish();
+    served.has_lost_its_clients();
 }
 
 #[test]
@@ -287,12 +259,7 @@ fn connections_that_ended_with_the_program_are_over() {
     let json = served.restore(&[]);
     let notes = json["notes"].to_string();
     assert!(notes.contains("over") && notes.contains(&format!(":{}", served.port)), "{notes}");
-    for client in served.clients.drain(..) {
-        client.end().expect_err("its connection is over");
-    }
-    served.clients = vec![Client::new(served.port, 1)];
-    served.go_on("with a new connection");
-    served.finish();
+    served.has_lost_its_clients();
 }
 
 #[test]

@@ -7,14 +7,11 @@ use std::io::{BufRead, BufReader, Read, Result, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::thread::JoinHandle;
 use std::time::Duration;
 use stillpoint_tests::programs::installed;
 use stillpoint_tests::scratch::MARK;
 use stillpoint_tests::target::alone;
-use stillpoint_tests::{Scratch, Stillpoint, engine, kernel, skipped, undisturbed_only, wait_for};
+use stillpoint_tests::{Client, Scratch, Stillpoint, engine, kernel, skipped, undisturbed_only, wait_for};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 /// How often each is killed and restored.
@@ -22,54 +19,6 @@ const LIVES: usize = 3;
 
 /// What a client says and hears in one round of its connection, of which this is the number.
 type Round = fn(&mut BufReader<TcpStream>, u64, u64) -> Result<()>;
-
-/// A client that keeps its connection.
-struct Client {
-    rounds: Arc<AtomicU64>,
-    stop: Arc<AtomicBool>,
-    thread: JoinHandle<Result<()>>,
-}
-
-impl Client {
-    fn new(port: u16, number: u64, round: Round) -> Self {
-        let (rounds, stop) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
-        let stream = TcpStream::connect(("127.0.0.1", port)).expect("connect");
-        stream.set_read_timeout(Some(PATIENCE)).expect("timeout");
-        stream.set_nodelay(true).expect("nodelay");
-        let (counter, until) = (rounds.clone(), stop.clone());
-        let thread = std::thread::spawn(move || {
-            let mut stream = BufReader::new(stream);
-            for n in 0.. {
-                if until.load(Ordering::Relaxed) {
-                    break;
-                }
-                round(&mut stream, number, n)?;
-                counter.fetch_add(1, Ordering::Relaxed);
-            }
-            Ok(())
-        });
-        Client { rounds, stop, thread }
-    }
-
-    /// Its connection lives.
-    #[track_caller]
-    fn goes_on(&self, what: &str) {
-        let from = self.rounds.load(Ordering::Relaxed);
-        wait_for(&format!("a client to go on {what}"), PATIENCE, || {
-            let on = self.rounds.load(Ordering::Relaxed) > from + 1;
-            (on || self.thread.is_finished()).then_some(())
-        });
-        assert!(!self.thread.is_finished(), "{what}: a client has lost its connection");
-    }
-
-    /// Ends it; tells how many rounds there were.
-    #[track_caller]
-    fn end(self) -> u64 {
-        self.stop.store(true, Ordering::Relaxed);
-        self.thread.join().expect("client").expect("its connection");
-        self.rounds.load(Ordering::Relaxed)
-    }
-}
 
 fn said_wrong(said: &str) -> std::io::Error {
     std::io::Error::other(format!("unexpected: {said:?}"))
@@ -136,7 +85,8 @@ impl Server {
     }
 
     fn with_clients(mut self, count: u64, round: Round) -> Self {
-        self.clients = (0..count).map(|n| Client::new(self.port, n, round)).collect();
+        let client = |number| Client::new(self.port, move |stream, n| round(stream, number, n));
+        self.clients = (0..count).map(client).collect();
         self.go_on("undisturbed");
         self
     }
@@ -185,7 +135,8 @@ impl Server {
 
     /// Ends the clients; tells how many rounds each has had.
     fn end_clients(&mut self) -> Vec<u64> {
-        std::mem::take(&mut self.clients).into_iter().map(Client::end).collect()
+        let clients = std::mem::take(&mut self.clients).into_iter();
+        clients.map(|client| client.end().expect("its connection")).collect()
     }
 
     /// Ends it by a signal.

@@ -11,6 +11,7 @@
 //!    keeper leaves: a restore that fails can be made once more. If nobody comes, it leaves after a while, and the kernel ends the
 //!    connections as it does for any program that ends.
 
+use crate::files::datagrams;
 use crate::{Builder, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType};
@@ -18,7 +19,6 @@ use std::io::{PipeReader, PipeWriter, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 use stillpoint_image::{Bytes, Image};
-use stillpoint_linux::descriptors::poll_now;
 use stillpoint_linux::split::{Split, close_all_but, copy, leave};
 use stillpoint_linux::tcp::{info, state};
 use stillpoint_linux::{Error as Kernel, passing, sockets, supervise};
@@ -105,7 +105,7 @@ impl Drop for Keeper {
 fn has_something(image: &Image, row: u32, file: BorrowedFd<'_>) -> Result<bool> {
     match image.sockets[row as usize].listening {
         Some(_) => Ok(info(file).is_ok_and(|info| info.state == state::LISTEN && info.pending > 0)),
-        None => Ok(poll_now(file, libc::POLLIN)? & libc::POLLIN != 0),
+        None => datagrams::has_something(file),
     }
 }
 

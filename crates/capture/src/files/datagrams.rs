@@ -4,6 +4,7 @@ use super::Scan;
 use super::descriptions::Description;
 use super::sockets::{CLOSE, WAIT, add, bound, common, may_wait};
 use crate::Result;
+use std::os::fd::AsFd;
 use stillpoint_image::{Bytes, Socket, SocketOption};
 use stillpoint_linux::datagrams::{self, JOIN_GROUP, SOURCE_FILTER};
 use stillpoint_linux::descriptors::poll_now;
@@ -30,7 +31,7 @@ pub(super) fn udp(scan: &mut Scan<'_>, d: &Description, sort: Sort) -> Result<Op
     }
     socket.local = bound(sockets::local_address(&d.file)?);
     socket.remote = Bytes(sockets::peer_address(&d.file)?.unwrap_or_default());
-    if scan.target.frozen && has_something(d)? {
+    if scan.target.frozen && has_something(&d.file)? {
         let unread = datagrams::peek_all(&d.file)?;
         let (queue, senders): (Vec<_>, Vec<_>) =
             unread.into_iter().map(|(data, sender)| (Bytes(data), Bytes(sender))).unzip();
@@ -43,7 +44,7 @@ pub(super) fn udp(scan: &mut Scan<'_>, d: &Description, sort: Sort) -> Result<Op
 
 /// A socket of ICMP or of whole packets of IP.
 pub(super) fn raw(scan: &mut Scan<'_>, d: &Description, sort: Sort) -> Result<Option<u32>> {
-    if scan.target.frozen && has_something(d)? {
+    if scan.target.frozen && has_something(&d.file)? {
         return scan.refuse(d, "it has packets that were not yet read", WAIT);
     }
     let Some(mut socket) = common(scan, d, sort)? else { return Ok(None) };
@@ -60,7 +61,7 @@ pub(super) fn raw(scan: &mut Scan<'_>, d: &Description, sort: Sort) -> Result<Op
 
 /// A netlink socket with the groups that it listens to.
 pub(super) fn netlink(scan: &mut Scan<'_>, d: &Description, sort: Sort) -> Result<Option<u32>> {
-    if scan.target.frozen && has_something(d)? {
+    if scan.target.frozen && has_something(&d.file)? {
         return scan.refuse(d, "it has messages that were not yet read", WAIT);
     }
     let local = sockets::local_address(&d.file)?;
@@ -88,8 +89,9 @@ pub(super) fn netlink(scan: &mut Scan<'_>, d: &Description, sort: Sort) -> Resul
     Ok(Some(add(scan, d, socket)))
 }
 
-fn has_something(d: &Description) -> Result<bool> {
-    Ok(poll_now(&d.file, libc::POLLIN)? & libc::POLLIN != 0)
+/// Whether something can be read from a socket.
+pub(crate) fn has_something(file: impl AsFd) -> Result<bool> {
+    Ok(poll_now(file, libc::POLLIN)? & libc::POLLIN != 0)
 }
 
 /// Adds the groups that a socket has joined to its options; `false` if refused.
