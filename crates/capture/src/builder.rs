@@ -3,7 +3,7 @@
 use crate::files::connections::Found;
 use crate::files::segments::Attached;
 use crate::{Error, Refusal, Result};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::os::fd::OwnedFd;
 use stillpoint_image::{Image, MemoryObject, Owner, PathFile, Usage};
 
@@ -35,6 +35,8 @@ pub struct Builder {
     pub(crate) waiting: Vec<(u32, OwnedFd)>,
     /// System V shared memory that was found so far.
     pub segments: Vec<Attached>,
+    /// Mapped files, by what mappings tell, that have turned out not to be devices.
+    pub(crate) no_devices: HashSet<(u64, u64)>,
     paths: HashMap<(u64, u64, Vec<u8>), u32>,
     objects: HashMap<(u64, u64), u32>,
 }
@@ -83,6 +85,17 @@ impl Builder {
         self.image.paths.push(file);
         self.paths.insert(key, row);
         (row, true)
+    }
+
+    /// Row of a file that was found under this name since the program stands still, if it was, and has not been deleted.
+    pub fn known_path(&mut self, dev: u64, ino: u64, path: &[u8], usage: Usage) -> Option<u32> {
+        let row = *self.paths.get(&(dev, ino, path.to_vec()))?;
+        let known = &mut self.image.paths[row as usize];
+        if known.deleted {
+            return None;
+        }
+        known.usage = known.usage.max(usage);
+        Some(row)
     }
 
     /// Row of a memory object, one for each (device, inode) of the kernel's internal tmpfs. Returns the row and

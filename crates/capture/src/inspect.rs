@@ -1,6 +1,7 @@
 //! Everything about a frozen process except the contents of its memory.
 
 use crate::attributes;
+use crate::attributes::inside::ThreadQuery;
 use crate::attributes::target::{self, Examined, Seen};
 use crate::attributes::thread::{Look, ThreadFiles};
 use crate::blocked::{self, Earlier, Waiting};
@@ -9,12 +10,13 @@ use crate::files::{self, Outsiders};
 use crate::freeze::Frozen;
 use crate::mappings::{Mappings, capture_mappings};
 use crate::target::Target;
-use crate::visits::Visits;
+use crate::visits::{self, Visits};
 use crate::{Builder, Error, Result};
+use rustix::fs::AtFlags;
 use std::collections::HashMap;
 use std::hint::black_box;
 use std::sync::Arc;
-use stillpoint_image::{AddressSpace, BlockedCall, Bytes, Rseq, Thread, Usage};
+use stillpoint_image::{AddressSpace, BlockedCall, Bytes, Process, Rseq, Thread, Usage};
 use stillpoint_linux::arch::{self, Regs};
 use stillpoint_linux::descriptors::make_room;
 use stillpoint_linux::fdinfo;
@@ -71,8 +73,9 @@ impl Known {
         // One for each descriptor of the program, two for each socket, several for each thread.
         let (fds, tids) = (process.list("fd")?.len(), process.threads()?.len());
         make_room(2 * fds + 16 * tids + 64);
+        process.keep_open(&attributes::process::FILES);
         let mut known = Self::open(target, target::examine(builder, process, None)?)?;
-        attributes::semaphores::refuse_undo(builder, pid)?;
+        attributes::semaphores::refuse_undo(builder, &[pid])?;
         // Without them it takes longer in the freeze.
         known.threads.values_mut().for_each(|files| drop(known.examined.get_ready(files)));
         if builder.refusals.is_empty() {
@@ -141,11 +144,14 @@ impl Known {
         self.earlier = earlier.calls_at(now_ns);
     }
 
+    /// Looks again who shares something with processes: following memory may have taken long.
+    pub fn refresh(all: &mut [Known]) {
+        target::refresh(all.iter_mut().map(|known| (&*known.target.process, &mut known.examined)));
+    }
+
     /// Goes over all threads as the freeze will, right before it does so again, with caches warm. Looks what they are
     /// waiting for last of all, so that it is the same sleep that the freeze interrupts.
     pub fn observe(&mut self) {
-        // Following memory may have taken long.
-        self.examined.refresh(&self.target.process);
         for files in self.threads.values() {
             let _ = self.examined.see(files);
         }
@@ -238,54 +244,99 @@ impl Assumed {
     }
 }
 
-/// Describes a frozen process, of these mappings, in the builder; not yet its descriptors and relatives. Returns what was
-/// assumed, and what `/proc` tells of its threads.
+/// What has been found out about a process so far.
+pub(crate) struct Portrait {
+    pub process: Process,
+    pub space: AddressSpace,
+    /// What `/proc` tells of its threads, in the order in which they were frozen.
+    pub threads: Vec<Seen>,
+}
+
+/// Describes frozen processes, of these mappings, in the builder; not yet their descriptors and relatives. Returns for each what
+/// was assumed, and what `/proc` tells of its threads; nothing if something cannot be captured.
 pub fn inspect(
     builder: &mut Builder,
-    frozen: &mut Frozen,
-    known: &Known,
+    frozen: &mut [Frozen],
+    known: &[Known],
     outsiders: &Outsiders,
-    maps: &[Vma],
-) -> Result<(Assumed, Vec<Seen>)> {
-    let proc = &known.target.process;
+    maps: &[Vec<Vma>],
+) -> Result<Vec<(Assumed, Vec<Seen>)>> {
+    let mut portraits = Vec::with_capacity(known.len());
+    let newer = target::newer(known.iter().map(|known| &known.examined))?;
+    for (frozen, known) in frozen.iter().zip(known) {
+        portraits.push(look(builder, frozen, known, &newer)?);
+    }
+    let of_thread = ThreadQuery::new();
+    let mut visits = Vec::with_capacity(known.len());
+    for ((known, maps), portrait) in known.iter().zip(maps).zip(&portraits) {
+        if builder.refusals.is_empty() {
+            visits.extend(Visits::plan(builder, known, maps, portrait, &of_thread)?);
+        }
+    }
+    if !builder.refusals.is_empty() {
+        return Ok(Vec::new());
+    }
+    visits::make(&visits, builder, frozen, &mut portraits, |builder, portraits| {
+        for (portrait, known) in portraits.iter_mut().zip(known) {
+            look_around(builder, portrait, known)?;
+        }
+        Ok(())
+    })?;
+    drop(visits);
+    let mut all = Vec::with_capacity(known.len());
+    for ((portrait, known), maps) in portraits.into_iter().zip(known).zip(maps) {
+        let Portrait { process, mut space, threads } = portrait;
+        let (mappings, assumed) = known.mappings(maps)?;
+        space.mappings = capture_mappings(builder, outsiders, &known.target.process, &mappings)?;
+        let row = process.space as usize;
+        if builder.image.spaces.len() <= row {
+            builder.image.spaces.resize(row + 1, AddressSpace::default());
+        }
+        builder.image.spaces[row] = space;
+        builder.image.processes.push(process);
+        all.push((Assumed(assumed.then_some(mappings)), threads));
+    }
+    Ok(all)
+}
+
+/// Looks at the threads of a frozen process, and what it is waiting for.
+fn look(builder: &mut Builder, frozen: &Frozen, known: &Known, newer: &[u32]) -> Result<Portrait> {
     let new = open_new(frozen, known)?;
     let files = frozen.threads.iter().map(|t| known.threads.get(&t.tid()).or_else(|| new.get(&t.tid())));
     let files: Vec<&ThreadFiles> = files.flatten().collect();
     // By one of us alone: the kernel lets only one at a time ask about threads of the same process.
     let mut threads = files.iter().map(|f| known.examined.see(f)).collect::<Result<Vec<_>>>()?;
-    target::examine_again(builder, proc, &known.examined, &threads)?;
-    let main = threads[0].look.clone();
-    let mut process = attributes::process::process(proc, &main.stat, &main.status)?;
-    let mut space = attributes::process::space(proc, &main.stat)?;
-    process.stopped = frozen.stopped_by();
+    target::examine_again(builder, &known.target.process, &known.examined, &threads, newer)?;
+    let mut process = Process::default();
     let asked = ask(frozen, &known.target.memory)?;
     for ((stopped, asked), seen) in frozen.threads.iter().zip(asked).zip(&mut threads) {
         let from_outside = std::mem::take(&mut seen.thread);
         process.threads.push(thread(builder, known, stopped, asked, &seen.look, from_outside)?);
     }
+    process.stopped = frozen.stopped_by();
     process.pending = pending(&frozen.threads[0], true)?;
-    attributes::thread::complete_pending(main.status.shared_pending, &mut process.pending);
-    if builder.refusals.is_empty() {
-        Visits { known, maps, threads: &threads }.make(builder, frozen, &mut process, &mut space)?;
-    }
-    if !builder.refusals.is_empty() {
-        return Ok((Assumed(None), threads));
-    }
-    let (mappings, assumed) = known.mappings(maps)?;
-    space.mappings = capture_mappings(builder, outsiders, proc, &mappings)?;
-    attributes::semaphores::refuse_undo(builder, proc.pid())?;
-    process.exe = link(builder, proc, "exe", Usage::Read)?;
-    process.cwd = link(builder, proc, "cwd", Usage::Path)?;
-    process.root = link(builder, proc, "root", Usage::Path)?;
-    builder.image.meta.host.xfeatures |= arch::xstate_features(&process.threads[0].xstate.0);
-    process.space = known.target.space;
-    let row = process.space as usize;
-    if builder.image.spaces.len() <= row {
-        builder.image.spaces.resize(row + 1, AddressSpace::default());
-    }
-    builder.image.spaces[row] = space;
-    builder.image.processes.push(process);
-    Ok((Assumed(assumed.then_some(mappings)), threads))
+    attributes::thread::complete_pending(threads[0].look.status.shared_pending, &mut process.pending);
+    Ok(Portrait { process, space: AddressSpace::default(), threads })
+}
+
+/// Looks at what does not change while the threads answer.
+fn look_around(builder: &mut Builder, portrait: &mut Portrait, known: &Known) -> Result<()> {
+    let (folder, main) = (&known.target.process, &portrait.threads[0].look);
+    let found = attributes::process::process(folder, &main.stat, &main.status)?;
+    let seen = std::mem::take(&mut portrait.process);
+    portrait.process = Process {
+        threads: seen.threads,
+        stopped: seen.stopped,
+        pending: seen.pending,
+        exe: link(builder, folder, "exe", Usage::Read)?,
+        cwd: link(builder, folder, "cwd", Usage::Path)?,
+        root: link(builder, folder, "root", Usage::Path)?,
+        space: known.target.space,
+        ..found
+    };
+    portrait.space = attributes::process::space(folder, &main.stat)?;
+    builder.image.meta.host.xfeatures |= arch::xstate_features(&portrait.process.threads[0].xstate.0);
+    Ok(())
 }
 
 /// The files of threads that began after the others were looked at.
@@ -300,6 +351,11 @@ fn open_new(frozen: &Frozen, known: &Known) -> Result<HashMap<u32, ThreadFiles>>
 /// Row of what a link of the process's folder leads to.
 fn link(builder: &mut Builder, process: &Proc, name: &str, usage: Usage) -> Result<u32> {
     let path = process.link(name)?;
+    if let Ok(stat) = rustix::fs::statat(process, name, AtFlags::empty())
+        && let Some(row) = builder.known_path(stat.st_dev, stat.st_ino, &path, usage)
+    {
+        return Ok(row);
+    }
     let what = match name {
         "exe" => "executable",
         "cwd" => "current directory",

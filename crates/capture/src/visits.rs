@@ -1,16 +1,16 @@
 //! Asking threads what only they themselves can be asked, by system calls that they make.
 //!
-//! All of them at once, and each with a single stop ([`stillpoint_linux::batch`]). A thread with which that is not
+//! All of them at once, in all processes, and each with a single stop ([`stillpoint_linux::batch`]). A thread with which that is not
 //! possible, because it handles every signal that could tell its return, or there is no room in the vdso, is visited
 //! alone, with two stops for each call ([`stillpoint_linux::inject`]).
 
 use crate::attributes::inside::{ProcessQuery, ThreadQuery};
 use crate::attributes::target::Seen;
 use crate::freeze::Frozen;
-use crate::inspect::Known;
+use crate::inspect::{Known, Portrait};
 use crate::{Builder, Error, Result};
 use std::collections::VecDeque;
-use stillpoint_image::{AddressSpace, PAGE, Process, Thread};
+use stillpoint_image::{PAGE, Process, Thread};
 use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::arch::{self, Gadgets, Regs};
 use stillpoint_linux::batch::{self, Away, Departure, Origin, Place, Signal};
@@ -24,16 +24,6 @@ use stillpoint_linux::ptrace::Stopped;
 /// Most threads on their way at a time.
 const SLOTS: usize = 16;
 
-/// What visits need to know.
-pub(crate) struct Visits<'a> {
-    /// What was learned before the freeze.
-    pub known: &'a Known,
-    /// The mappings as they are now.
-    pub maps: &'a [Vma],
-    /// What `/proc` tells of the threads, in the order in which they were frozen.
-    pub threads: &'a [Seen],
-}
-
 /// How a thread is asked.
 #[derive(Clone, Copy)]
 enum Way {
@@ -43,240 +33,238 @@ enum Way {
     Alone,
 }
 
-/// Which question a thread is away for.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Question {
-    Process,
-    Thread,
-}
-
-/// Threads on their way, and what for.
-type Group<'a> = Vec<((usize, Question), Away<'a>)>;
-
-/// The questions, and where the answers belong.
-struct Round<'a> {
+/// What is to be asked of one process, and where in it.
+pub(crate) struct Visits<'a> {
+    known: &'a Known,
     ways: Vec<Way>,
     of_thread: &'a ThreadQuery,
-    of_process: &'a ProcessQuery,
-    ids: Vec<u32>,
-    process: &'a mut Process,
-    space: &'a mut AddressSpace,
-    builder: &'a mut Builder,
-    threads: Vec<Option<Stopped>>,
+    of_process: ProcessQuery,
+    site: Site<'a>,
+    planted: Option<Planted<'a>>,
+    /// Where the main thread is to make a mapping, if that cannot be done together with the rest.
+    free: Option<u64>,
 }
 
-impl Visits<'_> {
-    /// Asks the process and all its threads. Refuses where that cannot be done.
-    pub fn make(
-        &self,
+impl<'a> Visits<'a> {
+    /// Gets ready to ask a process, of these mappings, and all its threads. Refuses where that cannot be done.
+    pub fn plan(
         builder: &mut Builder,
-        frozen: &mut Frozen,
-        process: &mut Process,
-        space: &mut AddressSpace,
-    ) -> Result<()> {
-        let find = |name: &[u8]| self.maps.iter().find(|v| v.name == name);
+        known: &'a Known,
+        maps: &[Vma],
+        portrait: &Portrait,
+        of_thread: &'a ThreadQuery,
+    ) -> Result<Option<Self>> {
+        let Portrait { process, threads, .. } = portrait;
+        let find = |name: &[u8]| maps.iter().find(|v| v.name == name);
         let planted = match find(b"[vdso]") {
-            Some(vdso) => Planted::plant(&self.known.target.memory, (vdso.start, vdso.end))?,
+            Some(vdso) => Planted::plant(&known.target.memory, (vdso.start, vdso.end))?,
             None => None,
         };
-        let Some(gadgets) = self.known.target.gadgets.or(planted.as_ref().map(|p| p.gadgets)) else {
+        let Some(gadgets) = known.target.gadgets.or(planted.as_ref().map(|p| p.gadgets)) else {
             builder.refuse(
                 "its code",
                 "it has no way to make a system call and return from it, and no vdso",
                 "",
             );
-            return Ok(());
+            return Ok(None);
         };
         let Some(vma) = find(b"[stack]") else {
             let hint = "only programs with their original main stack can be asked about their threads";
             builder.refuse("main stack", "the program has unmapped it", hint);
-            return Ok(());
+            return Ok(None);
         };
         let sp = registers(&process.threads[0])?.sp();
         let stack = Stack { start: vma.start, end: vma.end, sp };
-        let ways = self.ways(process, planted.as_ref())?;
-        let timers = self.known.target.process.timers()?;
-        let free = self.free_page();
-        let probed = if matches!(ways[0], Way::Batch(_)) && process.threads[0].seccomp.is_empty() {
-            free
-        } else {
-            None
-        };
-        let of_process = ProcessQuery::new(&self.threads[0].look.status, &timers, probed);
-        let of_thread = ThreadQuery::new();
-        for thread in &process.threads {
+        let ways = ways(process, threads, planted.as_ref())?;
+        let timers = known.target.process.timers()?;
+        let free = free_page(maps);
+        let together = matches!(ways[0], Way::Batch(_)) && process.threads[0].seccomp.is_empty();
+        let (probed, free) = if together && free.is_some() { (free, None) } else { (None, free) };
+        let of_process = ProcessQuery::new(&threads[0].look.status, &timers, probed);
+        check_filters(builder, &process.threads[0], of_process.program(), gadgets);
+        for thread in &process.threads[1..] {
             check_filters(builder, thread, of_thread.program(), gadgets);
         }
-        check_filters(builder, &process.threads[0], of_process.program(), gadgets);
         if !builder.refusals.is_empty() {
-            return Ok(());
+            return Ok(None);
         }
         let data_len = batch::room_for(of_process.program());
         let (slots, xstate_len) = (SLOTS.min(ways.len()), process.threads[0].xstate.0.len());
-        let site = Site::choose(&self.known.target.memory, gadgets, stack, xstate_len, slots, data_len)?;
-        let mut round = Round {
-            ways,
-            of_thread: &of_thread,
-            of_process: &of_process,
-            ids: frozen.threads.iter().map(Stopped::tid).collect(),
-            process,
-            space,
-            builder,
-            threads: frozen.threads.drain(..).map(Some).collect(),
-        };
-        let result = match &planted {
-            Some(planted) => round.together(&site, planted),
-            None => Ok(()),
-        };
-        let result =
-            result.and_then(|()| round.alone(&site, self.known, if probed.is_none() { free } else { None }));
-        frozen.threads.extend(round.threads.into_iter().flatten());
-        site.clean()?;
-        result
+        let site = Site::choose(&known.target.memory, gadgets, stack, xstate_len, slots, data_len)?;
+        Ok(Some(Visits { known, ways, of_thread, of_process, site, planted, free }))
     }
 
-    /// How each thread is to be asked.
-    fn ways(&self, process: &Process, planted: Option<&Planted<'_>>) -> Result<Vec<Way>> {
-        let Some(planted) = planted else { return Ok(vec![Way::Alone; self.threads.len()]) };
-        let mut ways = Vec::with_capacity(self.threads.len());
-        for (thread, seen) in process.threads.iter().zip(self.threads) {
-            if planted.holds(registers(thread)?.ip()) {
-                let why =
-                    "a checkpoint that was killed has left a thread in the middle of an answer; try again";
-                return Err(Error::Failed(why.into()));
-            }
-            let signal = Signal::choose(&seen.look.status, thread.sigmask);
-            let can_tell = |signal: &Signal| {
-                let (nr, args) = signal.call();
-                allows(thread, &FilteredCall { nr, ip: planted.batch_loop().0 + arch::batch_loop().1, args })
-            };
-            ways.push(match signal.filter(can_tell) {
-                Some(signal) if arch::reaches_plain_memory(&thread.xstate.0) => Way::Batch(signal),
-                _ => Way::Alone,
-            });
-        }
-        Ok(ways)
-    }
-
-    /// Address of a page with nothing mapped near it.
-    fn free_page(&self) -> Option<u64> {
-        let first = self.maps.first().map_or(0, |v| v.start);
-        // Just below the lowest mapping, or in the first gap that is large enough to leave its neighbours alone.
-        let gap =
-            self.maps.windows(2).find(|w| w[1].start - w[0].end > 1 << 20).map(|w| w[0].end + (1 << 19));
-        if first > 1 << 20 { Some(first - (1 << 19)) } else { gap }
+    fn program(&self, thread: usize) -> &Program {
+        if thread == 0 { self.of_process.program() } else { self.of_thread.program() }
     }
 }
 
+/// How each thread is to be asked.
+fn ways(process: &Process, threads: &[Seen], planted: Option<&Planted<'_>>) -> Result<Vec<Way>> {
+    let Some(planted) = planted else { return Ok(vec![Way::Alone; threads.len()]) };
+    let mut ways = Vec::with_capacity(threads.len());
+    for (thread, seen) in process.threads.iter().zip(threads) {
+        if planted.holds(registers(thread)?.ip()) {
+            let why = "a checkpoint that was killed has left a thread in the middle of an answer; try again";
+            return Err(Error::Failed(why.into()));
+        }
+        let signal = Signal::choose(&seen.look.status, thread.sigmask);
+        let can_tell = |signal: &Signal| {
+            let (nr, args) = signal.call();
+            allows(thread, &FilteredCall { nr, ip: planted.batch_loop().0 + arch::batch_loop().1, args })
+        };
+        ways.push(match signal.filter(can_tell) {
+            Some(signal) if arch::reaches_plain_memory(&thread.xstate.0) => Way::Batch(signal),
+            _ => Way::Alone,
+        });
+    }
+    Ok(ways)
+}
+
+/// Address of a page with nothing mapped near it.
+fn free_page(maps: &[Vma]) -> Option<u64> {
+    let first = maps.first().map_or(0, |v| v.start);
+    // Just below the lowest mapping, or in the first gap that is large enough to leave its neighbours alone.
+    let gap = maps.windows(2).find(|w| w[1].start - w[0].end > 1 << 20).map(|w| w[0].end + (1 << 19));
+    if first > 1 << 20 { Some(first - (1 << 19)) } else { gap }
+}
+
+/// Asks processes and all their threads, each of them at the same time as the others; `meanwhile` is done while they are on
+/// their way.
+pub(crate) fn make(
+    all: &[Visits<'_>],
+    builder: &mut Builder,
+    frozen: &mut [Frozen],
+    portraits: &mut [Portrait],
+    meanwhile: impl FnOnce(&mut Builder, &mut [Portrait]) -> Result<()>,
+) -> Result<()> {
+    let mut rounds: Vec<Round<'_>> =
+        all.iter().zip(frozen.iter_mut()).map(|(visits, frozen)| Round::new(visits, frozen)).collect();
+    let ask = || {
+        for (round, portrait) in rounds.iter_mut().zip(portraits.iter()) {
+            round.set_off(portrait)?;
+        }
+        meanwhile(builder, portraits)?;
+        for (round, portrait) in rounds.iter_mut().zip(portraits.iter_mut()) {
+            round.complete(builder, portrait)?;
+        }
+        Ok(())
+    };
+    let result = ask();
+    // With an error, those that are still away are waited for here.
+    for (round, frozen) in rounds.into_iter().zip(frozen) {
+        frozen.threads.extend(round.threads.into_iter().flatten());
+    }
+    let cleaned = all.iter().try_for_each(|visits| Ok(visits.site.clean()?));
+    result.and(cleaned)
+}
+
+/// The threads of a process that is being asked.
+struct Round<'a> {
+    visits: &'a Visits<'a>,
+    threads: Vec<Option<Stopped>>,
+    /// Those that are still to be set off together, and the first slot that is theirs.
+    left: VecDeque<(usize, Vec<usize>)>,
+    away: VecDeque<Group<'a>>,
+}
+
+/// Threads on their way.
+type Group<'a> = Vec<(usize, Away<'a>)>;
+
 impl<'a> Round<'a> {
-    /// Asks those that can be asked together, the main thread first: its answers take longest. While some are on their
-    /// way, as many others are set off.
-    fn together(&mut self, site: &Site<'_>, planted: &Planted<'_>) -> Result<()> {
-        // Of the main thread there are two questions, which it is asked in turn.
-        let others = (1..self.ways.len()).map(|i| (i, Question::Thread));
-        let mut all: Vec<(usize, Question)> = [(0, Question::Process)].into_iter().chain(others).collect();
-        all.retain(|&(i, _)| matches!(self.ways[i], Way::Batch(_)));
-        let at_a_time = (site.slots() / 2).max(1);
-        let mut groups: Vec<Vec<(usize, Question)>> = all.chunks(at_a_time).map(<[_]>::to_vec).collect();
-        if matches!(self.ways[0], Way::Batch(_)) {
-            match groups.last_mut() {
-                Some(last) if last.len() < at_a_time && last[0].0 != 0 => last.push((0, Question::Thread)),
-                _ => groups.push(vec![(0, Question::Thread)]),
-            }
-        }
-        let mut away = VecDeque::new();
-        for (n, group) in groups.into_iter().enumerate() {
-            // Two groups at a time, each in its half of the slots; but nobody can be away twice.
-            let most =
-                if site.slots() > 1 && group.iter().all(|&(i, _)| self.threads[i].is_some()) { 1 } else { 0 };
-            while away.len() > most {
-                self.back(site, away.pop_front())?;
-            }
-            let first = if site.slots() > 1 { n % 2 * at_a_time } else { 0 };
-            away.push_back(self.set_off(site, planted, &group, first)?);
-        }
-        while !away.is_empty() {
-            self.back(site, away.pop_front())?;
+    fn new(visits: &'a Visits<'a>, frozen: &mut Frozen) -> Self {
+        let threads = frozen.threads.drain(..).map(Some).collect();
+        let together = |i: &usize| matches!(visits.ways[*i], Way::Batch(_)) && visits.planted.is_some();
+        // The main thread first: its answers take longest.
+        let all: Vec<usize> = (0..visits.ways.len()).filter(together).collect();
+        let at_a_time = (visits.site.slots() / 2).max(1);
+        let slot = |n: usize| if visits.site.slots() > 1 { n % 2 * at_a_time } else { 0 };
+        let left = all.chunks(at_a_time).enumerate().map(|(n, group)| (slot(n), group.to_vec())).collect();
+        Round { visits, threads, left, away: VecDeque::new() }
+    }
+
+    /// Sets off as many as there is room for: two groups at a time, each in its half of the slots.
+    fn set_off(&mut self, portrait: &Portrait) -> Result<()> {
+        let most = if self.visits.site.slots() > 1 { 2 } else { 1 };
+        while self.away.len() < most {
+            let Some((first, group)) = self.left.pop_front() else { break };
+            let group = self.send(portrait, &group, first)?;
+            self.away.push_back(group);
         }
         Ok(())
     }
 
     /// Sets threads off, with the slots from `first` on.
-    fn set_off(
-        &mut self,
-        site: &Site<'_>,
-        planted: &Planted<'_>,
-        group: &[(usize, Question)],
-        first: usize,
-    ) -> Result<Group<'a>> {
+    fn send(&mut self, portrait: &Portrait, group: &[usize], first: usize) -> Result<Group<'a>> {
+        let visits = self.visits;
+        let missing = || Error::Failed("a thread was to be asked that is not there".into());
+        let planted = visits.planted.as_ref().ok_or_else(missing)?;
         let mut regs = Vec::with_capacity(group.len());
-        for &(i, _) in group {
-            regs.push(registers(&self.process.threads[i])?);
+        for &i in group {
+            regs.push(registers(&portrait.process.threads[i])?);
         }
         let mut departures = Vec::with_capacity(group.len());
-        for (slot, (&(i, question), regs)) in group.iter().zip(&regs).enumerate() {
-            let (Way::Batch(signal), Some(stopped)) = (self.ways[i], self.threads[i].take()) else {
-                return Err(Error::Failed("a thread was to be asked that is not there".into()));
+        for (slot, (&i, regs)) in group.iter().zip(&regs).enumerate() {
+            let (Way::Batch(signal), Some(stopped)) = (visits.ways[i], self.threads[i].take()) else {
+                return Err(missing());
             };
-            let thread = &self.process.threads[i];
+            let thread = &portrait.process.threads[i];
             let origin = Origin { regs, xstate: &thread.xstate.0, mask: thread.sigmask };
-            let (program, place) = match question {
-                Question::Process => (self.of_process.program(), Place::SlotAndData(first + slot)),
-                Question::Thread => (self.of_thread.program(), Place::Slot(first + slot)),
-            };
-            departures.push(Departure { thread: stopped, origin, place, signal, program });
+            let slot = first + slot;
+            let place = if i == 0 { Place::SlotAndData(slot) } else { Place::Slot(slot) };
+            departures.push(Departure { thread: stopped, origin, place, signal, program: visits.program(i) });
         }
-        let away = site.send(planted, departures)?;
+        let away = visits.site.send(planted, departures)?;
         Ok(group.iter().copied().zip(away).collect())
     }
 
-    /// Waits for threads and notes their answers.
-    fn back(&mut self, site: &Site<'_>, group: Option<Group<'a>>) -> Result<()> {
-        let (mut questions, mut answers) = (Vec::new(), Vec::new());
-        for ((i, question), away) in group.into_iter().flatten() {
-            let (stopped, answer) = away.wait(&registers(&self.process.threads[i])?)?;
-            self.threads[i] = Some(stopped);
-            questions.push((i, question));
-            answers.push(answer);
-        }
-        for ((i, question), outcome) in questions.into_iter().zip(site.outcomes(&answers)?) {
-            self.note(i, question, &outcome);
-        }
-        Ok(())
-    }
-
-    fn note(&mut self, i: usize, question: Question, outcome: &Outcome) {
-        match question {
-            Question::Thread => self.of_thread.decode(outcome, &mut self.process.threads[i]),
-            Question::Process => {
-                self.of_process.decode(outcome, &self.ids, self.builder, self.process, self.space);
+    /// Waits for all threads and notes their answers.
+    fn complete(&mut self, builder: &mut Builder, portrait: &mut Portrait) -> Result<()> {
+        while let Some(group) = self.away.pop_front() {
+            let (mut asked, mut answers) = (Vec::with_capacity(group.len()), Vec::with_capacity(group.len()));
+            for (i, away) in group {
+                let (stopped, answer) = away.wait(&registers(&portrait.process.threads[i])?)?;
+                self.threads[i] = Some(stopped);
+                asked.push(i);
+                answers.push(answer);
             }
+            for (i, outcome) in asked.into_iter().zip(self.visits.site.outcomes(&answers)?) {
+                self.note(i, &outcome, builder, portrait);
+            }
+            self.set_off(portrait)?;
         }
+        self.alone(builder, portrait)
     }
 
-    /// Asks the others, one by one; `free` is where the main thread may make a mapping, if it still has to.
-    fn alone(&mut self, site: &Site<'_>, known: &Known, free: Option<u64>) -> Result<()> {
-        for i in 0..self.ways.len() {
-            let by_itself = matches!(self.ways[i], Way::Alone);
-            if !by_itself && (i > 0 || free.is_none()) {
+    fn note(&self, i: usize, outcome: &Outcome, builder: &mut Builder, portrait: &mut Portrait) {
+        let Portrait { process, space, threads } = portrait;
+        if i > 0 {
+            return self.visits.of_thread.decode(outcome, &mut process.threads[i]);
+        }
+        let ids: Vec<u32> = threads.iter().map(|seen| seen.tid).collect();
+        self.visits.of_process.decode(outcome, &ids, builder, process, space);
+    }
+
+    /// Asks the others, one by one; the main thread also where it still has to make a mapping.
+    fn alone(&mut self, builder: &mut Builder, portrait: &mut Portrait) -> Result<()> {
+        let visits = self.visits;
+        for i in 0..visits.ways.len() {
+            let by_itself = matches!(visits.ways[i], Way::Alone);
+            if !by_itself && (i > 0 || visits.free.is_none()) {
                 continue;
             }
             let Some(stopped) = self.threads[i].take() else { continue };
-            let mut visit = site.visit(0, stopped)?;
+            let mut visit = visits.site.visit(0, stopped)?;
             if by_itself {
-                let outcome = site.run(&mut visit, self.of_thread.program())?;
-                self.note(i, Question::Thread, &outcome);
-            }
-            if i == 0 && by_itself {
-                let outcome = site.run(&mut visit, self.of_process.program())?;
-                self.note(i, Question::Process, &outcome);
+                let outcome = visits.site.run(&mut visit, visits.program(i))?;
+                self.note(i, &outcome, builder, portrait);
             }
             if i == 0 {
-                self.space.lock_future = lock_future(&mut visit, known, free)?;
+                portrait.space.lock_future = lock_future(&mut visit, visits.known, visits.free)?;
             }
             let stopped = visit.leave()?;
             // From here on the thread goes on as the image says.
-            stopped.set_regs(&registers(&self.process.threads[i])?)?;
+            stopped.set_regs(&registers(&portrait.process.threads[i])?)?;
             self.threads[i] = Some(stopped);
         }
         Ok(())

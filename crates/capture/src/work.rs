@@ -14,7 +14,7 @@ use crate::inspect::{Assumed, Known, Ready, Regard, inspect};
 use crate::keeper::Keeper;
 use crate::relations::{self, Relative};
 use crate::target::Target;
-use crate::{Builder, Error, Options, Progress, Result, files};
+use crate::{Builder, Error, Options, Progress, Result, attributes, files};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Signal, pidfd_send_signal};
 use std::collections::{HashMap, VecDeque};
@@ -412,6 +412,7 @@ impl<'a> Work<'a> {
         // Files that do not change until the cut need not be read in it.
         reuse_digests(&mut learned.rehearsed, self.last);
         files::take_digests_of(&mut learned.rehearsed, Usage::Write, Moment::Running);
+        Known::refresh(&mut learned.known);
         for index in 0..self.members.len() {
             match self.running(index, |engine, running| engine.converge(running)) {
                 Err(_) if index > 0 && self.has_left(index) => {}
@@ -472,28 +473,34 @@ impl<'a> Work<'a> {
         known: &[Known],
         outsiders: &Outsiders,
     ) -> Result<Vec<Assumed>> {
-        let (mut assumed, mut relatives) = (Vec::new(), Vec::new());
-        for ((member, frozen), known) in self.members.iter_mut().zip(&mut tree.processes).zip(known) {
-            let target = member.target.clone();
-            let maps = target.process.maps()?;
-            let engine = member.engine()?;
-            let mut describe = || inspect(builder, frozen, known, outsiders, &maps);
-            let (assumes, threads) = match engine.rest(&target, &maps)? {
-                Some(work) => std::thread::scope(|scope| {
-                    let helper = scope.spawn(&work);
-                    let described = describe();
-                    let worked = work();
-                    joined_with(helper.join()).and(worked).and(described)
-                }),
-                None => describe(),
-            }?;
-            assumed.push(assumes);
-            relatives.push(Relative { pid: target.pid, threads });
+        let pids: Vec<u32> = tree.processes.iter().map(|p| p.pid).collect();
+        let (mut maps, mut works) = (Vec::with_capacity(pids.len()), Vec::new());
+        for member in &mut self.members {
+            let Member { target, engine, .. } = member;
+            let of_it = target.process.maps()?;
+            let engine = engine.as_deref_mut().ok_or_else(|| Error::Failed("there is no engine".into()))?;
+            works.extend(engine.rest(target, &of_it)?);
+            maps.push(of_it);
         }
+        let mut describe = || inspect(builder, &mut tree.processes, known, outsiders, &maps);
+        let all = match works.is_empty() {
+            true => describe(),
+            false => std::thread::scope(|scope| {
+                let work = || works.iter().try_for_each(|work| work());
+                let helper = scope.spawn(work);
+                let described = describe();
+                let worked = work();
+                joined_with(helper.join()).and(worked).and(described)
+            }),
+        }?;
+        drop(works);
         if !builder.refusals.is_empty() {
-            return Ok(assumed);
+            return Ok(Vec::new());
         }
-        let pids: Vec<u32> = relatives.iter().map(|r| r.pid).collect();
+        let (assumed, threads): (Vec<_>, Vec<_>) = all.into_iter().unzip();
+        let relatives: Vec<Relative> =
+            pids.iter().zip(threads).map(|(&pid, threads)| Relative { pid, threads }).collect();
+        attributes::semaphores::refuse_undo(builder, &pids)?;
         files::segments::refuse_shared(builder, &pids);
         relations::describe(builder, &relatives)?;
         let holders: Vec<Holder<'_>> = self.members.iter().map(|m| holder(&m.target)).collect();

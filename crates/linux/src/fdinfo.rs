@@ -111,16 +111,7 @@ pub struct InotifyLine {
 
 /// Descriptor numbers of a process, ascending.
 pub fn list(pid: u32) -> Result<Vec<u32>> {
-    let dir = format!("/proc/{pid}/fd");
-    let mut fds = Vec::new();
-    for entry in std::fs::read_dir(&dir).map_err(|e| Error::file(&dir, e))? {
-        let entry = entry.map_err(|e| Error::file(&dir, e))?;
-        if let Some(fd) = entry.file_name().to_str().and_then(|n| n.parse().ok()) {
-            fds.push(fd);
-        }
-    }
-    fds.sort_unstable();
-    Ok(fds)
+    Folders::open(pid)?.list()
 }
 
 /// The link `/proc/PID/fd/FD`: a path, or a name in the kernel's own notation (`pipe:[123]`).
@@ -155,6 +146,24 @@ impl Folders {
         Ok(Folders { pid, fd: open("fd")?, info: open("fdinfo")? })
     }
 
+    /// As [`list`].
+    ///
+    /// # Errors
+    /// [`Error::File`] if the process is gone.
+    pub fn list(&self) -> Result<Vec<u32>> {
+        let failed = |e| Error::file(format!("/proc/{}/fd", self.pid), e);
+        let mut room = Vec::with_capacity(8192);
+        rustix::fs::seek(&self.fd, rustix::fs::SeekFrom::Start(0)).map_err(failed)?;
+        let mut entries = rustix::fs::RawDir::new(&self.fd, room.spare_capacity_mut());
+        let mut fds = Vec::new();
+        while let Some(entry) = entries.next() {
+            let entry = entry.map_err(failed)?;
+            fds.extend(entry.file_name().to_str().ok().and_then(|name| name.parse::<u32>().ok()));
+        }
+        fds.sort_unstable();
+        Ok(fds)
+    }
+
     /// As [`link`].
     ///
     /// # Errors
@@ -178,9 +187,9 @@ impl Folders {
         let mut text = Vec::with_capacity(1024);
         loop {
             match rustix::io::read(&file, rustix::buffer::spare_capacity(&mut text)) {
-                Ok(0) => break,
                 Ok(_) if text.len() == text.capacity() => text.reserve(8192),
-                Ok(_) => {}
+                // It is one record, of which the kernel hands out all that there is room for.
+                Ok(_) => break,
                 Err(rustix::io::Errno::INTR) => {}
                 Err(e) => return Err(Error::file(path(), e)),
             }

@@ -119,7 +119,7 @@ impl<'a> Site<'a> {
     }
 
     /// Puts back what was in the memory that visits used. No visit may be under way.
-    pub fn clean(self) -> Result<()> {
+    pub fn clean(&self) -> Result<()> {
         self.memory.write(self.start, &self.saved)
     }
 

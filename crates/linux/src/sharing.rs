@@ -1,6 +1,7 @@
 //! Which kernel objects two threads or processes share. kcmp(2).
 
 use crate::{Error, Result};
+use std::cmp::Ordering;
 
 /// A kernel object that threads may share or not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,10 +22,21 @@ pub enum Shared {
 /// [`Error::Gone`] with the first id if either is gone; [`Error::Call`] if we may not trace either (`EPERM`) or the
 /// kernel was built without `CONFIG_KCMP` (`ENOSYS`).
 pub fn shared(a: u32, b: u32, object: Shared) -> Result<bool> {
+    Ok(compare(a, b, object)?.is_eq())
+}
+
+/// In which order the kernel has the objects of two threads, which is the same until it boots again; equal if they share one.
+///
+/// # Errors
+/// As [`shared`].
+pub fn compare(a: u32, b: u32, object: Shared) -> Result<Ordering> {
     // SAFETY: these kinds of comparison take no pointers.
     let r = unsafe { libc::syscall(libc::SYS_kcmp, a, b, object as i32, 0, 0) };
-    if r >= 0 {
-        return Ok(r == 0);
+    match r {
+        0 => return Ok(Ordering::Equal),
+        1 => return Ok(Ordering::Less),
+        2.. => return Ok(Ordering::Greater),
+        _ => {}
     }
     let source = std::io::Error::last_os_error();
     match source.raw_os_error() {

@@ -1,6 +1,6 @@
 //! What only the target itself can ask: programs of system calls to be run in it, and what their outcome means.
 //!
-//! Each call costs two stops of the frozen target, so a program holds none that is not needed. All read only.
+//! Where a thread is asked alone, each call costs two stops, so a program holds none that is not needed. All read only.
 
 use crate::Builder;
 use linux_raw_sys::prctl::{
@@ -20,10 +20,11 @@ const MEMBARRIER_CMD_GET_REGISTRATIONS: u64 = 512;
 /// Low bits of a CPU clock's id: which time, and whether of a thread (`CPUCLOCK_PERTHREAD_MASK`).
 const CPU_CLOCK_OF_THREAD: i32 = 4;
 
-/// What to ask in the main thread about the process as a whole.
+/// What to ask in the main thread, about the process as a whole and about itself.
 #[derive(Clone, Debug)]
 pub struct ProcessQuery {
     program: Program,
+    of_thread: ThreadAnswers,
     actions: Vec<(u32, Arg)>,
     itimers: Vec<Arg>,
     timers: Vec<TimerQuery>,
@@ -91,9 +92,10 @@ impl ProcessQuery {
         let args = [MEMBARRIER_CMD_GET_REGISTRATIONS.into()];
         let membarrier = p.attempt("membarrier", libc::SYS_membarrier, args);
         let locking = free.map(|at| ask_locking(&mut p, at));
+        let of_thread = ThreadAnswers::ask(&mut p);
         #[rustfmt::skip]
         let query = ProcessQuery {
-            program: p, actions, itimers, timers, subreaper, xfeatures, cpuid, brk, dumpable, mdwe, thp_disable,
+            program: p, of_thread, actions, itimers, timers, subreaper, xfeatures, cpuid, brk, dumpable, mdwe, thp_disable,
             memory_merge, membarrier, locking,
         };
         query
@@ -114,6 +116,7 @@ impl ProcessQuery {
         space: &mut AddressSpace,
     ) {
         let number = |step| u32::try_from(outcome.result(step)).unwrap_or(0);
+        process.threads.first_mut().into_iter().for_each(|main| self.of_thread.decode(outcome, main));
         process.actions = self.actions.iter().map(|&(signal, at)| action(signal, outcome, at)).collect();
         process.actions.retain(|a| *a != SignalAction { signal: a.signal, ..SignalAction::default() });
         process.itimers = self.itimers.iter().map(|&at| interval_timer(outcome, at)).collect();
@@ -248,10 +251,16 @@ fn foreign_clock(clock: i32, threads: &[u32]) -> Option<String> {
     (!known).then(|| format!("it is on the CPU clock of another process or an ended thread ({whose})"))
 }
 
-/// What to ask in each thread.
+/// What to ask in each thread but the main one.
 #[derive(Clone, Debug)]
 pub struct ThreadQuery {
     program: Program,
+    answers: ThreadAnswers,
+}
+
+/// Where in a program the answers about a thread will be.
+#[derive(Clone, Copy, Debug)]
+struct ThreadAnswers {
     altstack: Arg,
     clear_child_tid: Arg,
     pdeath_signal: Arg,
@@ -268,7 +277,25 @@ impl Default for ThreadQuery {
 impl ThreadQuery {
     /// The questions: five calls, the same for every thread.
     pub fn new() -> Self {
-        let mut p = Program::new();
+        let mut program = Program::new();
+        let answers = ThreadAnswers::ask(&mut program);
+        ThreadQuery { program, answers }
+    }
+
+    /// The program to run in the thread.
+    pub fn program(&self) -> &Program {
+        &self.program
+    }
+
+    /// Puts the answers where they belong.
+    pub fn decode(&self, outcome: &Outcome, thread: &mut Thread) {
+        self.answers.decode(outcome, thread);
+    }
+}
+
+impl ThreadAnswers {
+    /// Adds the questions to a program.
+    fn ask(p: &mut Program) -> Self {
         let altstack = p.room(layout::STACK);
         p.call("sigaltstack", libc::SYS_sigaltstack, [0.into(), altstack]);
         let mut get = |what: &str, option: u32, len| {
@@ -281,16 +308,10 @@ impl ThreadQuery {
         let tsc = get("prctl PR_GET_TSC", PR_GET_TSC, 4);
         let args = [u64::from(PR_GET_SECUREBITS).into()];
         let securebits = p.call("prctl PR_GET_SECUREBITS", libc::SYS_prctl, args);
-        ThreadQuery { program: p, altstack, clear_child_tid, pdeath_signal, tsc, securebits }
+        ThreadAnswers { altstack, clear_child_tid, pdeath_signal, tsc, securebits }
     }
 
-    /// The program to run in the thread.
-    pub fn program(&self) -> &Program {
-        &self.program
-    }
-
-    /// Puts the answers where they belong.
-    pub fn decode(&self, outcome: &Outcome, thread: &mut Thread) {
+    fn decode(&self, outcome: &Outcome, thread: &mut Thread) {
         let stack = outcome.bytes(self.altstack, layout::STACK);
         thread.altstack = AltStack {
             sp: layout::word(stack, 0),

@@ -8,17 +8,21 @@ use crate::{Builder, Result};
 use stillpoint_linux::sharing::{self, Shared};
 use stillpoint_linux::{spawn, sysv};
 
-/// Refuses a process that may have operations to be undone.
-pub fn refuse_undo(builder: &mut Builder, pid: u32) -> Result<()> {
-    let Some(set) = sysv::semaphores()?.into_iter().find(|set| set.last_users.contains(&pid)) else {
+/// Refuses processes that may have operations to be undone.
+pub fn refuse_undo(builder: &mut Builder, pids: &[u32]) -> Result<()> {
+    let sets = sysv::semaphores()?;
+    let used = |pid: &u32| Some((*pid, sets.iter().find(|set| set.last_users.contains(pid))?));
+    let users: Vec<_> = pids.iter().filter_map(used).collect();
+    if users.is_empty() {
         return Ok(());
-    };
+    }
     // A new process has no list.
     let fresh = spawn::shell(None, 0)?;
-    let none = sharing::shared(fresh.pid, pid, Shared::SemaphoreUndo);
+    let shared = |(pid, set)| Ok((sharing::shared(fresh.pid, pid, Shared::SemaphoreUndo)?, set));
+    let looked: Result<Vec<_>> = users.into_iter().map(shared).collect();
     let _ = rustix::process::pidfd_send_signal(&fresh.pidfd, rustix::process::Signal::KILL);
     spawn::reap(fresh.pid);
-    if !none? {
+    for (_, set) in looked?.into_iter().filter(|(none, _)| !none) {
         let what = format!("semaphore set {} (key {:#x})", set.id, set.key);
         let why = "the program has operated on it, and may have asked that to be undone when it ends (SEM_UNDO), \
                    which nobody can read";

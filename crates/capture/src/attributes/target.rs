@@ -3,7 +3,8 @@
 
 use super::thread::{Look, ThreadFiles};
 use crate::{Builder, Error, Result};
-use std::collections::HashMap;
+use std::cmp::Ordering;
+use std::collections::{HashMap, HashSet};
 use std::io::Read;
 use std::time::{Duration, Instant};
 use stillpoint_image::Thread;
@@ -244,7 +245,8 @@ fn examine_thread(builder: &mut Builder, target: &Proc, tid: u32, examined: &mut
 /// 10 µs, and there are at least 2^15 numbers (`PID_MAX_LIMIT` aside, `kernel.pid_max` is rarely less).
 const NO_ROUND: Duration = Duration::from_millis(300);
 
-/// Looks again at everything that [`examine`] found, now that the process stands still; `threads` are all of its own.
+/// Looks again at everything that [`examine`] found, now that the process stands still; `threads` are all of its own, `newer`
+/// the [`newer`] processes.
 ///
 /// Facts that cannot have changed are not asked for a second time:
 ///
@@ -268,6 +270,7 @@ pub fn examine_again(
     target: &Proc,
     examined: &Examined,
     threads: &[Seen],
+    newer: &[u32],
 ) -> Result<()> {
     if examined.confines {
         confinement(builder, &Proc::process(std::process::id())?, target)?;
@@ -280,16 +283,52 @@ pub fn examine_again(
         thread(builder, target, seen.tid, &seen.look.stat, &seen.look.status)?;
     }
     let own = |pid: &u32| threads.iter().any(|t| t.tid == *pid);
-    let mut others = newer(examined)?;
-    others.retain(|pid| !own(pid));
+    let others: Vec<u32> = newer.iter().copied().filter(|pid| !own(pid)).collect();
     sharers(builder, target, &others, false);
     Ok(())
+}
+
+/// Looks once more at all processes of a tree, right before the freeze, who shares something with them, so that little is left
+/// to look at in it. Each other process is looked up among those of the tree in the kernel's order of their objects.
+///
+/// Where somebody does, the freeze is to find it out.
+pub fn refresh<'a>(all: impl Iterator<Item = (&'a Proc, &'a mut Examined)>) {
+    let (last_pid, since) = (proc::last_pid(), Instant::now());
+    let Ok(others) = proc::processes() else { return };
+    let mut all: Vec<_> = all.collect();
+    let pids: Vec<u32> = all.iter().map(|(target, _)| target.pid()).collect();
+    if !shared_by_any(&pids, &others) {
+        for (_, examined) in &mut all {
+            (examined.last_pid, examined.since) = (last_pid, since);
+        }
+        return;
+    }
+    // Perhaps only until one of them executes another program.
+    all.into_iter().for_each(|(target, examined)| examined.refresh(target));
+}
+
+/// Whether any of these processes shares something with another of them, or with one of the others.
+fn shared_by_any(pids: &[u32], others: &[u32]) -> bool {
+    let us = std::process::id();
+    [Shared::Memory, Shared::Files, Shared::FileSystem].into_iter().any(|object| {
+        let place = |order: &[u32], pid: u32| {
+            order.binary_search_by(|other| sharing::compare(*other, pid, object).unwrap_or(Ordering::Less))
+        };
+        let mut order: Vec<u32> = Vec::with_capacity(pids.len());
+        for &pid in pids {
+            match place(&order, pid) {
+                Ok(_) => return true,
+                Err(at) => order.insert(at, pid),
+            }
+        }
+        others.iter().any(|pid| *pid != us && !pids.contains(pid) && place(&order, *pid).is_ok())
+    })
 }
 
 impl Examined {
     /// Looks once more, right before the freeze, who shares something with the process, so that little is left to look
     /// at in it. If somebody does, the freeze is to find it out.
-    pub fn refresh(&mut self, target: &Proc) {
+    fn refresh(&mut self, target: &Proc) {
         let (last_pid, since) = (proc::last_pid(), Instant::now());
         let mut builder = Builder::new();
         if let Ok(all) = proc::processes() {
@@ -364,16 +403,28 @@ fn may_change_namespaces(status: &Status) -> bool {
     status.caps[PERMITTED] & CAP_SYS_ADMIN != 0
 }
 
-/// Processes and threads that were made since the last look, and perhaps more.
-fn newer(examined: &Examined) -> Result<Vec<u32>> {
+/// Processes and threads that were made since the last look at any of these processes and are still there, and perhaps more.
+///
+/// # Errors
+/// That `/proc` cannot be read.
+pub fn newer<'a>(examined: impl IntoIterator<Item = &'a Examined>) -> Result<Vec<u32>> {
     const MANY: u32 = 1000;
-    let Some((before, now)) = examined.last_pid.zip(proc::last_pid()) else { return Ok(proc::processes()?) };
-    if before == now && examined.since.elapsed() < NO_ROUND {
-        return Ok(Vec::new());
+    let mut before: Option<u32> = None;
+    let now = proc::last_pid();
+    for examined in examined {
+        match examined.last_pid.zip(now) {
+            Some((last, now)) if now >= last && examined.since.elapsed() < NO_ROUND => {
+                before = Some(before.map_or(last, |before| before.min(last)));
+            }
+            _ => return Ok(proc::processes()?),
+        }
     }
-    match now.checked_sub(before) {
-        Some(few) if few < MANY && examined.since.elapsed() < NO_ROUND => Ok((before + 1..=now).collect()),
-        _ => Ok(proc::processes()?),
+    match before.zip(now) {
+        Some((before, now)) if now - before < MANY => {
+            Ok((before + 1..=now).filter(|pid| Proc::thread_by_tid(*pid).is_ok()).collect())
+        }
+        Some(_) => Ok(proc::processes()?),
+        None => Ok(Vec::new()),
     }
 }
 
@@ -539,8 +590,9 @@ fn sharers(builder: &mut Builder, target: &Proc, others: &[u32], runs: bool) {
     // A thread of the program that has just ended still has what it shared.
     let is_own =
         |pid| Proc::thread_by_tid(pid).and_then(|t| t.status()).map_or(true, |s| s.tgid == target.pid());
+    let us = std::process::id();
     for &pid in others {
-        if pid == target.pid() || pid == std::process::id() {
+        if pid == target.pid() || pid == us {
             continue;
         }
         for (object, name) in [
@@ -565,7 +617,7 @@ fn sharers(builder: &mut Builder, target: &Proc, others: &[u32], runs: bool) {
 /// Notes mappings that cannot be captured.
 pub fn mappings(builder: &mut Builder, target: &Proc, maps: &[Smap]) {
     for map in maps {
-        if let Some((why, hint)) = mapping_problem(target, map) {
+        if let Some((why, hint)) = mapping_problem(target, map, &mut builder.no_devices) {
             let name = String::from_utf8_lossy(&map.vma.name);
             let what = format!("mapping {:x}-{:x} ({name})", map.vma.start, map.vma.end);
             builder.refuse(what, why, hint);
@@ -573,7 +625,11 @@ pub fn mappings(builder: &mut Builder, target: &Proc, maps: &[Smap]) {
     }
 }
 
-fn mapping_problem(target: &Proc, map: &Smap) -> Option<(&'static str, &'static str)> {
+fn mapping_problem(
+    target: &Proc,
+    map: &Smap,
+    no_devices: &mut HashSet<(u64, u64)>,
+) -> Option<(&'static str, &'static str)> {
     let (name, flags) = (map.vma.name.as_slice(), map.flags);
     if name == b"[uprobes]" {
         return Some((
@@ -605,8 +661,11 @@ fn mapping_problem(target: &Proc, map: &Smap) -> Option<(&'static str, &'static 
     {
         return Some(("it is memory of a device", ""));
     }
-    if is_device(target, map) {
-        return Some(("a device is mapped", ""));
+    if !no_devices.contains(&(map.vma.dev, map.vma.ino)) {
+        if is_device(target, map) {
+            return Some(("a device is mapped", ""));
+        }
+        no_devices.insert((map.vma.dev, map.vma.ino));
     }
     if flags.contains(VmFlags::SHADOW_STACK) {
         return Some(("it is a shadow stack", "start it with GLIBC_TUNABLES=glibc.cpu.x86_shstk=off"));

@@ -210,8 +210,11 @@ impl Tracking {
     ) -> Result<Found> {
         self.ask()?;
         let looking = self.begin(target, spans()?, look)?;
-        let processors = std::thread::available_parallelism().map_or(1, usize::from);
-        let helpers = if looking.bytes() < WORTH_HELPERS { 0 } else { processors - 1 };
+        // To ask for the number of processors takes longer than to look at a small program.
+        let helpers = match looking.bytes() {
+            0..WORTH_HELPERS => 0,
+            _ => std::thread::available_parallelism().map_or(0, |n| usize::from(n) - 1),
+        };
         std::thread::scope(|scope| {
             let helpers: Vec<_> = (0..helpers).map(|_| scope.spawn(|| self.work(target, &looking))).collect();
             let done = self.work(target, &looking);

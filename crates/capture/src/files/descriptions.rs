@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use stillpoint_linux::Error;
 use stillpoint_linux::descriptors::{OfProcess, compare, duplicate_from};
-use stillpoint_linux::fdinfo::{self, Detail, FdInfo, Folders, LockLine};
+use stillpoint_linux::fdinfo::{Detail, FdInfo, Folders, LockLine};
 
 /// A descriptor.
 #[derive(Clone, Copy, Debug)]
@@ -103,13 +103,22 @@ pub fn read(target: &Target<'_>) -> Result<Vec<Description>> {
     let mut all: Vec<Description> = Vec::new();
     // Only descriptors of the same inode and name can share a description. Each group is kept in kcmp's order.
     let mut groups: HashMap<(u64, u64, Vec<u8>), Vec<usize>> = HashMap::new();
+    // By number, the last one that was found: most descriptors of a process are those that it was made with.
+    let mut of_number: HashMap<u32, usize> = HashMap::new();
     for (process, holder) in target.holders.iter().enumerate() {
-        let listed = Folders::open(holder.pid).and_then(|f| Ok((f, fdinfo::list(holder.pid)?)));
+        let listed = Folders::open(holder.pid).and_then(|f| f.list().map(|fds| (f, fds)));
         let (folders, fds) = match listed {
             Err(_) if !target.frozen => continue, // it has ended since
             listed => listed?,
         };
         for fd in fds {
+            if let Some(&known) = of_number.get(&fd)
+                && target.frozen
+                && compare(all[known].first(), (holder.pid, fd))? == Ordering::Equal
+            {
+                all[known].add(process, holder.pid, fd, folders.read(fd)?);
+                continue;
+            }
             let Some(found) = describe(target, process, &folders, fd)? else { continue };
             let key = (found.stat.st_dev, found.stat.st_ino, found.link.clone());
             let group = groups.entry(key).or_default();
@@ -121,8 +130,12 @@ pub fn read(target: &Target<'_>) -> Result<Vec<Description>> {
                 placed => placed?,
             };
             match placed {
-                Ok(known) => all[known].add(found),
+                Ok(known) => {
+                    all[known].join(found);
+                    of_number.insert(fd, known);
+                }
                 Err(at) => {
+                    of_number.insert(fd, all.len());
                     group.insert(at, all.len());
                     all.push(found);
                 }
@@ -133,14 +146,28 @@ pub fn read(target: &Target<'_>) -> Result<Vec<Description>> {
 }
 
 impl Description {
-    /// Another descriptor of the same description.
-    fn add(&mut self, other: Description) {
-        let process = other.held[0].process;
-        if !self.held.iter().any(|h| h.process == process) {
-            self.locks.extend(other.locks.into_iter().filter(|(_, line)| line.kind == POSIX));
-        }
+    /// Another descriptor of the same description, and what its fdinfo tells.
+    fn add(&mut self, process: usize, pid: u32, fd: u32, info: FdInfo) {
+        self.notice(process, info.locks.into_iter().map(|line| (process, line)));
+        self.held.push(Held { process, pid, fd, close_on_exec: closes_on_exec(info.flags) });
+    }
+
+    /// As [`Description::add`], of one that was looked at as a whole.
+    fn join(&mut self, other: Description) {
+        self.notice(other.held[0].process, other.locks);
         self.held.extend(other.held);
     }
+
+    /// Locks of a process, if it is the first time that it is looked at.
+    fn notice(&mut self, process: usize, locks: impl IntoIterator<Item = (usize, LockLine)>) {
+        if !self.held.iter().any(|h| h.process == process) {
+            self.locks.extend(locks.into_iter().filter(|(_, line)| line.kind == POSIX));
+        }
+    }
+}
+
+fn closes_on_exec(flags: u32) -> bool {
+    flags & libc::O_CLOEXEC as u32 != 0
 }
 
 /// What fdinfo calls locks that belong to a process.
@@ -176,8 +203,7 @@ fn describe(target: &Target<'_>, process: usize, folders: &Folders, fd: u32) -> 
         let link = folders.link(fd)?;
         let mut info = folders.read(fd)?;
         let locks = std::mem::take(&mut info.locks).into_iter().map(|line| (process, line)).collect();
-        let close_on_exec = info.flags & libc::O_CLOEXEC as u32 != 0;
-        let held = vec![Held { process, pid: holder.pid, fd, close_on_exec }];
+        let held = vec![Held { process, pid: holder.pid, fd, close_on_exec: closes_on_exec(info.flags) }];
         Ok(Description { held, file, stat, link, info, locks })
     };
     match look() {

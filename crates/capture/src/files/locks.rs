@@ -46,7 +46,7 @@ pub(crate) fn signal_owner(scan: &mut Scan<'_>, d: &Description) -> Result<Optio
         _ if id == 0 => Some(0),
         0 => scan.inner_id(id),
         1 => scan.inner_pid(id),
-        2 => scan.stats.iter().find(|(stat, _)| stat.pgrp == id).map(|(_, group)| *group),
+        2 => scan.stats().iter().find(|(stat, _)| stat.pgrp == id).map(|(_, group)| *group),
         _ => None,
     };
     let Some(id) = inner else {

@@ -5,7 +5,7 @@ use crate::{Builder, Content, Result};
 use rustix::fs::{FileType, Mode, OFlags};
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
-use stillpoint_image::{Owner, PAGE, Range, Usage};
+use stillpoint_image::{Owner, PAGE, PathFile, Range, Usage};
 use stillpoint_linux::Error;
 use stillpoint_linux::proc::Vma;
 
@@ -27,6 +27,14 @@ pub fn mapped_file(
     usage: Usage,
     written: Option<Range>,
 ) -> Result<Option<Mapped>> {
+    // All processes have the same libraries, several mappings of each.
+    if written.is_none()
+        && !vma.deleted
+        && let Some(path) = builder.known_path(vma.dev, vma.ino, &vma.name, usage)
+        && is_regular(&builder.image.paths[path as usize])
+    {
+        return Ok(Some(Mapped { path, is_device: false }));
+    }
     let name = std::path::Path::new(std::ffi::OsStr::from_bytes(&vma.name));
     // Most files are where they were: no need to open each mapping of each library.
     if let Ok(stat) = rustix::fs::lstat(name)
@@ -63,6 +71,10 @@ pub fn mapped_file(
         save_range(builder, path, source, range, what);
     }
     Ok(Some(Mapped { path, is_device: device }))
+}
+
+fn is_regular(file: &PathFile) -> bool {
+    FileType::from_raw_mode(file.mode) == FileType::RegularFile
 }
 
 /// Adds a range to what is saved of a file; each byte once.

@@ -43,6 +43,7 @@ use crate::{Builder, Result};
 use descriptions::{Description, Held};
 use rustix::fs::FileType;
 use standard::Standard;
+use std::cell::OnceCell;
 use std::collections::HashMap;
 use std::os::fd::BorrowedFd;
 use stillpoint_image::{Descriptor, FileKind, FileTable, OpenFile};
@@ -150,25 +151,13 @@ pub struct Scan<'a> {
     pub(crate) in_flight: messages::Queues,
     pub(crate) options: options::Defaults,
     pub(crate) same_network: bool,
-    /// What `stat` tells of the holders, and their process groups as they see them.
-    pub(crate) stats: Vec<(Stat, u32)>,
+    /// What `stat` tells of the holders, and their process groups as they see them; looked up when that is first asked.
+    stats: OnceCell<Vec<(Stat, u32)>>,
 }
 
 impl<'a> Scan<'a> {
     fn new(builder: &'a mut Builder, target: &'a Target<'a>, all: &'a [Description]) -> Result<Self> {
         let network = |pid: &str| std::fs::read_link(format!("/proc/{pid}/ns/net")).ok();
-        let mut stats = Vec::with_capacity(target.holders.len());
-        for holder in target.holders {
-            let read = || -> stillpoint_linux::Result<(Stat, u32)> {
-                let (stat, status) = (holder.process.stat()?, holder.process.status()?);
-                let group = status.ns_pgid.last().copied().unwrap_or(stat.pgrp);
-                Ok((stat, group))
-            };
-            stats.push(match read() {
-                Err(_) if !target.frozen => Default::default(),
-                read => read?,
-            });
-        }
         Ok(Scan {
             base: builder.image.files.len() as u32,
             builder,
@@ -183,7 +172,7 @@ impl<'a> Scan<'a> {
             in_flight: messages::Queues::new(),
             options: options::Defaults::default(),
             same_network: network(&target.holders[0].pid.to_string()) == network("self"),
-            stats,
+            stats: OnceCell::new(),
         })
     }
 
@@ -212,7 +201,20 @@ impl<'a> Scan<'a> {
 
     /// Whether a terminal is the controlling one of some process of the target, by device number.
     pub fn controls(&self, device: u64) -> bool {
-        self.stats.iter().any(|(stat, _)| u64::from(stat.tty) == device)
+        self.stats().iter().any(|(stat, _)| u64::from(stat.tty) == device)
+    }
+
+    /// What `stat` tells of the holders, in their order, and their process groups as they see them; nothing of one that has
+    /// ended.
+    pub(crate) fn stats(&self) -> &[(Stat, u32)] {
+        self.stats.get_or_init(|| {
+            let of = |holder: &Holder<'_>| -> stillpoint_linux::Result<(Stat, u32)> {
+                let (stat, status) = (holder.process.stat()?, holder.process.status()?);
+                let group = status.ns_pgid.last().copied().unwrap_or(stat.pgrp);
+                Ok((stat, group))
+            };
+            self.target.holders.iter().map(|holder| of(holder).unwrap_or_default()).collect()
+        })
     }
 
     /// What `sock_diag` says about a unix socket.

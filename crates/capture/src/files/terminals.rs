@@ -148,11 +148,11 @@ fn pty(scan: &mut Scan<'_>, master: &Description) -> Result<Option<u32>> {
 
 /// The session of which a terminal is the controlling one, and the process group in its foreground, if they are the target's.
 fn session_on(scan: &Scan<'_>, device: u64) -> Result<(Option<u32>, Option<u32>)> {
-    let on = scan.stats.iter().position(|(stat, _)| u64::from(stat.tty) == device);
+    let on = scan.stats().iter().position(|(stat, _)| u64::from(stat.tty) == device);
     let Some(process) = on else { return Ok((None, None)) };
-    let (stat, status) = (&scan.stats[process].0, scan.target.holders[process].process.status()?);
+    let (stat, status) = (&scan.stats()[process].0, scan.target.holders[process].process.status()?);
     let session = status.ns_sid.last().copied().unwrap_or(stat.session);
     let in_front = |(s, _): &&(Stat, u32)| i64::from(s.pgrp) == i64::from(stat.tpgid);
-    let foreground = scan.stats.iter().find(in_front).map(|(_, group)| *group);
+    let foreground = scan.stats().iter().find(in_front).map(|(_, group)| *group);
     Ok((Some(session).filter(|s| *s != 0), foreground.filter(|g| *g != 0)))
 }

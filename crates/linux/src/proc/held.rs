@@ -34,6 +34,15 @@ impl Proc {
     }
 }
 
+impl Proc {
+    /// Keeps files of one record of the folder open, so that [`Proc::read`] need not open them each time. Those that cannot be
+    /// opened are read as before.
+    pub fn keep_open(&self, names: &[&'static str]) {
+        self.kept
+            .get_or_init(|| names.iter().filter_map(|name| Some((*name, self.hold(name).ok()?))).collect());
+    }
+}
+
 impl Held {
     /// Its path, for messages.
     pub fn path(&self) -> &std::path::Path {

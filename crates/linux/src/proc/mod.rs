@@ -33,6 +33,7 @@ use crate::{Error, Result};
 use rustix::fs::{AtFlags, CWD, Mode, OFlags};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 /// The folder of one process (`/proc/PID`) or thread (`/proc/PID/task/TID`), held open.
 #[derive(Debug)]
@@ -41,6 +42,8 @@ pub struct Proc {
     tid: u32,
     path: PathBuf,
     folder: OwnedFd,
+    /// Files of it that stay open ([`Proc::keep_open`]).
+    kept: OnceLock<Vec<(&'static str, Held)>>,
 }
 
 impl Proc {
@@ -72,7 +75,7 @@ impl Proc {
     fn open(pid: u32, tid: u32, path: PathBuf) -> Result<Proc> {
         let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
         match rustix::fs::open(&path, flags, Mode::empty()) {
-            Ok(folder) => Ok(Proc { pid, tid, path, folder }),
+            Ok(folder) => Ok(Proc { pid, tid, path, folder, kept: OnceLock::new() }),
             Err(rustix::io::Errno::NOENT | rustix::io::Errno::SRCH) => Err(Error::Gone(tid)),
             Err(e) => Err(Error::file(path, e)),
         }
@@ -99,7 +102,7 @@ impl Proc {
         let name = if self.is_thread() { format!("../{tid}") } else { format!("task/{tid}") };
         let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
         match rustix::fs::openat(&self.folder, name, flags, Mode::empty()) {
-            Ok(folder) => Ok(Proc { pid: self.pid, tid, path, folder }),
+            Ok(folder) => Ok(Proc { pid: self.pid, tid, path, folder, kept: OnceLock::new() }),
             Err(rustix::io::Errno::NOENT | rustix::io::Errno::SRCH) => Err(Error::Gone(tid)),
             Err(e) => Err(Error::file(path, e)),
         }
@@ -135,6 +138,9 @@ impl Proc {
     /// # Errors
     /// As [`Proc::open_file`].
     pub fn read(&self, name: &str) -> Result<Vec<u8>> {
+        if let Some((_, kept)) = self.kept.get().and_then(|all| all.iter().find(|(kept, _)| *kept == name)) {
+            return kept.with(|text| Ok(text.to_vec()));
+        }
         // The kernel hands out about a page at a time, whatever the room; no need to ask for more.
         self.read_by(name, &mut [0; 4096])
     }
