@@ -10,6 +10,7 @@ pub mod engine;
 pub mod error;
 pub mod files;
 pub mod freeze;
+mod groups;
 pub(crate) mod herd;
 pub mod inspect;
 pub mod keeper;

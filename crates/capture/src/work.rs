@@ -14,7 +14,7 @@ use crate::inspect::{Assumed, Known, Ready, Regard, inspect};
 use crate::keeper::Keeper;
 use crate::relations::{self, Relative};
 use crate::target::Target;
-use crate::{Builder, Error, Options, Progress, Result, attributes, files};
+use crate::{Builder, Error, Options, Progress, Result, attributes, files, groups};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Signal, pidfd_send_signal};
 use std::collections::{HashMap, VecDeque};
@@ -640,6 +640,7 @@ impl<'a> Work<'a> {
         let root = self.members[0].engine()?;
         let (engine, incremental) = (root.engine(), root.is_incremental());
         builder.image.meta.engine = engine.name().into();
+        groups::record(&mut builder.image);
         builder.image.meta.pause_ns = pause.as_nanos() as u64;
         let mut writer = self.writer.take().ok_or_else(|| Error::Failed("there is no writer".into()))?;
         for gone in (0..self.rows).filter(|row| self.members.iter().all(|m| m.target.space != *row)) {

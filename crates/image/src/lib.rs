@@ -114,6 +114,10 @@ pub struct Image {
     #[n(20)]
     #[cbor(default)]
     pub queues: Vec<MessageQueue>,
+    /// Control groups that the processes were in ([`Process::cgroup`]), each behind those that it lies in.
+    #[n(21)]
+    #[cbor(default)]
+    pub groups: Vec<ControlGroup>,
 }
 
 /// What a checkpoint is called, when and where it was taken.

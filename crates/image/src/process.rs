@@ -107,6 +107,24 @@ impl Process {
     }
 }
 
+/// A control group, and what it limits. cgroups(7).
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct ControlGroup {
+    /// Controllers of its hierarchy, as `/proc/PID/cgroup` tells them; none for version 2.
+    #[n(0)]
+    pub controllers: String,
+    /// Its path in the hierarchy.
+    #[n(1)]
+    pub path: String,
+    /// Files of it and what they had, as far as that limits anything.
+    #[n(2)]
+    pub settings: Vec<(String, String)>,
+    /// Whether whoever took the checkpoint was in it, too: then it is nothing of the program's own.
+    #[n(3)]
+    pub shared: bool,
+}
+
 /// A process that has ended, and of which its parent has not taken notice yet.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
 #[cbor(map)]

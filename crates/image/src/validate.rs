@@ -104,6 +104,13 @@ pub fn image(image: &Image) -> Result<(), Invalid> {
         let name = &queue.name.0;
         row.must(!name.is_empty() && !name.contains(&0) && !name.contains(&b'/'), "its name is none")?;
     }
+    for (row, group) in rows("control group", &image.groups) {
+        let mut steps = group.path.split('/');
+        let sound = steps.next() == Some("") && !steps.any(|step| step == ".." || step == ".");
+        row.must(sound && !group.path.contains('\0'), "its path is none")?;
+        let files = |name: &str| !name.is_empty() && !name.starts_with('.') && !name.contains(['/', '\0']);
+        row.must(group.settings.iter().all(|(name, _)| files(name)), "a file of it is none")?;
+    }
     for (row, socket) in rows("socket", &image.sockets) {
         if let Some(peer) = socket.peer {
             row.refers("socket", peer, image.sockets.len())?;

@@ -171,7 +171,7 @@ fn connections_come_back_as_they_were() {
 
 #[test]
 fn references_are_validated() {
-    let wrong: [Spoiler<Image>; 42] = [
+    let wrong: [Spoiler<Image>; 45] = [
         ("space", |i| i.processes[0].space = 1),
         ("table", |i| i.processes[0].table = 1),
         ("exe", |i| i.processes[0].exe = 1),
@@ -238,6 +238,9 @@ fn references_are_validated() {
         ("queue", |i| i.files[10].kind = FileKind::Queue(1)),
         ("queue of no name", |i| i.queues[0].name.0.clear()),
         ("queue in a folder", |i| i.queues[0].name.0 = b"../q".to_vec()),
+        ("group above the top", |i| i.groups[0].path = "/../etc".into()),
+        ("group nowhere", |i| i.groups[0].path = "a".into()),
+        ("setting elsewhere", |i| i.groups[0].settings[0].0 = "../passwd".into()),
         ("file in a message", |i| i.sockets[0].messages[0].files[1] = 99),
         ("files in a message", |i| i.sockets[0].messages[0].files = vec![2; 254]),
         ("waits", |i| i.sockets[0].pending[0] = 1),

@@ -6,6 +6,7 @@
 pub mod arch;
 pub mod batch;
 pub mod bpf;
+pub mod cgroups;
 pub mod datagrams;
 pub mod descriptors;
 pub mod digest;

@@ -8,6 +8,7 @@ pub mod clock;
 pub mod error;
 mod family;
 pub mod files;
+mod groups;
 pub mod lazy;
 pub mod loader;
 mod pace;

@@ -9,7 +9,9 @@ use crate::files::{Contents, OpenFiles};
 use crate::lazy::{Later, Pager, Place, Template};
 use crate::pace::Pace;
 use crate::space::{self, Backings, Filled};
-use crate::{Error, FilesPolicy, Result, Stdio, TcpPolicy, attach, burial, clock, family, files, loader};
+use crate::{
+    Error, FilesPolicy, Result, Stdio, TcpPolicy, attach, burial, clock, family, files, groups, loader,
+};
 use std::cell::OnceCell;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
@@ -122,6 +124,8 @@ pub fn restore(
     let opened = Memory::open(nursery.pid())?;
     let root = space::clear(memories[0].get_or_init(|| opened), leader, room)?;
     let mut members = Family::make(image, &nursery, &memories, root, open.terminals())?;
+    // What they take from here on counts there.
+    notes.extend(groups::join(image, &members.iter().map(Remote::tid).collect::<Vec<_>>()));
     let mut rows: Vec<Row<'_>> =
         image.processes.iter().map(|p| Row::of(checkpoint, p)).collect::<Result<_>>()?;
     for (row, remote) in rows.iter().zip(&mut members) {

@@ -70,6 +70,12 @@ pub fn sample() -> Image {
         ptys: vec![Pty::default()],
         terminal: Some(Terminal::default()),
         kept: None,
+        groups: vec![ControlGroup {
+            controllers: "memory".into(),
+            path: "/a/b".into(),
+            settings: vec![("memory.limit_in_bytes".into(), "1048576".into())],
+            shared: false,
+        }],
         queues: vec![MessageQueue { name: b"q".to_vec().into(), ..MessageQueue::default() }],
     }
 }

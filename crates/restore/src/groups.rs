@@ -1,0 +1,79 @@
+//! Putting processes into the control groups that they were in.
+//!
+//! A group that is there is joined. One that is gone is made again with what it had, if that limited anything; otherwise there is
+//! nothing to be had from it, and the process stays where we are, as it does if whoever took the checkpoint was in the same group:
+//! then it was not the program's own. Where something is not permitted the program runs without, and a note says so.
+
+use std::path::Path;
+use stillpoint_image::{ControlGroup, Image};
+use stillpoint_linux::cgroups::{self, Group};
+use stillpoint_linux::proc::Proc;
+
+/// Puts processes, by row and by their ids in our pid namespace, into their groups; tells what could not be done.
+pub(crate) fn join(image: &Image, pids: &[u32]) -> Vec<String> {
+    let mut notes = Vec::new();
+    let Ok(mounts) = cgroups::mounts() else { return notes };
+    let mut gone: Vec<(&str, &str)> = Vec::new();
+    for (process, &pid) in image.processes.iter().zip(pids) {
+        let here = Proc::process(pid).and_then(|p| p.cgroup()).unwrap_or_default();
+        let here: Vec<String> = here.iter().map(|line| String::from_utf8_lossy(line).into_owned()).collect();
+        for (controllers, path) in process.cgroup.iter().filter_map(|line| cgroups::parse(line)) {
+            let is_there =
+                here.iter().filter_map(|line| cgroups::parse(line)).any(|at| at == (controllers, path));
+            if is_there || gone.contains(&(controllers, path)) || !is_wanted(image, controllers, path) {
+                continue;
+            }
+            if let Err(why) = join_one(image, controllers, path, &mounts, pid) {
+                let name = if controllers.is_empty() { "version 2" } else { controllers };
+                notes.push(format!("it is not in its control group {path} ({name}): {why}"));
+                gone.push((controllers, path));
+            }
+        }
+    }
+    notes
+}
+
+/// What is recorded of a group.
+fn recorded<'i>(image: &'i Image, controllers: &str, path: &str) -> Option<&'i ControlGroup> {
+    image.groups.iter().find(|g| g.controllers == controllers && g.path == path)
+}
+
+/// Whether a process has to be in a group: it was the program's own, or limits it.
+fn is_wanted(image: &Image, controllers: &str, path: &str) -> bool {
+    recorded(image, controllers, path).is_some_and(|group| !group.shared || limits(image, controllers, path))
+}
+
+/// Whether a group or one that it lies in limits anything.
+fn limits(image: &Image, controllers: &str, path: &str) -> bool {
+    ancestors(path)
+        .filter_map(|path| recorded(image, controllers, path))
+        .any(|group| !group.settings.is_empty())
+}
+
+fn join_one(image: &Image, controllers: &str, path: &str, mounts: &str, pid: u32) -> Result<(), String> {
+    let find = |path: &str| Group::find(controllers, path, mounts);
+    let Some(group) = find(path) else {
+        return match limits(image, controllers, path) {
+            true => Err("its hierarchy is not mounted here".into()),
+            false => Ok(()),
+        };
+    };
+    if !group.exists() {
+        if !limits(image, controllers, path) {
+            return Ok(()); // nothing is to be had from it
+        }
+        let above: Vec<&str> = ancestors(path).collect();
+        for path in above.into_iter().rev() {
+            let Some(group) = find(path).filter(|group| !group.exists()) else { continue };
+            let settings =
+                recorded(image, controllers, path).map(|g| g.settings.as_slice()).unwrap_or_default();
+            group.make(settings).map_err(|e| e.to_string())?;
+        }
+    }
+    group.join(pid).map_err(|e| e.to_string())
+}
+
+/// A path and those above it, the longest first.
+fn ancestors(path: &str) -> impl Iterator<Item = &str> {
+    Path::new(path).ancestors().filter_map(Path::to_str)
+}

@@ -1,0 +1,112 @@
+//! Control groups: a program is in its own again after a restore, and is limited as it was.
+#![allow(missing_docs)]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use stillpoint_tests::target::Running;
+use stillpoint_tests::{Build, Scratch, Target, kernel, skipped, undisturbed_only, wait_for};
+
+/// A group of a hierarchy of version 1 with a child, gone when this is.
+struct Group(PathBuf);
+
+impl Group {
+    /// `None`, and said so, where no groups can be made.
+    fn new(controller: &str, name: &str, setting: (&str, &str)) -> Option<Self> {
+        let top = Path::new("/sys/fs/cgroup").join(controller);
+        let group = Group(top.join(format!("stillpoint-{name}-{}", std::process::id())));
+        let made = fs::create_dir(&group.0)
+            .and_then(|()| fs::write(group.0.join(setting.0), setting.1))
+            .and_then(|()| fs::create_dir(group.0.join("inner")));
+        if let Err(e) = made {
+            skipped(&format!("no control group can be made in {}: {e}", top.display()));
+            return None;
+        }
+        Some(group)
+    }
+
+    fn inner(&self) -> PathBuf {
+        self.0.join("inner")
+    }
+
+    /// Its path in the hierarchy, for whoever is in the inner one.
+    fn line(&self) -> String {
+        format!("/{}/inner", self.0.file_name().expect("name").to_string_lossy())
+    }
+
+    /// Removes both; a process that has just ended may still be in them.
+    fn remove(&self) {
+        wait_for("the groups to be empty", Duration::from_secs(60), || {
+            let gone = |path: &Path| fs::remove_dir(path).is_ok() || !path.exists();
+            (gone(&self.inner()) && gone(&self.0)).then_some(())
+        });
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir(self.inner()).and_then(|()| fs::remove_dir(&self.0));
+    }
+}
+
+fn groups_of(pid: u32) -> String {
+    fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default()
+}
+
+fn tree_in(group: &Group, scratch: &Scratch) -> Option<Running> {
+    let target = Target::new("tree", "turns", Build::Dynamic).expect("cc");
+    let running = target.start(&scratch.directory("target"), scratch.path());
+    for pid in [vec![running.pid], kernel::children(running.pid)].concat() {
+        if let Err(e) = fs::write(group.inner().join("cgroup.procs"), pid.to_string()) {
+            skipped(&format!("no process can be put into a control group: {e}"));
+            return None;
+        }
+    }
+    Some(running)
+}
+
+#[test]
+fn a_group_that_is_gone_is_made_again_with_its_limits() {
+    if undisturbed_only() {
+        return;
+    }
+    let Some(group) = Group::new("pids", "limits", ("pids.max", "77")) else { return };
+    let scratch = Scratch::new();
+    let Some(mut running) = tree_in(&group, &scratch) else { return };
+    let stillpoint = scratch.stillpoint();
+    stillpoint.checkpoint(running.pid, "limited", &["--kill"]);
+    let (pid, directory) = (running.pid, running.directory().to_owned());
+    running.reap();
+    group.remove();
+    assert_eq!(stillpoint.restore_detached("limited", &[]), pid);
+    for pid in [vec![pid], kernel::children(pid)].concat() {
+        assert!(groups_of(pid).contains(&group.line()), "process {pid} is in {}", groups_of(pid));
+    }
+    assert_eq!(fs::read_to_string(group.0.join("pids.max")).expect("pids.max").trim(), "77");
+    Running::restored(pid, &directory).finish("in its group");
+    group.remove();
+    scratch.nothing_is_left("in the end");
+}
+
+#[test]
+fn a_group_that_is_there_is_joined_and_one_without_limits_is_not_missed() {
+    if undisturbed_only() {
+        return;
+    }
+    let Some(group) = Group::new("cpu", "plain", ("notify_on_release", "0")) else { return };
+    let scratch = Scratch::new();
+    let Some(mut running) = tree_in(&group, &scratch) else { return };
+    let stillpoint = scratch.stillpoint();
+    stillpoint.checkpoint(running.pid, "plain", &["--kill"]);
+    let (pid, directory) = (running.pid, running.directory().to_owned());
+    running.reap();
+    assert_eq!(stillpoint.restore_detached("plain", &[]), pid);
+    assert!(groups_of(pid).contains(&group.line()), "it is in {}", groups_of(pid));
+    Running::restored(pid, &directory).kill();
+    group.remove();
+    assert_eq!(stillpoint.restore_detached("plain", &[]), pid);
+    assert!(!groups_of(pid).contains(&group.line()), "it is in {}", groups_of(pid));
+    assert!(!group.0.exists());
+    Running::restored(pid, &directory).finish("without a group");
+    scratch.nothing_is_left("in the end");
+}
