@@ -100,7 +100,18 @@ static void deleted(void) { // an open file without a name
   lseek(fd, 1000, SEEK_SET);
   int hidden = open(directory, O_TMPFILE | O_RDWR, 0600);
   MUST(hidden >= 0 && write(hidden, "hidden", 6) == 6);
+  int twins[2]; // of one name, opened as shm_open(3) does
+  for (int i = 0; i < 2; i++) {
+    twins[i] = open(path_of("twin"), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK, 0600);
+    MUST(twins[i] >= 0 && write(twins[i], &i, sizeof i) == sizeof i && unlink(path_of("twin")) == 0);
+  }
   cut();
+  for (int i = 0; i < 2; i++) {
+    int which = -1;
+    EQUAL(pread(twins[i], &which, sizeof which, 0), sizeof which);
+    EQUAL(which, i);
+    EQUAL(!!(fcntl(twins[i], F_GETFL) & O_NOFOLLOW), 1);
+  }
   char *back = malloc(300000);
   EQUAL(pread(fd, back, 300000, 0), 300000);
   CHECK(!memcmp(back, big, 300000));

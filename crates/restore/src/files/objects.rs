@@ -87,12 +87,14 @@ fn own(fd: impl AsFd, uid: u32, gid: u32, mode: u32) -> rustix::io::Result<()> {
     Ok(())
 }
 
-/// A deleted file that was made anew. It may still have its name, so that it can be opened by it.
+/// A deleted file that was made anew. It has a name for the moment, so that it can be opened.
 #[derive(Debug)]
 pub(super) struct Recreated {
     /// For reading and writing; a directory for reading.
     pub file: OwnedFd,
     name: Option<PathBuf>,
+    /// The name it had.
+    lost: PathBuf,
     directory: bool,
 }
 
@@ -106,13 +108,23 @@ impl Drop for Recreated {
 }
 
 impl Recreated {
-    /// Opens it once more.
+    /// Opens it once more, by the name it had if that is free: `/proc/PID/fd` goes on to show it.
     pub fn open(&self, flags: i32) -> Result<OwnedFd> {
         let Some(name) = &self.name else {
+            // By way of a link, which that flag forbids; it matters only while a file is opened.
+            let flags = flags & !libc::O_NOFOLLOW;
             return Ok(stillpoint_linux::descriptors::reopen(&self.file, flags)?);
         };
+        let lends = !self.directory
+            && rustix::fs::linkat(rustix::fs::CWD, name, rustix::fs::CWD, &self.lost, AtFlags::empty())
+                .is_ok();
+        let name = if lends { &self.lost } else { name };
         let flags = OFlags::from_bits_retain(flags as u32) | OFlags::CLOEXEC;
-        Ok(rustix::fs::open(name, flags, Mode::empty()).map_err(|e| Kernel::file(name, e))?)
+        let opened = rustix::fs::open(name, flags, Mode::empty());
+        if lends {
+            rustix::fs::unlink(name).map_err(|e| Kernel::file(name, e))?;
+        }
+        Ok(opened.map_err(|e| Kernel::file(name, e))?)
     }
 
     /// Times and owner; after everything was opened.
@@ -129,7 +141,7 @@ impl Recreated {
     }
 }
 
-/// Makes a deleted file anew, under its old name if that is free. The name is removed when the result is dropped.
+/// Makes a deleted file anew. The name that it has meanwhile is removed when the result is dropped.
 pub(super) fn recreate(row: u32, file: &PathFile, contents: &dyn Contents) -> Result<Recreated> {
     let path = file.path.as_path();
     match FileType::from_raw_mode(file.mode) {
@@ -138,10 +150,31 @@ pub(super) fn recreate(row: u32, file: &PathFile, contents: &dyn Contents) -> Re
             let made = nameless(path).or_else(|_| named(path))?;
             rustix::fs::ftruncate(&made.file, file.size).map_err(|e| Kernel::file(path, e))?;
             fill(&made.file, Owner::File(row), file.size, 0, contents)?;
-            Ok(give_name(made, path))
+            Ok(give_name(made))
         }
         _ => Err(Error::Failed(format!("{path:?}: a deleted file of a kind that cannot be made anew"))),
     }
+}
+
+/// Names beside a deleted file: its old one may be somebody else's now, be it another deleted file's.
+fn names(path: &Path) -> impl Iterator<Item = PathBuf> {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let ours = format!(".{name}.stillpoint-{}", std::process::id());
+    (0..100).map(move |i| path.with_file_name(format!("{ours}-{i}")))
+}
+
+/// Does something with the first of some names that is not in use.
+fn with_free_name<T>(
+    names: impl Iterator<Item = PathBuf>,
+    mut act: impl FnMut(&Path) -> rustix::io::Result<T>,
+) -> rustix::io::Result<(PathBuf, T)> {
+    for name in names {
+        match act(&name) {
+            Err(rustix::io::Errno::EXIST) => {}
+            other => return other.map(|done| (name, done)),
+        }
+    }
+    Err(rustix::io::Errno::EXIST)
 }
 
 /// A file without a name: if we are killed while it is filled, nothing is left.
@@ -150,47 +183,34 @@ fn nameless(path: &Path) -> Result<Recreated> {
     let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
     let file = rustix::fs::open(directory, flags, Mode::RUSR | Mode::WUSR)
         .map_err(|e| Kernel::file(directory, e))?;
-    Ok(Recreated { file, name: None, directory: false })
+    Ok(Recreated { file, name: None, lost: path.to_owned(), directory: false })
 }
 
-/// For file systems without `O_TMPFILE`: under the old name, or one that is not in use.
+/// For file systems without `O_TMPFILE`.
 fn named(path: &Path) -> Result<Recreated> {
     let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC;
-    let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let others =
-        (0..100).map(|i| path.with_file_name(format!(".{name}.stillpoint-{}-{i}", std::process::id())));
-    let mut last = rustix::io::Errno::EXIST;
-    for candidate in std::iter::once(path.to_owned()).chain(others) {
-        match rustix::fs::open(&candidate, flags, Mode::RUSR | Mode::WUSR) {
-            Ok(file) => return Ok(Recreated { file, name: Some(candidate), directory: false }),
-            Err(rustix::io::Errno::EXIST) => {}
-            Err(e) => {
-                last = e;
-                break;
-            }
-        }
-    }
-    Err(Kernel::file(path, last).into())
+    let make = |name: &Path| rustix::fs::open(name, flags, Mode::RUSR | Mode::WUSR);
+    let (name, file) = with_free_name(names(path), make).map_err(|e| Kernel::file(path, e))?;
+    Ok(Recreated { file, name: Some(name), lost: path.to_owned(), directory: false })
 }
 
-/// Gives a nameless file its old name for the moment, so that `/proc/PID/fd` will show it, if the name is free.
-fn give_name(mut made: Recreated, path: &Path) -> Recreated {
-    let link = format!("/proc/self/fd/{}", made.file.as_raw_fd());
-    let flags = AtFlags::SYMLINK_FOLLOW;
-    if made.name.is_none() && rustix::fs::linkat(rustix::fs::CWD, &link, rustix::fs::CWD, path, flags).is_ok()
-    {
-        made.name = Some(path.to_owned());
-        let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-        if let Ok(file) = rustix::fs::open(path, flags, Mode::empty()) {
-            made.file = file;
-        }
+/// Gives a nameless file a name: without any, it cannot be opened with `O_NOFOLLOW`, as `shm_open(3)` does.
+fn give_name(mut made: Recreated) -> Recreated {
+    if made.name.is_none() {
+        let link = format!("/proc/self/fd/{}", made.file.as_raw_fd());
+        let give = |name: &Path| {
+            rustix::fs::linkat(rustix::fs::CWD, &link, rustix::fs::CWD, name, AtFlags::SYMLINK_FOLLOW)
+        };
+        made.name = with_free_name(names(&made.lost), give).ok().map(|(name, ())| name);
     }
     made
 }
 
 fn recreate_directory(path: &Path) -> Result<Recreated> {
-    rustix::fs::mkdir(path, Mode::RWXU).map_err(|e| Kernel::file(path, e))?;
+    let all = std::iter::once(path.to_owned()).chain(names(path));
+    let make = |name: &Path| rustix::fs::mkdir(name, Mode::RWXU);
+    let (name, ()) = with_free_name(all, make).map_err(|e| Kernel::file(path, e))?;
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let file = rustix::fs::open(path, flags, Mode::empty()).map_err(|e| Kernel::file(path, e))?;
-    Ok(Recreated { file, name: Some(path.to_owned()), directory: true })
+    let file = rustix::fs::open(&name, flags, Mode::empty()).map_err(|e| Kernel::file(&name, e))?;
+    Ok(Recreated { file, name: Some(name), lost: path.to_owned(), directory: true })
 }
