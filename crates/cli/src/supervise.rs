@@ -72,11 +72,9 @@ impl Supervisor {
         }
     }
 
-    /// If the job leads a process group of its own in our session, it gets the terminal whenever that is ours to give; at
-    /// first another group of it does, `in_front`, if there is one.
-    pub fn with_terminal(mut self, in_front: Option<u32>) -> Self {
-        self.terminal = Foreground::of(self.pid, in_front);
-        self
+    /// The job gets the terminal whenever that is ours to give.
+    pub fn with_terminal(self, terminal: Option<Foreground>) -> Self {
+        Self { terminal, ..self }
     }
 
     /// We are process 1 of the job's pid namespace: its orphans become ours.
@@ -233,7 +231,7 @@ fn relations(pid: u32) -> Option<Stat> {
 /// The foreground of our terminal, lent to the process group of the job; it comes back on drop. All signals are
 /// blocked, SIGTTOU among them, so that a background process may do this too (tcsetpgrp(3)).
 #[derive(Debug)]
-struct Foreground {
+pub struct Foreground {
     terminal: OwnedFd,
     group: Pid,
     ours: Pid,
@@ -242,8 +240,9 @@ struct Foreground {
 }
 
 impl Foreground {
-    /// Nothing if the job is in our process group or not in our session, or if a group has no name here.
-    fn of(job: u32, in_front: Option<u32>) -> Option<Self> {
+    /// That of a job, if it leads a process group of its own in our session; at first another group of it is in front,
+    /// `in_front`, if there is one. Nothing if a group has no name here.
+    pub fn of(job: u32, in_front: Option<u32>) -> Option<Self> {
         let (job, ours) = (relations(job)?, relations(std::process::id())?);
         if job.session != ours.session || job.pgrp == ours.pgrp {
             return None;
@@ -254,8 +253,9 @@ impl Foreground {
         Some(Self { terminal: crate::terminal::controlling()?, group, ours, first })
     }
 
-    /// Gives the foreground to the job if we have it.
-    fn give(&self) -> bool {
+    /// Gives the foreground to the job if we have it. A job that comes back gets it before it runs: a shell that is not in
+    /// front and reads takes its terminal for gone.
+    pub fn give(&self) -> bool {
         let ours_to_give = rustix::termios::tcgetpgrp(&self.terminal) == Ok(self.ours);
         let group = self.first.take().unwrap_or(self.group);
         ours_to_give && rustix::termios::tcsetpgrp(&self.terminal, group).is_ok()
@@ -285,6 +285,25 @@ impl Drop for Foreground {
         if self.is_given() || front.is_ok_and(vanished) {
             let _ = rustix::termios::tcsetpgrp(&self.terminal, self.ours);
         }
+    }
+}
+
+/// Whether the foreground of our terminal is ours to give.
+pub fn is_in_front() -> bool {
+    let front = crate::terminal::controlling().and_then(|terminal| rustix::termios::tcgetpgrp(terminal).ok());
+    front == Some(rustix::process::getpgrp())
+}
+
+/// Gives the foreground of our terminal to the process group of a job in our session, where those outside of our pid
+/// namespace who have it, and get it back, have no names.
+pub fn bring_to_front(job: u32, in_front: Option<u32>) {
+    let (Some(job), Some(ours)) = (relations(job), relations(std::process::id())) else { return };
+    let group = in_front.unwrap_or(job.pgrp);
+    if job.session != ours.session || job.pgrp == ours.pgrp {
+        return;
+    }
+    if let (Some(terminal), Some(group)) = (crate::terminal::controlling(), Pid::from_raw(group as i32)) {
+        let _ = rustix::termios::tcsetpgrp(terminal, group); // it may have hung up
     }
 }
 

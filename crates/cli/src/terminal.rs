@@ -21,20 +21,22 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// Gives standard input's terminal the settings of the program. Its window keeps its size: that is what the user
-    /// looks at.
-    pub fn apply(recorded: &Terminal) -> Option<Self> {
+    /// Those of standard input's terminal as they are.
+    pub fn keep() -> Option<Self> {
         let stdin = std::io::stdin();
         if !rustix::termios::isatty(&stdin) {
             return None;
         }
         let terminal = rustix::io::fcntl_dupfd_cloexec(&stdin, 3).ok()?;
         let before = tty::settings(&terminal).ok()?;
-        if let Err(e) = tty::set_settings(&terminal, &recorded.termios.0) {
-            note(&format!("stillpoint: the terminal keeps its settings: {e}"));
-            return None;
-        }
         Some(Self { terminal, before })
+    }
+
+    /// Gives the terminal the settings of the program. Its window keeps its size: that is what the user looks at.
+    pub fn change(&self, recorded: &Terminal) {
+        if let Err(e) = tty::set_settings(&self.terminal, &recorded.termios.0) {
+            note(&format!("stillpoint: the terminal keeps its settings: {e}"));
+        }
     }
 }
 

@@ -6,6 +6,12 @@ use crate::Image;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NotInherited;
 
+/// The process group that was in the foreground of the terminal outside, if it is one of the tree's own.
+pub fn in_front(image: &Image) -> Option<u32> {
+    let process = image.processes.iter().find(|p| p.foreground && p.own_session().is_none())?;
+    process.own_group()
+}
+
 /// The session in which a process must be born, by its leader (none: that of whoever restores), so that it and all its
 /// descendants come to be in theirs; `Ok(None)`: any will do. A process can only inherit a session or begin one; one that
 /// begins one has been in another before, in which some of its children may have remained.

@@ -15,7 +15,7 @@ use crate::{
 use std::cell::OnceCell;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
-use stillpoint_image::{AddressSpace, Extent, Image, Owner, Process, Range, Terminal, Thread};
+use stillpoint_image::{AddressSpace, Extent, Image, Owner, Process, Range, Thread};
 use stillpoint_linux::arch::{self, Interrupted, Regs};
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::proc::Proc;
@@ -50,12 +50,8 @@ pub struct Restored {
     pub pid: u32,
     /// Its pidfd.
     pub pidfd: OwnedFd,
-    /// Settings of the terminal it was on.
-    pub terminal: Option<Terminal>,
     /// Where what comes from our standard input must be written for it, if it was reading from a pipe with data.
     pub stdin_pump: Option<OwnedFd>,
-    /// Process group that was in the foreground of its terminal, if it is one of its own.
-    pub foreground_group: Option<u32>,
     /// Time until everything but its memory stood.
     pub skeleton: Duration,
     /// Time until it ran.
@@ -184,17 +180,20 @@ pub fn restore(
     }
     let_go(ready_to_run)?;
     let running = start.elapsed();
+    if files::window_differs(image, options.stdio) {
+        // As the kernel tells those in front that a window has another size.
+        for row in rows.iter().filter(|r| r.process.foreground && r.process.own_session().is_none()) {
+            let _ = spawn::tgkill(row.pid, row.pid, libc::SIGWINCH); // it may have ended
+        }
+    }
     coming.iter().for_each(|(coming, _)| coming.runs(running));
     let pager = coming.and_then(|(coming, child)| Some(Pager { child: child?, coming }));
     let shell = nursery.leave().ok_or_else(|| Error::Failed("the process has been let go".into()))?;
     notes.extend(open.notes());
-    let in_front = image.processes.iter().find(|p| p.foreground && p.own_session().is_none());
     Ok(Restored {
         pid: shell.pid,
         pidfd: shell.pidfd,
-        terminal: image.terminal.clone(),
         stdin_pump: open.take_stdin_pump(),
-        foreground_group: in_front.and_then(Process::own_group),
         skeleton,
         running,
         pager,

@@ -1,17 +1,19 @@
 //! Restoring where the program's process ids are taken: in a pid namespace of its own, whose process 1 is another
 //! supervisor.
 
-use super::restore::{Again, Back, Revived, failure, start_pump};
+use super::restore::{Again, Back, Lent, Revived, failure, start_pump};
 use super::run::all_complete;
 use crate::checkpointer::{Beside, Errand};
 use crate::control;
 use crate::failure::{Failure, Result};
 use crate::loading::{Loading, Tell};
-use crate::supervise::{End, GiveUp, Supervisor, let_go};
+use crate::supervise::{End, Foreground, GiveUp, Supervisor, bring_to_front, is_in_front, let_go};
 use crate::terminal;
 use rustix::fd::BorrowedFd;
 use serde::{Deserialize, Serialize};
 use std::io::{BufRead, BufReader, PipeReader, PipeWriter, Write};
+use stillpoint_image::Image;
+use stillpoint_image::tree::in_front;
 use stillpoint_linux::proc::Proc;
 use stillpoint_linux::supervise::{Child, Private, Signals, inherited_streams, private_namespace};
 use stillpoint_restore::Stdio;
@@ -39,6 +41,9 @@ pub(super) fn revive(
     signals: Signals,
     relay: Option<BorrowedFd<'_>>,
 ) -> Result<Revived> {
+    // Process 1 lends our terminal, which we get back.
+    let settings = (again.stdio == Stdio::Current).then(terminal::Settings::keep).flatten();
+    let lends = again.stdio == Stdio::Current && is_in_front();
     let (reader, writer) = std::io::pipe().map_err(|e| Failure::failed(format!("pipe: {e}")))?;
     let taken = again.checkpoint.image.processes.first().map_or(0, |p| p.pid);
     match private_namespace() {
@@ -48,7 +53,8 @@ pub(super) fn revive(
         ))),
         Ok(Private::Inside) => {
             drop(reader);
-            let code = inside(again, job, signals, writer).unwrap_or(crate::failure::FAILED.into());
+            let lends = Lends { settings: settings.as_ref(), foreground: lends };
+            let code = inside(again, job, signals, writer, &lends).unwrap_or(crate::failure::FAILED.into());
             std::process::exit(code)
         }
         Ok(Private::Outside(child)) => {
@@ -60,7 +66,24 @@ pub(super) fn revive(
             let word: Word = serde_json::from_str(&word).map_err(|_| {
                 Failure::failed("the restore in a private pid namespace ended without a word")
             })?;
-            outside(again, job, signals, child, line, word)
+            outside(again, job, signals, child, line, word, settings)
+        }
+    }
+}
+
+/// What process 1 lends the program of the terminal, without ever taking it back.
+struct Lends<'a> {
+    settings: Option<&'a terminal::Settings>,
+    foreground: bool,
+}
+
+impl Lends<'_> {
+    fn to(&self, pid: u32, image: &Image) {
+        if let (Some(settings), Some(recorded)) = (self.settings, &image.terminal) {
+            settings.change(recorded);
+        }
+        if self.foreground {
+            bring_to_front(pid, in_front(image));
         }
     }
 }
@@ -86,6 +109,7 @@ fn outside(
     child: Child,
     line: Inside,
     word: Word,
+    settings: Option<terminal::Settings>,
 ) -> Result<Revived> {
     let mut back = match word {
         Word::Failed { code, what, hint } => return Err(Failure { code, what, hint }),
@@ -99,28 +123,33 @@ fn outside(
     back.notes.push(format!(
         "process id {inner} (or the id of one of its threads) is taken: it lives in a private pid namespace"
     ));
+    let foreground = (again.stdio == Stdio::Current).then(|| Foreground::of(back.pid, None)).flatten();
     Ok(Revived {
         child,
         back,
-        terminal: again.checkpoint.image.terminal.clone(),
+        lent: Lent { foreground, settings },
         stdin_pump: None,
-        in_front: None,
         pager: None,
         inside: Some(line),
         record: None,
         signals,
         meta: again.checkpoint.image.meta.clone(),
-        stdio: again.stdio,
         job: job.to_string(),
         periodic: again.args.periodic.clone(),
     })
 }
 
 /// Process 1: restores the program, tells the outside, and supervises it to its end. Returns its exit code.
-fn inside(again: &Again<'_>, job: &str, signals: Signals, line: PipeWriter) -> Result<i32> {
+fn inside(
+    again: &Again<'_>,
+    job: &str,
+    signals: Signals,
+    line: PipeWriter,
+    lends: &Lends<'_>,
+) -> Result<i32> {
     let inherited = inherited_streams()?;
     let watch = GiveUp::watch(&signals, None)?;
-    let restored = again.restore(&mut |_| {});
+    let restored = again.restore(&mut |pid| lends.to(pid, &again.checkpoint.image));
     drop(watch);
     let restored = match restored {
         Ok(restored) => restored,

@@ -9,7 +9,7 @@ use crate::detach::{Answer, in_background};
 use crate::failure::{Failure, Result};
 use crate::loading::{Loading, Tell, figures};
 use crate::progress::Bar;
-use crate::supervise::{GiveUp, Supervisor, let_go};
+use crate::supervise::{Foreground, GiveUp, Supervisor, let_go};
 use crate::{jobs, output, terminal};
 use rustix::fd::{BorrowedFd, OwnedFd};
 use serde::{Deserialize, Serialize};
@@ -18,7 +18,8 @@ use std::io::{Read, Write};
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
-use stillpoint_image::{Meta, Range, Terminal};
+use stillpoint_image::tree::in_front;
+use stillpoint_image::{Image, Meta, Range};
 use stillpoint_linux::supervise::{Child, Signals};
 use stillpoint_restore::{
     Coming, Error, FilesPolicy, Heard, Lazily, Options, Pager, Restored, Stdio, TcpPolicy, restore,
@@ -36,13 +37,12 @@ pub fn run(common: &Common, args: &Restore) -> Result<ExitCode> {
     in_background(
         common.json,
         |relay| Revived::revive(common, args, Stdio::Null, Some(relay)),
-        |revived, tell| revived.supervise(None, None, common.json, tell),
+        |revived, tell| revived.supervise(None, common.json, tell),
     )
 }
 
 fn in_foreground(common: &Common, args: &Restore) -> Result<ExitCode> {
     let mut revived = Revived::revive(common, args, Stdio::Current, None)?;
-    let settings = revived.terminal.as_ref().and_then(terminal::Settings::apply);
     let pump = revived.stdin_pump.take();
     // Standard output belongs to the program. Of what belongs to it we keep nothing longer than there is something to say.
     let stderr = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stderr(), 3);
@@ -53,7 +53,7 @@ fn in_foreground(common: &Common, args: &Restore) -> Result<ExitCode> {
     let line = terminal::Line::on_stderr(!json);
     let_go(pump.is_some())?;
     pump.map(start_pump).transpose()?;
-    revived.supervise(settings, line, json, tell)
+    revived.supervise(line, json, tell)
 }
 
 /// Copies what is left of our standard input into the pipe that the program reads.
@@ -72,10 +72,8 @@ pub(super) struct Revived {
     /// What there is to supervise: the program, or process 1 of the pid namespace it lives in.
     pub(super) child: Child,
     pub(super) back: Back,
-    pub(super) terminal: Option<Terminal>,
+    pub(super) lent: Lent,
     pub(super) stdin_pump: Option<OwnedFd>,
-    /// The process group of it that gets the terminal.
-    pub(super) in_front: Option<u32>,
     /// Loads what is not there yet.
     pub(super) pager: Option<Pager>,
     /// Tells how the program in a private pid namespace ended.
@@ -83,7 +81,6 @@ pub(super) struct Revived {
     pub(super) record: Option<Record>,
     pub(super) signals: Signals,
     pub(super) meta: Meta,
-    pub(super) stdio: Stdio,
     pub(super) job: String,
     pub(super) periodic: Periodic,
 }
@@ -99,7 +96,8 @@ impl Revived {
         let signals = Signals::take()?;
         let job = claim.job().to_string();
         let again = Again { store: &store, checkpoint: &checkpoint, args, stdio, quiet: common.json };
-        let watch = GiveUp::watch(&signals, relay)?;
+        let mut watch = Some(GiveUp::watch(&signals, relay)?);
+        let mut lent = Lent::default();
         let record_of = |pid| {
             let command = checkpoint.image.meta.command.clone();
             jobs::running_record(pid, command, Some(checkpoint.image.meta.id), &args.periodic)
@@ -107,6 +105,11 @@ impl Revived {
         // Whoever hears of the program by something it does finds it in the store.
         let restored = again.restore(&mut |pid| {
             let _ = record_of(pid).map(|record| store.set_running(claim.job(), &record));
+            // From now on a signal waits until the program is supervised: the terminal is to be given back.
+            watch = None;
+            if stdio == Stdio::Current {
+                lent = Lent::to(pid, &checkpoint.image);
+            }
         });
         drop(watch);
         let mut revived = match restored {
@@ -118,15 +121,13 @@ impl Revived {
                 Self {
                     child,
                     back,
-                    terminal: r.terminal,
+                    lent,
                     stdin_pump: r.stdin_pump,
-                    in_front: r.foreground_group,
                     pager: r.pager,
                     inside: None,
                     record: None,
                     signals,
                     meta: checkpoint.image.meta.clone(),
-                    stdio,
                     job: job.clone(),
                     periodic: args.periodic.clone(),
                 }
@@ -149,7 +150,6 @@ impl Revived {
     /// tell, when all of its memory is.
     fn supervise(
         mut self,
-        settings: Option<terminal::Settings>,
         line: Option<terminal::Line>,
         json: bool,
         tell: impl FnOnce(Answer) + 'static,
@@ -171,14 +171,11 @@ impl Revived {
         let checkpointer = self.checkpointer();
         let Child { pid, pidfd } = self.child;
         let supervisor = Supervisor::new(self.signals, pid, pidfd);
-        let supervisor = match self.stdio {
-            Stdio::Current => supervisor.with_terminal(self.in_front),
-            _ => supervisor,
-        };
+        let supervisor = supervisor.with_terminal(self.lent.foreground);
         let supervisor = supervisor.with_checkpointer(checkpointer).with_loading(loading);
         let end = supervisor.watch();
         let end = end.map(|end| self.inside.map_or(end, |inside| inside.end(end)));
-        drop(settings);
+        drop(self.lent.settings);
         drop(self.record);
         end?.follow()
     }
@@ -191,6 +188,29 @@ impl Revived {
 
     fn name(&self) -> Name {
         Name { job: self.job.clone(), from: self.meta.job.clone(), id: self.meta.id }
+    }
+}
+
+/// Our terminal, as a program has it that comes back.
+#[derive(Debug, Default)]
+pub(super) struct Lent {
+    pub(super) foreground: Option<Foreground>,
+    pub(super) settings: Option<terminal::Settings>,
+}
+
+impl Lent {
+    /// Lends it to a program that does not run yet.
+    fn to(pid: u32, image: &Image) -> Self {
+        let settings = image.terminal.as_ref().and_then(|recorded| {
+            let settings = terminal::Settings::keep()?;
+            settings.change(recorded);
+            Some(settings)
+        });
+        let foreground = Foreground::of(pid, in_front(image));
+        if let Some(foreground) = &foreground {
+            foreground.give();
+        }
+        Lent { foreground, settings }
     }
 }
 

@@ -28,6 +28,8 @@ mod sockets;
 mod standard;
 mod terminals;
 
+pub(crate) use standard::window_differs;
+
 use crate::{Error, FilesPolicy, Result, Stdio, TcpPolicy};
 use created::Created;
 use kept::Kept;

@@ -5,7 +5,7 @@ use crate::{Result, Stdio};
 use rustix::fs::{FileType, OFlags};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use stillpoint_image::{FileKind, Image, OpenFile};
-use stillpoint_linux::{Error as Kernel, descriptors, pipes as kernel_pipes};
+use stillpoint_linux::{Error as Kernel, descriptors, pipes as kernel_pipes, tty};
 
 /// Opens the rows that are standard streams or the controlling terminal.
 pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
@@ -53,6 +53,14 @@ fn unread_input(opening: &mut Opening<'_>) -> Result<Option<OwnedFd>> {
         opening.files.stdin_pump = Some(write);
     }
     Ok(Some(read))
+}
+
+/// Whether the terminal of whoever restores has another size than the one that the program was on.
+pub(crate) fn window_differs(image: &Image, stdio: Stdio) -> bool {
+    let (Some(before), Stdio::Current) = (&image.terminal, stdio) else { return false };
+    let streams = [rustix::stdio::stdin(), rustix::stdio::stdout(), rustix::stdio::stderr()];
+    let now = streams.iter().find_map(|stream| tty::window(stream).ok());
+    now.is_some_and(|now| now != before.window)
 }
 
 fn null(flags: u32) -> Result<OwnedFd> {
