@@ -26,6 +26,12 @@ nodejs:node
 tmux:tmux
 python3-ipykernel:/usr/lib/python3/dist-packages/ipykernel
 python3-jupyter-client:/usr/lib/python3/dist-packages/jupyter_client
+openmpi-bin:mpirun
+libopenmpi-dev:mpicc
+vim:vim
+htop:htop
+less:less
+bindfs:bindfs
 clang:clang
 llvm-dev:llvm-config
 "

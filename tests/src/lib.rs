@@ -26,6 +26,7 @@ pub mod programs;
 pub mod scratch;
 pub mod stillpoint;
 pub mod target;
+pub mod terminal;
 
 pub use client::Client;
 pub use cuts::Cuts;
@@ -33,6 +34,7 @@ pub use feature::Feature;
 pub use scratch::{Rng, Scratch};
 pub use stillpoint::{Checkpoint, Output, Stillpoint};
 pub use target::{Build, Running, Target};
+pub use terminal::Terminal;
 
 use std::time::{Duration, Instant};
 

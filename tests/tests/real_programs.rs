@@ -2,18 +2,15 @@
 //! they write must be what they write undisturbed. See `tests/PACKAGES` for what they come from.
 #![allow(missing_docs)]
 
-use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use std::fs;
-use std::io::{Read, Write};
-use std::os::unix::ffi::OsStrExt;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::sync::{Arc, Mutex};
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 use stillpoint_tests::programs::{Program, installed, source, text};
 use stillpoint_tests::scratch::MARK;
 use stillpoint_tests::target::alone;
-use stillpoint_tests::{Build, Scratch, kernel, skipped, undisturbed_only, wait_for};
+use stillpoint_tests::{Build, Scratch, Terminal, kernel, skipped, undisturbed_only, wait_for};
 
 fn arguments<S: AsRef<std::ffi::OsStr>>(list: &[S]) -> Vec<String> {
     list.iter().map(|s| s.as_ref().to_string_lossy().into_owned()).collect()
@@ -157,61 +154,6 @@ fn a_musl_program() {
 }
 
 // --- a shell script in a terminal
-
-/// A terminal: what is typed goes in, what is shown comes out.
-struct Terminal {
-    master: fs::File,
-    slave: PathBuf,
-    shown: Arc<Mutex<Vec<u8>>>,
-}
-
-impl Terminal {
-    fn new() -> Self {
-        let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).expect("a pty");
-        grantpt(&master).expect("grantpt");
-        unlockpt(&master).expect("unlockpt");
-        let slave = ptsname(&master, Vec::new()).expect("ptsname");
-        let slave = PathBuf::from(std::ffi::OsStr::from_bytes(slave.as_bytes()));
-        let shown = Arc::new(Mutex::new(Vec::new()));
-        let mut reader = fs::File::from(master.try_clone().expect("dup"));
-        let into = shown.clone();
-        std::thread::spawn(move || {
-            let mut buffer = [0; 4096];
-            loop {
-                match reader.read(&mut buffer) {
-                    Ok(n) if n > 0 => into.lock().expect("lock").extend(&buffer[..n]),
-                    // Between two programs nobody has it open; the end of the test ends this thread, too.
-                    _ => std::thread::sleep(Duration::from_millis(5)),
-                }
-            }
-        });
-        Terminal { master: fs::File::from(master), slave, shown }
-    }
-
-    /// Starts a command whose controlling terminal this is.
-    fn start(&self, command: &Command, mark: &Path, directory: &Path) -> Child {
-        let open = || fs::File::options().read(true).write(true).open(&self.slave).expect("the terminal");
-        let mut here = alone("--ctty");
-        here.arg(command.get_program()).args(command.get_args());
-        here.envs(command.get_envs().filter_map(|(n, v)| Some((n, v?)))).env(MARK, mark).env("TERM", "dumb");
-        here.current_dir(directory).stdin(open()).stdout(open()).stderr(open());
-        here.spawn().expect("setsid")
-    }
-
-    fn shown(&self) -> String {
-        String::from_utf8_lossy(&self.shown.lock().expect("lock")).into_owned()
-    }
-
-    fn type_line(&self, line: &str) {
-        writeln!(&self.master, "{line}").expect("the terminal");
-    }
-
-    /// What the program said, without what the command itself said.
-    fn lines(&self) -> Vec<String> {
-        let ours = |l: &&str| !l.contains("stillpoint") && !l.contains("shell@");
-        self.shown().lines().filter(ours).map(str::to_owned).collect()
-    }
-}
 
 /// Rounds of the shell script: enough to outlive all cuts.
 const ROUNDS: &str = "1500";
