@@ -160,6 +160,28 @@ static void foreign_memory(void) {
   EQUAL(p[0], 3);
 }
 
+// A process outside that has the same descriptors, or the same current directory.
+static void shared_outside(int flags) {
+  pid_t middle = syscall(SYS_clone, SIGCHLD | flags, 0, 0, 0, 0);
+  if (!middle) {
+    if (!syscall(SYS_clone, SIGCHLD | flags, 0, 0, 0, 0))
+      while (access(directory, F_OK) == 0 && !gone())
+        nap(0.01);
+    _exit(0);
+  }
+  MUST(waitpid(middle, 0, 0) == middle);
+  cut();
+  CHECK(access(directory, F_OK) == 0);
+}
+
+static void foreign_table(void) {
+  shared_outside(CLONE_FILES);
+}
+
+static void foreign_directory(void) {
+  shared_outside(CLONE_FS);
+}
+
 static void foreign_segment(void) {
   int id = shmget(IPC_PRIVATE, 4 * PAGE, IPC_CREAT | 0600);
   if (id < 0)
@@ -518,7 +540,8 @@ static void own_host_name(void) {
 
 SCENARIOS({"established_tcp", established_tcp}, {"connecting", connecting}, {"packets", packets}, {"pending_connection", pending_connection},
           {"child_process", child_process}, {"dead_child", dead_child}, {"io_uring", io_uring},
-          {"foreign_segment", foreign_segment}, {"foreign_pipe", foreign_pipe}, {"foreign_socket", foreign_socket},
+          {"foreign_table", foreign_table},
+          {"foreign_directory", foreign_directory}, {"foreign_segment", foreign_segment}, {"foreign_pipe", foreign_pipe}, {"foreign_socket", foreign_socket},
           {"foreign_memory", foreign_memory}, {"foreign_memfd", foreign_memfd}, {"foreign_pidfd", foreign_pidfd},
           {"userfaultfd", userfaultfd}, {"connected_udp", connected_udp}, {"netlink", netlink},
           {"perf_event", perf_event}, {"fanotify", fanotify}, {"bpf", bpf}, {"aio", aio},

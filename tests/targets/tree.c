@@ -409,6 +409,100 @@ static void dead_leader(void) {
   await(second, 0);
 }
 
+// --- sessions whose leaders have ended
+
+// Has a child, and a child that ends, both of this session; itself it may be in a group of its own.
+static void session_member(long has_group) {
+  if (has_group)
+    MUST(!setpgid(0, 0));
+  pid_t pid = child(session_child, 0), over = child(end, 6);
+  await_zombie(over);
+  pid_t session = getsid(0), group = getpgrp();
+  arrive();
+  wait_go();
+  EQUAL(getsid(0), session);
+  EQUAL(getpgrp(), group);
+  EQUAL(getsid(pid), session);
+  EQUAL(getpgid(pid), group);
+  await(over, 6 << 8);
+  await(pid, 0);
+}
+
+static void leads_and_ends(long unused) {
+  (void)unused;
+  MUST(setsid() == getpid());
+  board->words[10] = child(session_member, 0);
+  board->words[11] = child(session_member, 1);
+  board->words[12] = child(end, 9);
+  await_zombie(board->words[12]);
+  await_arrivals(4);
+}
+
+static void session_goes_on(int leader_is_buried) {
+  open_board();
+  MUST(!prctl(PR_SET_CHILD_SUBREAPER, 1));
+  pid_t leader = child(leads_and_ends, 0);
+  if (leader_is_buried)
+    await(leader, 0);
+  else
+    await_zombie(leader);
+  int first = board->words[10], second = board->words[11], over = board->words[12];
+  EQUAL(getsid(first), leader);
+  pid_t ours = getsid(0);
+  cut();
+  EQUAL(getsid(0), ours);
+  EQUAL(getsid(first), leader);
+  EQUAL(getsid(second), leader);
+  EQUAL(getpgid(first), leader);
+  EQUAL(getpgid(second), second);
+  EQUAL(killpg(leader, 0), 0);
+  if (!leader_is_buried)
+    await(leader, 0);
+  await(over, 9 << 8);
+  await(first, 0);
+  await(second, 0);
+  CHECK(waitpid(-1, 0, 0) < 0 && errno == ECHILD);
+}
+
+static void lost_session(void) {
+  session_goes_on(1);
+}
+
+static void dead_session(void) {
+  session_goes_on(0);
+}
+
+// A member of a session without a leader begins one itself, and its first child remains behind.
+static void goes_away(long unused) {
+  (void)unused;
+  pid_t behind = child(session_child, 0);
+  await_arrivals(1);
+  pid_t session = getsid(0);
+  MUST(setsid() == getpid());
+  arrive();
+  wait_go();
+  EQUAL(getsid(0), getpid());
+  EQUAL(getsid(behind), session);
+  await(behind, 0);
+}
+
+static void begins_for_others(long unused) {
+  (void)unused;
+  MUST(setsid() == getpid());
+  board->words[10] = child(goes_away, 0);
+  await_arrivals(2);
+}
+
+static void left_session(void) {
+  open_board();
+  MUST(!prctl(PR_SET_CHILD_SUBREAPER, 1));
+  pid_t leader = child(begins_for_others, 0);
+  await(leader, 0);
+  cut();
+  EQUAL(getsid(board->words[10]), board->words[10]);
+  await(board->words[10], 0);
+}
+
 // --- orphans that come back to an ancestor
 
 static void leave_orphan(long unused) {
@@ -1213,7 +1307,154 @@ static void signalled(void) {
     await(pids[i], 0);
 }
 
-SCENARIOS({"pair", pair}, {"generations", generations}, {"many", many}, {"programs", programs}, {"ended", ended},
+// --- descriptor tables and file-system contexts that processes share without being threads
+
+// What a process finds of its own: whether a descriptor of this number is open, its current directory, its umask.
+static void expect_context(int fd, int is_open, const char *here, int mask) {
+  char path[PATH_MAX];
+  EQUAL(fcntl(fd, F_GETFD) >= 0, is_open);
+  CHECK(getcwd(path, sizeof path) && !strcmp(path, here));
+  int found = umask(0);
+  umask(found);
+  EQUAL(found, mask);
+}
+
+// Says that the child's turn has come, and waits until it is over.
+static void let(int turn) {
+  __atomic_store_n(&board->words[0], turn, __ATOMIC_SEQ_CST);
+  while (__atomic_load_n(&board->words[1], __ATOMIC_SEQ_CST) != turn)
+    nap(0.001);
+}
+
+static void await_turn(int turn) {
+  while (__atomic_load_n(&board->words[0], __ATOMIC_SEQ_CST) != turn)
+    nap(0.001);
+}
+
+static void end_turn(int turn) {
+  __atomic_store_n(&board->words[1], turn, __ATOMIC_SEQ_CST);
+}
+
+static pid_t sharing_child(int flags, void (*run)(long), long argument) {
+  return clone_child(SIGCHLD | flags, run, argument);
+}
+
+static int low[2], marked, unmarked;
+
+// Changes everything when its turn comes. Its own child shares it all.
+static void changes_context(long turn) {
+  arrive();
+  await_turn(turn);
+  expect_context(marked, 1, directory, 027);
+  EQUAL(fcntl(marked, F_GETFD), 0);
+  EQUAL(fcntl(unmarked, F_GETFD), FD_CLOEXEC);
+  EQUAL(dup2(low[0], 401), 401);
+  MUST(!chdir("/usr"));
+  umask(033);
+  end_turn(turn);
+  await_turn(-1);
+}
+
+static void has_a_heir(long turn) {
+  pid_t pid = sharing_child(CLONE_FILES | CLONE_FS, changes_context, turn);
+  arrive();
+  await_turn(-1);
+  expect_context(401, 1, "/usr", 033);
+  await(pid, 0);
+}
+
+static void shared_contexts(void) {
+  open_board();
+  MUST(!pipe(low) && dup2(low[0], 300) == 300 && dup3(low[1], 301, O_CLOEXEC) == 301);
+  marked = 300;
+  unmarked = 301;
+  MUST(!chdir(directory));
+  umask(027);
+  struct flock lock = range(F_WRLCK, 0, 10);
+  shared_fd = open(path_of("locked"), O_RDWR | O_CREAT, 0600);
+  MUST(!fcntl(shared_fd, F_SETLK, &lock));
+  // Epolls, timers and handles to processes are made late in a restore.
+  int watch = epoll_create1(0), self = syscall(SYS_pidfd_open, getpid(), 0);
+  struct epoll_event event = {.events = EPOLLIN, .data.u64 = 11};
+  MUST(!epoll_ctl(watch, EPOLL_CTL_ADD, low[0], &event));
+  pid_t all = sharing_child(CLONE_FILES | CLONE_FS, has_a_heir, 1);
+  await_arrivals(2);
+  pid_t alone = child(until_word, 0);
+  await_arrivals(3);
+  cut();
+  let(1);
+  expect_context(401, 1, "/usr", 033);
+  EQUAL(syscall(SYS_pidfd_send_signal, self, 0, 0, 0), 0);
+  EQUAL(write(low[1], "x", 1), 1);
+  EQUAL(epoll_wait(watch, &event, 1, 0), 1);
+  EQUAL(event.data.u64, 11);
+  __atomic_store_n(&board->words[0], -1, __ATOMIC_SEQ_CST);
+  await(all, 0);
+  await(alone, 0);
+}
+
+// Each shares one of the two, and changes both.
+static void changes_one(long what) {
+  arrive();
+  await_turn(what);
+  if (what == 1)
+    expect_context(marked, 1, directory, 027);
+  EQUAL(dup2(low[0], 410 + what), 410 + what);
+  MUST(!chdir(what == 1 ? "/usr" : "/tmp"));
+  end_turn(what);
+  await_turn(-1);
+  expect_context(411, what == 1, what == 1 ? "/usr" : "/tmp", 027);
+}
+
+static void half_shared(void) {
+  open_board();
+  MUST(!pipe(low) && dup2(low[0], 300) == 300);
+  marked = 300;
+  MUST(!chdir(directory));
+  umask(027);
+  pid_t files = sharing_child(CLONE_FILES, changes_one, 1), fs = sharing_child(CLONE_FS, changes_one, 2);
+  await_arrivals(2);
+  cut();
+  let(1);
+  expect_context(411, 1, directory, 027);
+  let(2);
+  expect_context(412, 0, "/tmp", 027);
+  __atomic_store_n(&board->words[0], -1, __ATOMIC_SEQ_CST);
+  await(files, 0);
+  await(fs, 0);
+}
+
+// Two children of one that has left what they share; and the other half of it is a grandchild of the root.
+static void leaves_context(long unused) {
+  (void)unused;
+  pid_t first = sharing_child(CLONE_FILES | CLONE_FS, changes_one, 1);
+  pid_t second = sharing_child(CLONE_FILES | CLONE_FS, until_word, 0);
+  MUST(!unshare(CLONE_FILES | CLONE_FS));
+  MUST(!chdir("/"));
+  arrive();
+  await_turn(-1);
+  expect_context(411, 0, "/", 027);
+  await(first, 0);
+  await(second, 0);
+}
+
+static void left_context(void) {
+  open_board();
+  MUST(!pipe(low) && dup2(low[0], 300) == 300);
+  marked = 300;
+  MUST(!chdir(directory));
+  umask(027);
+  pid_t pid = sharing_child(CLONE_FS, leaves_context, 0);
+  await_arrivals(3);
+  cut();
+  let(1);
+  expect_context(411, 0, "/usr", 027); // it shares the directory with the first grandchild, but not the descriptors
+  __atomic_store_n(&board->words[0], -1, __ATOMIC_SEQ_CST);
+  await(pid, 0);
+}
+
+SCENARIOS({"pair", pair}, {"shared_contexts", shared_contexts}, {"half_shared", half_shared}, {"left_context", left_context},
+          {"lost_session", lost_session}, {"dead_session", dead_session}, {"left_session", left_session}, {"generations", generations}, {"many", many}, {"programs", programs}, {"ended", ended},
           {"ended_pending", ended_pending}, {"exit_signals", exit_signals}, {"nobody_waits", nobody_waits},
           {"sessions", sessions}, {"groups", groups}, {"leaderless", leaderless}, {"dead_leader", dead_leader},
           {"orphans", orphans}, {"stopped", stopped}, {"shared_memory", shared_memory},

@@ -78,6 +78,8 @@ refused! {
     connecting: "tcp" "being connected",
     packets: "packet socket",
     io_uring: "io_uring",
+    foreign_table: "shares its descriptors",
+    foreign_directory: "shares its current directory",
     foreign_segment: "segment" "shared with",
     foreign_pipe: "pipe",
     foreign_socket: "socket",

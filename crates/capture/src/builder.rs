@@ -6,6 +6,7 @@ use crate::{Error, Refusal, Result};
 use std::collections::{HashMap, HashSet};
 use std::os::fd::OwnedFd;
 use stillpoint_image::{Image, MemoryObject, Owner, PathFile, Usage};
+use stillpoint_linux::sharing::Shared;
 
 /// Contents that are read from a descriptor of ours (a deleted file, a memfd, shared memory) and stored as pages.
 #[derive(Debug)]
@@ -18,6 +19,17 @@ pub struct Content {
     pub ranges: Vec<stillpoint_image::Range>,
     /// What it is, for error messages.
     pub what: String,
+}
+
+/// What two processes have in common, as was seen at some moment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Sharing {
+    /// The one that was looked at, in our pid namespace.
+    pub process: u32,
+    /// The other one.
+    pub other: u32,
+    /// What it is.
+    pub object: Shared,
 }
 
 /// An image under construction.
@@ -37,6 +49,8 @@ pub struct Builder {
     pub segments: Vec<Attached>,
     /// Mapped files, by what mappings tell, that have turned out not to be devices.
     pub(crate) no_devices: HashSet<(u64, u64)>,
+    /// Who shares descriptors or current directory with whom, without being a thread of it.
+    pub(crate) sharing: Vec<Sharing>,
     paths: HashMap<(u64, u64, Vec<u8>), u32>,
     objects: HashMap<(u64, u64), u32>,
 }

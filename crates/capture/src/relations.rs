@@ -1,10 +1,12 @@
 //! How the processes of a tree belong together: parents, sessions, process groups, and children that have ended.
 
-use crate::attributes::target::{Seen, named};
+use crate::attributes::target::{Seen, named, refuse_sharer};
+use crate::builder::Sharing;
 use crate::{Builder, Result};
 use std::collections::HashMap;
 use stillpoint_image::{Ended, tree};
 use stillpoint_linux::proc::{Proc, Stat, Status};
+use stillpoint_linux::sharing::{self, Shared};
 
 /// What `/proc` tells of a process that was described, in the order of the rows.
 pub struct Relative {
@@ -71,7 +73,6 @@ pub fn describe(builder: &mut Builder, relatives: &[Relative]) -> Result<()> {
         (end.session, end.group) = belonging(builder, root, &members, &ids);
         builder.image.processes[row].ended.get_or_insert_with(Vec::new).push(end);
     }
-    check_sessions(builder, &all);
     Ok(())
 }
 
@@ -98,21 +99,18 @@ fn belonging(builder: &mut Builder, root: Ids, members: &[Ids], ids: &Ids) -> (O
     let session = match ids.session {
         session if is_led(session) => Some(ids.own_session),
         session if session == root.session => None,
-        session => {
-            let why = match outside(session) {
-                true => {
-                    format!("it is in the session of {}, which is not part of the program", named(session))
-                }
-                false => format!("the leader of its session ({session}) has ended"),
-            };
+        session if outside(session) || ids.own_session == 0 => {
+            let why = format!("it is in the session of {}, which is not part of the program", named(session));
             builder.refuse(what(), why, "");
             None
         }
+        // Its leader has ended, and the session goes on.
+        _ => Some(ids.own_session),
     };
     let group = match ids.group {
         group if is_led(group) => Some(ids.own_group),
         group if group == root.group => None,
-        group if outside(group) => {
+        group if outside(group) || ids.own_group == 0 => {
             let why =
                 format!("it is in the process group of {}, which is not part of the program", named(group));
             builder.refuse(what(), why, "");
@@ -124,15 +122,51 @@ fn belonging(builder: &mut Builder, root: Ids, members: &[Ids], ids: &Ids) -> (O
     (session, group)
 }
 
-fn check_sessions(builder: &mut Builder, all: &[Ids]) {
+/// Refuses what no process of ours could make again ([`tree::steps`]).
+pub fn check(builder: &mut Builder, pids: &[u32]) {
     if !builder.refusals.is_empty() {
         return;
     }
-    for (row, ids) in all.iter().enumerate() {
-        if tree::session_at_birth(&builder.image, row).is_err() {
-            let why = "its children are in sessions that they cannot have inherited from it";
-            builder.refuse(named(ids.pid), why, "");
-            return;
+    if let Err(tree::NotInherited { row, what }) = tree::steps(&builder.image) {
+        let what = what.name();
+        let why = format!("it has descendants whose {what} they cannot have inherited from it");
+        builder.refuse(named(pids[row]), why, "");
+    }
+}
+
+/// Refuses processes outside of the tree (whose processes are `pids`) with which it shares descriptors or directories. While
+/// it `runs`, it may have others by now.
+pub fn refuse_sharers(builder: &mut Builder, pids: &[u32], runs: bool) {
+    let outside = |s: &&Sharing| !pids.contains(&s.other) && !(runs && descends(s.other, pids));
+    for found in builder.sharing.iter().filter(outside).copied().collect::<Vec<_>>() {
+        // It may have ended meanwhile, or have left what it shared.
+        if sharing::shared(found.process, found.other, found.object).unwrap_or(false) {
+            let name = match found.object {
+                Shared::Files => "descriptors",
+                _ => "current directory",
+            };
+            refuse_sharer(builder, found.other, name);
         }
     }
+}
+
+fn descends(mut pid: u32, from: &[u32]) -> bool {
+    while pid > 1 && !from.contains(&pid) {
+        pid = Proc::process(pid).and_then(|p| p.stat()).map_or(0, |stat| stat.ppid);
+    }
+    from.contains(&pid)
+}
+
+/// For each process of the tree the first one, by its place, with which it shares an object: itself if there is none before it.
+pub fn sharing(builder: &Builder, pids: &[u32], object: Shared) -> Vec<usize> {
+    let mut first: Vec<usize> = (0..pids.len()).collect();
+    let place = |pid: u32| pids.iter().position(|&p| p == pid);
+    for found in builder.sharing.iter().filter(|s| s.object == object) {
+        let (Some(one), Some(other)) = (place(found.process), place(found.other)) else { continue };
+        if sharing::shared(found.process, found.other, object).unwrap_or(false) {
+            let (low, high) = (first[one].min(first[other]), first[one].max(first[other]));
+            first.iter_mut().filter(|f| **f == high).for_each(|f| *f = low);
+        }
+    }
+    first
 }

@@ -24,6 +24,7 @@ use std::time::{Duration, Instant};
 use stillpoint_image::{AddressSpace, Image, Owner, PAGE, PathFile, Range, Usage};
 use stillpoint_linux::host;
 use stillpoint_linux::proc::{self, Proc};
+use stillpoint_linux::sharing::Shared;
 use stillpoint_store::{Committed, Writer};
 
 /// For so many checkpoints it is taken that a program that wrote faster than could be copied still does.
@@ -494,6 +495,7 @@ impl<'a> Work<'a> {
             }),
         }?;
         drop(works);
+        relations::refuse_sharers(builder, &pids, false);
         if !builder.refusals.is_empty() {
             return Ok(Vec::new());
         }
@@ -505,9 +507,16 @@ impl<'a> Work<'a> {
         relations::describe(builder, &relatives)?;
         let holders: Vec<Holder<'_>> = self.members.iter().map(|m| holder(&m.target)).collect();
         let (frozen, inherited) = (true, self.options.inherited.as_slice());
-        let target = files::Target { holders: &holders, frozen, inherited, outsiders };
+        let tables = relations::sharing(builder, &pids, Shared::Files);
+        let target = files::Target { holders: &holders, tables: &tables, frozen, inherited, outsiders };
         let tables = files::capture_files(builder, &target)?;
-        builder.image.processes.iter_mut().zip(tables).for_each(|(process, table)| process.table = table);
+        let directories = relations::sharing(builder, &pids, Shared::FileSystem);
+        for (row, process) in builder.image.processes.iter_mut().enumerate() {
+            process.table = tables[row];
+            process.shares_fs =
+                Some(directories[row]).filter(|&first| first != row).map(|first| first as u32);
+        }
+        relations::check(builder, &pids);
         // Of processes that have ended since they were numbered nothing is there.
         builder.image.spaces.resize(self.rows as usize, AddressSpace::default());
         Ok(assumed)
@@ -711,10 +720,13 @@ fn learn(members: &[(Arc<Target>, bool)], options: &Options, exact: bool) -> Res
             learned => known.push(learned?),
         }
     }
+    relations::refuse_sharers(&mut builder, &pids, true);
     builder.refuse_if_needed()?;
     let holders: Vec<Holder<'_>> = members.iter().map(|(target, _)| holder(target)).collect();
     let (frozen, inherited) = (false, options.inherited.as_slice());
-    let target = files::Target { holders: &holders, frozen, inherited, outsiders: &outsiders };
+    let tables = relations::sharing(&builder, &pids, Shared::Files);
+    let target =
+        files::Target { holders: &holders, tables: &tables, frozen, inherited, outsiders: &outsiders };
     let _ = files::capture_files(&mut rehearsed, &target);
     rehearsed.forget_sockets();
     Ok(Learned { builder, outsiders, last_pid, known, rehearsed })

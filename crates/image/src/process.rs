@@ -88,6 +88,10 @@ pub struct Process {
     /// Its children that have ended and for which it has not waited yet.
     #[n(26)]
     pub ended: Option<Vec<Ended>>,
+    /// The process with which it shares current directory, root and umask, index into [`crate::Image::processes`]: the
+    /// first of all that do, which has none here.
+    #[n(27)]
+    pub shares_fs: Option<u32>,
 }
 
 impl Process {

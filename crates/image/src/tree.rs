@@ -1,10 +1,110 @@
-//! How a tree of processes can come about.
+//! How a tree of processes can come about: what each process does, and in which order, to make its children.
+//!
+//! A child inherits its parent's session, and a copy of its parent's descriptor table and file-system context (current
+//! directory, root, umask), or these themselves. Afterwards a process can only leave them for new ones. So what several
+//! processes have in common is had from birth, by way of their common ancestors.
 
-use crate::Image;
+use crate::{Image, Process};
+use std::collections::{BTreeSet, HashMap, HashSet};
 
-/// That a process has descendants in sessions that they cannot have inherited from it.
+/// What descendants can only have inherited.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct NotInherited;
+pub enum Inherited {
+    /// Their sessions.
+    Session,
+    /// Their process groups.
+    Group,
+    /// The descriptor tables that they share.
+    Files,
+    /// The current directory, root and umask that they share.
+    FileSystem,
+}
+
+impl Inherited {
+    /// For messages.
+    pub fn name(self) -> &'static str {
+        match self {
+            Inherited::Session => "sessions",
+            Inherited::Group => "process groups",
+            Inherited::Files => "descriptor tables",
+            Inherited::FileSystem => "current directories",
+        }
+    }
+}
+
+/// That a process (row) has descendants with something that they cannot have inherited from it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NotInherited {
+    /// The process.
+    pub row: usize,
+    /// What that is.
+    pub what: Inherited,
+}
+
+/// What a process may share with others without sharing its memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Context {
+    /// Descriptor table.
+    Files,
+    /// Current directory, root, umask.
+    FileSystem,
+}
+
+const CONTEXTS: [Context; 2] = [Context::Files, Context::FileSystem];
+
+impl Context {
+    fn inherited(self) -> Inherited {
+        match self {
+            Context::Files => Inherited::Files,
+            Context::FileSystem => Inherited::FileSystem,
+        }
+    }
+}
+
+/// A child that is to be made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Child {
+    /// One that lives, by its row.
+    Living(usize),
+    /// One that has ended, by its place among those of its parent.
+    Ended(usize),
+}
+
+/// What a process does on the way to what it was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// It makes a process that begins this session, whose leader has ended, and makes members of it.
+    StandIn {
+        /// The session, and the id of its leader.
+        session: u32,
+        /// The leader's place among the children that have ended and were not waited for, if it is one of these.
+        ended: Option<usize>,
+        /// Signal to the parent when it ends, as of the children that it makes; none: `SIGCHLD`.
+        exit_signal: Option<u32>,
+    },
+    /// It makes a child.
+    Bear {
+        /// Which one.
+        child: Child,
+        /// Whether it shares its descriptor table, and its file-system context, with it.
+        shares: [bool; 2],
+        /// The session whose stand-in makes it, as a child of the stand-in's parent.
+        by: Option<u32>,
+    },
+    /// It begins a session.
+    BeginSession,
+    /// From here on it shares this with nobody.
+    Leave(Context),
+}
+
+/// What a process must be born with, so that it and all its descendants come to have theirs. None: anything will do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Birth {
+    /// Session by its leader (none: that of whoever restores).
+    session: Option<Option<u32>>,
+    /// Descriptor table and file-system context, by [`Tree::context`].
+    contexts: [Option<u32>; 2],
+}
 
 /// The process group that was in the foreground of the terminal outside, if it is one of the tree's own.
 pub fn in_front(image: &Image) -> Option<u32> {
@@ -12,30 +112,24 @@ pub fn in_front(image: &Image) -> Option<u32> {
     process.own_group()
 }
 
-/// The session in which a process must be born, by its leader (none: that of whoever restores), so that it and all its
-/// descendants come to be in theirs; `Ok(None)`: any will do. A process can only inherit a session or begin one; one that
-/// begins one has been in another before, in which some of its children may have remained.
+/// What each process does to make its children, by row.
 ///
 /// # Errors
-/// [`NotInherited`]: there is no such session.
-pub fn session_at_birth(image: &Image, row: usize) -> Result<Option<Option<u32>>, NotInherited> {
-    let process = &image.processes[row];
-    let own = process.own_session();
-    let leads = own == Some(process.pid);
-    let ended = process.ended().iter().filter(|e| e.session != Some(e.pid));
-    let mut wanted: Vec<Option<u32>> = ended.map(|e| e.session).collect();
-    for child in children(image, row) {
-        wanted.extend(session_at_birth(image, child)?);
+/// [`NotInherited`]: there is no such way, or none that is known.
+pub fn steps(image: &Image) -> Result<Vec<Vec<Step>>, NotInherited> {
+    let tree = Tree::of(image);
+    let mut births = vec![Birth::default(); image.processes.len()];
+    let mut all = vec![Vec::new(); image.processes.len()];
+    for row in (0..image.processes.len()).rev() {
+        let mut making = Making::of(&tree, row, &births)?;
+        births[row] = making.birth;
+        all[row] = making.steps()?;
     }
-    wanted.retain(|session| *session != own);
-    wanted.sort_unstable();
-    wanted.dedup();
-    match (leads, wanted.as_slice()) {
-        (false, []) => Ok(Some(own)),
-        (true, []) => Ok(None),
-        (true, [one]) => Ok(Some(*one)),
-        _ => Err(NotInherited),
+    if births.first().is_some_and(|root| !matches!(root.session, None | Some(None))) {
+        return Err(NotInherited { row: 0, what: Inherited::Session });
     }
+    tree.check_groups()?;
+    Ok(all)
 }
 
 /// Rows of a process's children that live.
@@ -44,25 +138,379 @@ pub fn children(image: &Image, row: usize) -> impl Iterator<Item = usize> {
     image.processes.iter().map(|p| p.parent).enumerate().filter(is_child).map(|(child, _)| child)
 }
 
+/// Ids of sessions and process groups of the tree whose leaders are not in it any more, not even as ended ones.
+pub fn lost_leaders(image: &Image) -> BTreeSet<u32> {
+    let leads: HashSet<u32> =
+        image.processes.iter().flat_map(|p| p.ended().iter().map(|e| e.pid).chain([p.pid])).collect();
+    let of_ended = image.processes.iter().flat_map(Process::ended).flat_map(|e| [e.session, e.group]);
+    let of_living = image.processes.iter().flat_map(|p| [p.own_session(), p.own_group()]);
+    of_ended.chain(of_living).flatten().filter(|id| !leads.contains(id)).collect()
+}
+
+/// Which processes of a tree belong together.
+struct Tree<'a> {
+    image: &'a Image,
+    children: Vec<Vec<usize>>,
+    /// Members of each session of the tree's own, those that have ended by their parents.
+    sessions: HashMap<u32, Vec<usize>>,
+    /// Members of each context.
+    contexts: [HashMap<u32, Vec<usize>>; 2],
+    rows: HashMap<u32, usize>,
+}
+
+impl<'a> Tree<'a> {
+    fn of(image: &'a Image) -> Self {
+        let mut tree = Tree {
+            image,
+            children: vec![Vec::new(); image.processes.len()],
+            sessions: HashMap::new(),
+            contexts: Default::default(),
+            rows: image.processes.iter().enumerate().map(|(row, p)| (p.pid, row)).collect(),
+        };
+        for (row, process) in image.processes.iter().enumerate() {
+            if let Some(children) = process.parent.and_then(|p| tree.children.get_mut(p as usize)) {
+                children.push(row);
+            }
+            let of_ended = process.ended().iter().filter_map(|e| e.session);
+            for session in of_ended.chain(process.own_session()) {
+                tree.sessions.entry(session).or_default().push(row);
+            }
+            tree.contexts[0].entry(process.table).or_default().push(row);
+            tree.contexts[1].entry(process.shares_fs.unwrap_or(row as u32)).or_default().push(row);
+        }
+        tree
+    }
+
+    /// The context that a process shares with others.
+    fn context(&self, row: usize, context: usize) -> Option<u32> {
+        let process = &self.image.processes[row];
+        let number = [process.table, process.shares_fs.unwrap_or(row as u32)][context];
+        Some(number).filter(|number| self.contexts[context].get(number).is_some_and(|all| all.len() > 1))
+    }
+
+    fn is_inside(&self, ancestor: usize, mut row: usize) -> bool {
+        while row > ancestor {
+            match self.image.processes[row].parent {
+                Some(parent) if (parent as usize) < row => row = parent as usize,
+                _ => return false,
+            }
+        }
+        row == ancestor
+    }
+
+    fn are_inside(&self, ancestor: usize, rows: Option<&Vec<usize>>) -> bool {
+        rows.into_iter().flatten().all(|&row| self.is_inside(ancestor, row))
+    }
+
+    /// Whether nobody who lives leads this session.
+    fn has_lost_leader(&self, session: u32) -> bool {
+        !self.rows.contains_key(&session)
+    }
+
+    /// A group whose leader has ended can be joined by those in the session of one of its members who lives.
+    fn check_groups(&self) -> Result<(), NotInherited> {
+        let lost = lost_leaders(self.image);
+        for (row, process) in self.image.processes.iter().enumerate() {
+            for ended in process.ended() {
+                let Some(group) = ended.group.filter(|g| lost.contains(g) && ended.session != Some(*g))
+                else {
+                    continue;
+                };
+                if stand_in_parent(self.image, group).is_none() {
+                    return Err(NotInherited { row, what: Inherited::Group });
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The process that can make somebody who leads this group for the moment, in the session of the group.
+pub fn stand_in_parent(image: &Image, group: u32) -> Option<usize> {
+    let is_member = |p: &Process| {
+        p.own_group() == Some(group)
+            || p.ended().iter().any(|e| e.group == Some(group) && e.session == p.own_session())
+    };
+    image.processes.iter().position(is_member)
+}
+
+/// One process that is about to make its children.
+struct Making<'a> {
+    tree: &'a Tree<'a>,
+    row: usize,
+    birth: Birth,
+    own: Birth,
+    leads: bool,
+    /// Sessions of some of its children whose leaders have ended.
+    lost: Vec<u32>,
+    /// Children with what they must be born with.
+    children: Vec<(Child, Birth)>,
+}
+
+impl<'a> Making<'a> {
+    fn of(tree: &'a Tree<'a>, row: usize, births: &[Birth]) -> Result<Self, NotInherited> {
+        let process = &tree.image.processes[row];
+        let session = process.own_session();
+        let living = tree.children[row].iter().map(|&child| (Child::Living(child), births[child]));
+        let ended = process.ended().iter().enumerate().map(|(place, ended)| {
+            let session = (ended.session != Some(ended.pid)).then_some(ended.session);
+            (Child::Ended(place), Birth { session, ..Birth::default() })
+        });
+        let own = Birth { session: Some(session), contexts: [tree.context(row, 0), tree.context(row, 1)] };
+        let children = living.chain(ended).collect();
+        let leads = session == Some(process.pid);
+        let mut making =
+            Making { tree, row, birth: Birth::default(), own, leads, lost: Vec::new(), children };
+        making.birth.session = making.session_at_birth()?;
+        for context in [0, 1] {
+            making.birth.contexts[context] = making.context_at_birth(context)?;
+        }
+        Ok(making)
+    }
+
+    fn not_inherited(&self, what: Inherited) -> NotInherited {
+        NotInherited { row: self.row, what }
+    }
+
+    /// A process can only inherit a session or begin one; one that begins one has been in another before, in which some of its
+    /// children may have remained. Sessions whose leaders have ended are begun for its children by somebody else.
+    fn session_at_birth(&mut self) -> Result<Option<Option<u32>>, NotInherited> {
+        let mut wanted: Vec<Option<u32>> = self.children.iter().filter_map(|(_, b)| b.session).collect();
+        wanted.retain(|session| Some(*session) != self.own.session);
+        wanted.sort_unstable();
+        wanted.dedup();
+        let (tree, row) = (self.tree, self.row);
+        let begun_here = |session: &Option<u32>| {
+            session.is_some_and(|s| tree.has_lost_leader(s) && tree.are_inside(row, tree.sessions.get(&s)))
+        };
+        self.lost = wanted.iter().filter(|s| begun_here(s)).filter_map(|s| *s).collect();
+        wanted.retain(|session| !begun_here(session));
+        match (self.leads, wanted.as_slice()) {
+            (false, []) => Ok(self.own.session),
+            (true, []) => Ok(None),
+            (true, [one]) => Ok(Some(*one)),
+            _ => Err(self.not_inherited(Inherited::Session)),
+        }
+    }
+
+    /// A table that others besides its descendants have, too, comes from its parent.
+    fn context_at_birth(&self, context: usize) -> Result<Option<u32>, NotInherited> {
+        let of_children = self.children.iter().filter_map(|(_, birth)| birth.contexts[context]);
+        let wanted: BTreeSet<u32> = of_children.chain(self.own.contexts[context]).collect();
+        let members = |number| self.tree.contexts[context].get(number);
+        let mut outside = wanted.iter().filter(|n| !self.tree.are_inside(self.row, members(n)));
+        let first = outside.next().copied();
+        let stays = first.is_some() && first == self.own.contexts[context];
+        if outside.next().is_some() || stays && wanted.len() > 1 {
+            return Err(self.not_inherited(CONTEXTS[context].inherited()));
+        }
+        Ok(first)
+    }
+
+    /// In each state it makes the children that are to have what it has, and leaves what none of the others are to have.
+    fn steps(&mut self) -> Result<Vec<Step>, NotInherited> {
+        let mut steps = Vec::new();
+        for session in std::mem::take(&mut self.lost) {
+            self.stand_in(session, &mut steps)?;
+        }
+        let mut begun = !self.leads;
+        let mut has = self.birth.contexts;
+        while !self.children.is_empty() {
+            if let Some(next) = (0..self.children.len()).find(|&i| self.fits(i, begun, &has)) {
+                let (child, birth) = self.children.remove(next);
+                for (has, wanted) in has.iter_mut().zip(birth.contexts) {
+                    *has = has.or(wanted);
+                }
+                steps.push(Step::Bear { child, shares: birth.contexts.map(|c| c.is_some()), by: None });
+            } else if !begun && self.children.iter().all(|(_, b)| self.is_after(b)) {
+                steps.push(Step::BeginSession);
+                begun = true;
+            } else if let Some(context) = (0..2).find(|&c| self.is_done_with(c, has[c])) {
+                steps.push(Step::Leave(CONTEXTS[context]));
+                has[context] = None;
+            } else {
+                let open = (0..2).find(|&c| has[c].is_some());
+                let what = open.map_or(Inherited::Session, |c| CONTEXTS[c].inherited());
+                return Err(self.not_inherited(what));
+            }
+        }
+        if !begun {
+            steps.push(Step::BeginSession);
+        }
+        for context in (0..2).filter(|&c| self.is_done_with(c, has[c])) {
+            steps.push(Step::Leave(CONTEXTS[context]));
+        }
+        Ok(steps)
+    }
+
+    /// Makes the children that are in a session whose leader has ended.
+    fn stand_in(&mut self, session: u32, steps: &mut Vec<Step>) -> Result<(), NotInherited> {
+        let process = &self.tree.image.processes[self.row];
+        let ended = process.ended().iter().position(|e| e.pid == session);
+        let elsewhere =
+            || self.tree.image.processes.iter().any(|p| p.ended().iter().any(|e| e.pid == session));
+        let (members, others): (Vec<_>, Vec<_>) = std::mem::take(&mut self.children)
+            .into_iter()
+            .partition(|(_, birth)| birth.session == Some(Some(session)));
+        self.children = others;
+        let signal = |child: &Child| match *child {
+            Child::Living(row) => self.tree.image.processes[row].exit_signal,
+            Child::Ended(place) => process.ended()[place].exit_signal,
+        };
+        let mut signals: Vec<_> = members.iter().map(|(child, _)| signal(child)).collect();
+        signals.extend(ended.map(|place| process.ended()[place].exit_signal));
+        signals.dedup();
+        let shares = members.iter().any(|(_, birth)| birth.contexts != [None; 2]);
+        let &[exit_signal] = signals.as_slice() else { return Err(self.not_inherited(Inherited::Session)) };
+        if shares || ended.is_none() && elsewhere() {
+            return Err(self.not_inherited(Inherited::Session));
+        }
+        self.children.retain(|(child, _)| ended.is_none_or(|place| *child != Child::Ended(place)));
+        steps.push(Step::StandIn { session, ended, exit_signal });
+        steps.extend(members.iter().map(|&(child, _)| Step::Bear {
+            child,
+            shares: [false; 2],
+            by: Some(session),
+        }));
+        Ok(())
+    }
+
+    /// Whether a child may be made after its parent has begun its session.
+    fn is_after(&self, birth: &Birth) -> bool {
+        birth.session.is_none() || birth.session == self.own.session
+    }
+
+    fn fits(&self, child: usize, begun: bool, has: &[Option<u32>; 2]) -> bool {
+        let birth = &self.children[child].1;
+        let in_session = match begun {
+            true => self.is_after(birth),
+            false => birth.session.is_none() || birth.session != self.own.session,
+        };
+        // What it is to have in the end it does not take before it has made those that are to have something else.
+        let is_free = |c: usize, wanted: u32| {
+            let others = self.children.iter().filter_map(|(_, b)| b.contexts[c]);
+            self.own.contexts[c] != Some(wanted) || others.into_iter().all(|other| other == wanted)
+        };
+        in_session
+            && (0..2).all(|c| match (birth.contexts[c], has[c]) {
+                (None, _) => true,
+                (Some(wanted), Some(has)) => wanted == has,
+                (Some(wanted), None) => is_free(c, wanted),
+            })
+    }
+
+    /// Whether it has a context that is neither its own nor one for a child that is still to be made.
+    fn is_done_with(&self, context: usize, has: Option<u32>) -> bool {
+        has.is_some_and(|has| {
+            self.own.contexts[context] != Some(has)
+                && self.children.iter().all(|(_, b)| b.contexts[context] != Some(has))
+        })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Process;
+    use crate::Ended;
 
     fn image(rows: &[(u32, Option<u32>, Option<u32>)]) -> Image {
-        let process = |&(pid, parent, session)| Process { pid, parent, session, ..Process::default() };
-        Image { processes: rows.iter().map(process).collect(), ..Image::default() }
+        let process = |(row, &(pid, parent, session)): (usize, &(u32, Option<u32>, Option<u32>))| Process {
+            pid,
+            parent,
+            session,
+            table: row as u32,
+            ..Process::default()
+        };
+        Image { processes: rows.iter().enumerate().map(process).collect(), ..Image::default() }
+    }
+
+    fn bear(row: usize) -> Step {
+        Step::Bear { child: Child::Living(row), shares: [false; 2], by: None }
+    }
+
+    fn sharing(row: usize, files: bool, fs: bool) -> Step {
+        Step::Bear { child: Child::Living(row), shares: [files, fs], by: None }
     }
 
     #[test]
     fn sessions_are_inherited_or_begun() {
         let daemon =
             image(&[(1, None, None), (2, Some(0), Some(2)), (3, Some(1), Some(2)), (4, Some(1), None)]);
-        assert_eq!(session_at_birth(&daemon, 1), Ok(Some(None)), "4 was born before 2 began its session");
-        assert_eq!(session_at_birth(&daemon, 3), Ok(Some(None)));
+        let steps_of = steps(&daemon).unwrap();
+        assert_eq!(
+            steps_of[1],
+            [bear(3), Step::BeginSession, bear(2)],
+            "4 was born before 2 began its session"
+        );
         let leader = image(&[(1, None, Some(1)), (2, Some(0), Some(2))]);
-        assert_eq!(session_at_birth(&leader, 0), Ok(None));
+        assert_eq!(steps(&leader).unwrap(), [vec![bear(1), Step::BeginSession], vec![Step::BeginSession]]);
         let strange = image(&[(1, None, None), (2, Some(0), Some(2)), (3, Some(0), Some(2))]);
-        assert_eq!(session_at_birth(&strange, 0), Err(NotInherited));
+        assert_eq!(steps(&strange), Err(NotInherited { row: 0, what: Inherited::Session }));
+    }
+
+    #[test]
+    fn sessions_outlive_their_leaders() {
+        let by = |child, session| Step::Bear { child, shares: [false; 2], by: Some(session) };
+        let stand_in = |ended| Step::StandIn { session: 9, ended, exit_signal: None };
+        let mut daemon =
+            image(&[(1, None, None), (2, Some(0), Some(9)), (3, Some(0), Some(9)), (4, Some(1), Some(9))]);
+        let all = steps(&daemon).unwrap();
+        let two = [by(Child::Living(1), 9), by(Child::Living(2), 9)];
+        assert_eq!(all[0], [stand_in(None), two[0], two[1]]);
+        assert_eq!(all[1], [bear(3)]);
+        assert_eq!(lost_leaders(&daemon), BTreeSet::from([9]));
+        daemon.processes[0].ended = Some(vec![Ended { pid: 9, session: Some(9), ..Ended::default() }]);
+        assert_eq!(steps(&daemon).unwrap()[0], [stand_in(Some(0)), two[0], two[1]]);
+        daemon.processes[2].exit_signal = Some(10);
+        assert!(steps(&daemon).is_err(), "the two cannot have one maker");
+        let apart =
+            image(&[(1, None, None), (2, Some(0), Some(9)), (3, Some(0), Some(3)), (4, Some(2), Some(9))]);
+        assert_eq!(
+            steps(&apart).unwrap(),
+            [
+                vec![stand_in(None), by(Child::Living(1), 9), by(Child::Living(2), 9)],
+                vec![],
+                vec![bear(3), Step::BeginSession],
+                vec![]
+            ],
+            "3 was in that session when it made 4"
+        );
+    }
+
+    #[test]
+    fn contexts_are_inherited_or_left() {
+        let family = || image(&[(1, None, None), (2, Some(0), None), (3, Some(0), None), (4, Some(1), None)]);
+        let mut all = family();
+        for process in &mut all.processes {
+            process.table = 0;
+            process.shares_fs = (process.pid > 1).then_some(0);
+        }
+        let both = |row| sharing(row, true, true);
+        assert_eq!(steps(&all).unwrap(), [vec![both(1), both(2)], vec![both(3)], vec![], vec![]]);
+
+        let mut siblings = family();
+        siblings.processes[2].table = 1;
+        let made = [sharing(1, true, false), sharing(2, true, false), Step::Leave(Context::Files)];
+        assert_eq!(steps(&siblings).unwrap()[0], made);
+
+        let mut skipped = family(); // 1 and 4 share what 2 has left
+        skipped.processes[3].shares_fs = Some(0);
+        let made = steps(&skipped).unwrap();
+        assert_eq!(made[0], [sharing(1, false, true), bear(2)]);
+        assert_eq!(made[1], [sharing(3, false, true), Step::Leave(Context::FileSystem)]);
+
+        let mut crossed = image(&[
+            (1, None, None),
+            (2, Some(0), None),
+            (3, Some(0), None),
+            (4, Some(1), None),
+            (5, Some(1), None),
+            (6, Some(2), None),
+            (7, Some(2), None),
+        ]);
+        (crossed.processes[3].table, crossed.processes[5].table) = (10, 10);
+        assert!(steps(&crossed).is_ok());
+        (crossed.processes[4].table, crossed.processes[6].table) = (11, 11);
+        assert_eq!(steps(&crossed), Err(NotInherited { row: 2, what: Inherited::Files }));
     }
 }

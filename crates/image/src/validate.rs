@@ -175,6 +175,12 @@ fn check_process(row: &Row, process: &Process, image: &Image) -> Result<(), Inva
     row.must(process.threads.iter().all(|t| id_is_one(t.tid)), "a thread in it has no id that there can be")?;
     row.refers("address space", process.space, image.spaces.len())?;
     row.refers("descriptor table", process.table, image.tables.len())?;
+    if let Some(other) = process.shares_fs {
+        row.must((other as usize) < row.row, "it shares its current directory with a later one")?;
+        let other = &image.processes[other as usize];
+        let same = (other.cwd, other.root, other.umask) == (process.cwd, process.root, process.umask);
+        row.must(other.shares_fs.is_none() && same, "it shares a current directory that is not its own")?;
+    }
     let all_pending = process.threads.iter().flat_map(|t| &t.pending).chain(&process.pending);
     row.must(all_pending.into_iter().all(|p| p.0.len() == SIGINFO), "a signal that waits for it is cut off")?;
     let is_signal = |signal: u32| (1..=64).contains(&signal);

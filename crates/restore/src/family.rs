@@ -3,19 +3,23 @@
 //! All descend from the root, each made by its parent with its old id, as a copy of a process that has nothing but the area
 //! for remote programs. What the kernel lets nobody change later is right from birth:
 //!
-//! 1. A process that began a session makes those of its children first that are in the session it was in before.
-//! 2. It begins its session, and takes its controlling terminal, which children inherit.
-//! 3. It makes its other children.
-//! 4. When all are there, process groups are joined. A group whose leader has ended gets one for the moment.
-//! 5. Children that had ended end.
+//! 1. Children in a session whose leader has ended are made by somebody who begins that session for the moment, as children
+//!    of the stand-in's parent.
+//! 2. A process that began a session makes those of its children first that are in the session it was in before.
+//! 3. It begins its session, and takes its controlling terminal, which children inherit.
+//! 4. It makes its other children. Those that share its descriptors or directories are made sharing them; if it does not
+//!    share them itself in the end, it leaves them to its children ([`tree::steps`] has the order).
+//! 5. When all are there, process groups are joined. A group whose leader has ended gets one for the moment.
+//! 6. Children that had ended end.
 //!
 //! All are traced from birth, and killed with us.
 
 use crate::{Error, Result, burial};
 use std::cell::{Cell, OnceCell, RefCell};
-use std::collections::{BTreeSet, HashMap};
+use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use stillpoint_image::{Ended, Image, Process, tree};
+use stillpoint_image::tree::{self, Child, Context, Step};
+use stillpoint_image::{Ended, Image, Process};
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::program::{Arg, Program, Run};
 use stillpoint_linux::ptrace::{Seized, Stopped, Waited, options as trace};
@@ -108,30 +112,31 @@ pub(crate) struct Family<'a, 'i, 't> {
     /// Main threads, by row.
     members: Vec<Option<Remote<'a>>>,
     ended: Vec<(usize, Ended, Remote<'a>)>,
+    /// Those that lead a session or process group for the moment, by their parents' rows.
+    stand_ins: Vec<StandIn<'a>>,
     /// Slaves of pseudo-terminals that control a session, by row.
     terminals: &'t HashMap<u32, OwnedFd>,
+}
+
+/// A leader who has ended, for as long as members are made.
+struct StandIn<'a> {
+    parent: usize,
+    id: u32,
+    exit_signal: Option<u32>,
+    remote: Remote<'a>,
 }
 
 /// How many memories a tree needs room for.
 pub(crate) fn room_for(image: &Image) -> usize {
     let ended: usize = image.processes.iter().map(|p| p.ended().len()).sum();
-    image.processes.len() + ended + lost_leaders(image).len()
-}
-
-/// Process groups of the tree whose leaders are not in it any more.
-fn lost_leaders(image: &Image) -> BTreeSet<u32> {
-    let leads =
-        |id: u32| image.processes.iter().any(|p| p.pid == id || p.ended().iter().any(|e| e.pid == id));
-    let of_ended = image.processes.iter().flat_map(|p| p.ended().iter().filter_map(|e| e.group));
-    let groups = image.processes.iter().filter_map(Process::own_group).chain(of_ended);
-    groups.filter(|group| !leads(*group)).collect()
+    image.processes.len() + ended + tree::lost_leaders(image).len()
 }
 
 /// All ids that a tree needs.
 pub(crate) fn ids(image: &Image) -> Vec<u32> {
     let threads = image.processes.iter().flat_map(|p| p.threads.iter().map(|t| t.tid));
     let ended = image.processes.iter().flat_map(|p| p.ended().iter().map(|e| e.pid));
-    threads.chain(ended).chain(lost_leaders(image)).collect()
+    threads.chain(ended).chain(tree::lost_leaders(image)).collect()
 }
 
 impl<'a, 'i, 't> Family<'a, 'i, 't> {
@@ -145,8 +150,15 @@ impl<'a, 'i, 't> Family<'a, 'i, 't> {
         terminals: &'t HashMap<u32, OwnedFd>,
     ) -> Result<Vec<Remote<'a>>> {
         let members = image.processes.iter().map(|_| None).collect();
-        let mut family = Family { image, nursery, memories, used: 1, members, ended: Vec::new(), terminals };
-        family.raise(0, root)?;
+        let not_inherited = |tree::NotInherited { row, what }| {
+            let pid = image.processes[row].pid;
+            Error::Failed(format!("the children of process {pid} cannot have their {} from it", what.name()))
+        };
+        let steps = tree::steps(image).map_err(not_inherited)?;
+        let (ended, stand_ins) = (Vec::new(), Vec::new());
+        #[rustfmt::skip]
+        let mut family = Family { image, nursery, memories, used: 1, members, ended, stand_ins, terminals };
+        family.raise(&steps, 0, root)?;
         family.group()?;
         family.bring_to_foreground()?;
         family.end()?;
@@ -155,49 +167,89 @@ impl<'a, 'i, 't> Family<'a, 'i, 't> {
     }
 
     /// Makes the descendants of a process.
-    fn raise(&mut self, row: usize, mut remote: Remote<'a>) -> Result<()> {
-        let image = self.image;
-        let process = &image.processes[row];
-        let own = process.own_session();
-        let leads = own == Some(process.pid);
-        let not_inherited =
-            |_| Error::Failed(format!("the children of process {} cannot be in their sessions", process.pid));
+    fn raise(&mut self, steps: &[Vec<Step>], row: usize, mut remote: Remote<'a>) -> Result<()> {
+        let process = &self.image.processes[row];
         let mut born = Vec::new();
-        for now in [false, true] {
-            if now && leads {
-                self.begin_session(process, &mut remote)?;
-            }
-            for child in tree::children(image, row) {
-                let birth = tree::session_at_birth(image, child).map_err(not_inherited)?;
-                if (birth.is_none_or(|session| session == own) || !leads) == now {
-                    let made = &image.processes[child];
-                    born.push((child, self.bear(&mut remote, made.pid, made.exit_signal)?));
-                }
-            }
-            for ended in process.ended() {
-                let inherits = ended.session == own || ended.session == Some(ended.pid) || !leads;
-                if inherits == now {
-                    let mut made = self.bear(&mut remote, ended.pid, ended.exit_signal)?;
-                    if ended.session == Some(ended.pid) {
-                        made.run(&begin_session())?;
+        for step in &steps[row] {
+            match *step {
+                Step::BeginSession => self.begin_session(process, &mut remote)?,
+                Step::Leave(context) => leave(&mut remote, context)?,
+                Step::StandIn { session, ended, exit_signal } => {
+                    let mut made = self.bear(&mut remote, session, 0, exit_signal)?;
+                    made.run(&begin_session())?;
+                    match ended {
+                        Some(place) => self.ended.push((row, process.ended()[place], made)),
+                        None => self.stand_ins.push(StandIn {
+                            parent: row,
+                            id: session,
+                            exit_signal,
+                            remote: made,
+                        }),
                     }
-                    self.ended.push((row, *ended, made));
+                }
+                Step::Bear { child, shares, by } => {
+                    let (pid, exit_signal) = match child {
+                        Child::Living(child) => {
+                            (self.image.processes[child].pid, self.image.processes[child].exit_signal)
+                        }
+                        Child::Ended(place) => {
+                            (process.ended()[place].pid, process.ended()[place].exit_signal)
+                        }
+                    };
+                    let made = match by {
+                        None => self.bear(&mut remote, pid, sharing(shares), exit_signal)?,
+                        Some(session) => self.bear_by(session, pid)?,
+                    };
+                    match child {
+                        Child::Living(child) => born.push((child, made)),
+                        Child::Ended(place) => self.keep_ended(row, process.ended()[place], made)?,
+                    }
                 }
             }
         }
         self.members[row] = Some(remote);
         for (child, remote) in born {
-            self.raise(child, remote)?;
+            self.raise(steps, child, remote)?;
         }
         Ok(())
     }
 
+    fn keep_ended(&mut self, row: usize, ended: Ended, mut made: Remote<'a>) -> Result<()> {
+        if ended.session == Some(ended.pid) {
+            made.run(&begin_session())?;
+        }
+        self.ended.push((row, ended, made));
+        Ok(())
+    }
+
+    /// Makes a process in the session of somebody who began it for the moment, as a child of that one's parent; the signal to the
+    /// parent is the same.
+    fn bear_by(&mut self, session: u32, pid: u32) -> Result<Remote<'a>> {
+        let (mut stand_ins, mut ended) =
+            (std::mem::take(&mut self.stand_ins), std::mem::take(&mut self.ended));
+        let leads = stand_ins.iter_mut().find(|s| s.id == session).map(|s| &mut s.remote);
+        let leads =
+            leads.or_else(|| ended.iter_mut().find(|(_, e, _)| e.pid == session).map(|(.., remote)| remote));
+        let made = match leads {
+            Some(leader) => self.bear(leader, pid, libc::CLONE_PARENT as u64, Some(0)),
+            None => Err(Error::Failed(format!("session {session} has not begun"))),
+        };
+        (self.stand_ins, self.ended) = (stand_ins, ended);
+        made
+    }
+
     /// Makes a child with this id.
-    fn bear(&mut self, parent: &mut Remote<'a>, pid: u32, exit_signal: Option<u32>) -> Result<Remote<'a>> {
+    fn bear(
+        &mut self,
+        parent: &mut Remote<'a>,
+        pid: u32,
+        flags: u64,
+        exit_signal: Option<u32>,
+    ) -> Result<Remote<'a>> {
         let signal = exit_signal.unwrap_or(libc::SIGCHLD as u32);
         let mut program = Program::new();
         let id = program.data(&pid.to_le_bytes());
-        let args = CloneArgs { exit_signal: signal.into(), set_tid_size: 1, ..CloneArgs::default() };
+        let args = CloneArgs { flags, exit_signal: signal.into(), set_tid_size: 1, ..CloneArgs::default() };
         let record = program.data(&args.to_bytes());
         program.link(record, CloneArgs::SET_TID_OFFSET, id);
         let what = format!("make process {pid}");
@@ -233,7 +285,7 @@ impl<'a, 'i, 't> Family<'a, 'i, 't> {
 
     /// Joins all process groups: first those who lead one, then the others.
     fn group(&mut self) -> Result<()> {
-        let leaders = self.stand_in()?;
+        self.stand_in()?;
         for leading in [true, false] {
             for (process, member) in self.image.processes.iter().zip(&mut self.members) {
                 let (Some(group), Some(member)) = (process.own_group(), member) else { continue };
@@ -249,37 +301,39 @@ impl<'a, 'i, 't> Family<'a, 'i, 't> {
                 }
             }
         }
-        for (row, id, remote) in leaders {
+        for StandIn { parent, id, exit_signal, remote } in std::mem::take(&mut self.stand_ins) {
+            let signal = exit_signal.unwrap_or(libc::SIGCHLD as u32);
+            self.member(parent)?.run(&disposition(signal, libc::SIG_DFL as u64))?;
             let tid = remote.tid();
             kill(remote)?;
             self.nursery.others.borrow_mut().retain(|&other| other != tid);
             let mut program = Program::new();
             let all = Arg::Value(libc::__WALL as u32 as u64);
             program.call("bury a stand-in", libc::SYS_wait4, [u64::from(id).into(), 0.into(), all, 0.into()]);
-            self.member(row)?.run(&program)?;
+            program.append(disposition(signal, libc::SIG_IGN as u64));
+            self.member(parent)?.run(&program)?;
         }
         Ok(())
     }
 
-    /// Makes leaders of groups that have lost theirs, as children of one of the members, in its session.
-    fn stand_in(&mut self) -> Result<Vec<(usize, u32, Remote<'a>)>> {
-        let mut leaders = Vec::new();
-        for id in lost_leaders(self.image) {
-            let of_group = |p: &Process| {
-                p.own_group() == Some(id)
-                    || p.ended().iter().any(|e| e.group == Some(id) && e.session == p.own_session())
-            };
-            let row = self.image.processes.iter().position(of_group);
-            let row =
-                row.ok_or_else(|| Error::Failed(format!("process group {id} has no member that lives")))?;
-            let Some(mut member) = self.members[row].take() else { continue };
-            let made = self.bear(&mut member, id, Some(0));
-            self.members[row] = Some(member);
+    /// Makes leaders of groups that have lost theirs, as children of one of the members, in its session. (Who began a session
+    /// leads a group as well.)
+    fn stand_in(&mut self) -> Result<()> {
+        for id in tree::lost_leaders(self.image) {
+            if self.stand_ins.iter().any(|s| s.id == id) {
+                continue;
+            }
+            let parent = tree::stand_in_parent(self.image, id);
+            let parent = parent
+                .ok_or_else(|| Error::Failed(format!("process group {id} has no member that lives")))?;
+            let Some(mut member) = self.members[parent].take() else { continue };
+            let made = self.bear(&mut member, id, 0, Some(0));
+            self.members[parent] = Some(member);
             let mut made = made?;
             join(&mut made, id)?;
-            leaders.push((row, id, made));
+            self.stand_ins.push(StandIn { parent, id, exit_signal: Some(0), remote: made });
         }
-        Ok(leaders)
+        Ok(())
     }
 
     /// Gives the foreground of the tree's own terminals to those who had it.
@@ -326,6 +380,24 @@ impl<'a, 'i, 't> Family<'a, 'i, 't> {
 fn number(fd: &OwnedFd) -> Arg {
     use std::os::fd::AsRawFd;
     Arg::Value(fd.as_raw_fd() as u64)
+}
+
+/// What `clone3` is told of a child that shares descriptors, directories, or both.
+fn sharing(shares: [bool; 2]) -> u64 {
+    let flags = [libc::CLONE_FILES, libc::CLONE_FS].into_iter().zip(shares);
+    flags.filter(|(_, shares)| *shares).map(|(flag, _)| flag as u64).sum()
+}
+
+/// Lets it have a copy of its own of what it shares.
+fn leave(remote: &mut Remote<'_>, context: Context) -> Result<()> {
+    let flag = match context {
+        Context::Files => libc::CLONE_FILES,
+        Context::FileSystem => libc::CLONE_FS,
+    };
+    let mut program = Program::new();
+    program.call("unshare", libc::SYS_unshare, [(flag as u64).into()]);
+    remote.run(&program)?;
+    Ok(())
 }
 
 fn begin_session() -> Program {

@@ -123,7 +123,7 @@ pub fn restore(
     // What they take from here on counts there.
     notes.extend(groups::join(image, &members.iter().map(Remote::tid).collect::<Vec<_>>()));
     let mut rows: Vec<Row<'_>> =
-        image.processes.iter().map(|p| Row::of(checkpoint, p)).collect::<Result<_>>()?;
+        image.processes.iter().enumerate().map(|(i, p)| Row::of(checkpoint, i, p)).collect::<Result<_>>()?;
     for (row, remote) in rows.iter().zip(&mut members) {
         row.lay_out(image, remote, &open, room)?;
     }
@@ -204,6 +204,8 @@ pub fn restore(
 
 /// One process that is being built.
 struct Row<'a> {
+    /// Its place in the image.
+    row: usize,
     process: &'a Process,
     space: &'a AddressSpace,
     /// Its private pages.
@@ -214,12 +216,12 @@ struct Row<'a> {
 }
 
 impl<'a> Row<'a> {
-    fn of(checkpoint: &'a Checkpoint, process: &'a Process) -> Result<Self> {
+    fn of(checkpoint: &'a Checkpoint, row: usize, process: &'a Process) -> Result<Self> {
         let space = checkpoint.image.spaces.get(process.space as usize);
         let space = space.ok_or_else(|| Error::Failed("the manifest names no address space".into()))?;
         let filled = Filled::of(&checkpoint.pages, process.space);
         let extents = checkpoint.pages.of(Owner::Space(process.space));
-        Ok(Row { process, space, extents, filled, pid: 0 })
+        Ok(Row { row, process, space, extents, filled, pid: 0 })
     }
 
     /// Makes its mappings.
@@ -231,14 +233,22 @@ impl<'a> Row<'a> {
         space::advise_before(remote, self.space)
     }
 
-    /// What comes when its memory is filled, or will be.
+    /// What comes when its memory is filled, or will be. What it shares with other processes is seen to by the last of them,
+    /// as the others need what was there before.
     fn complete(&self, image: &Image, remote: &mut Remote<'_>, open: &OpenFiles) -> Result<()> {
         space::keep_accounts(remote, self.space, &self.filled)?;
         space::finish(remote, self.space, &self.filled)?;
         let exe = open.mapping_source(self.process.exe, false)?;
         remote.run(&of_process::layout(self.space, Some(exe as u32)))?;
-        remote.run(&places(image, self.process, open)?)?;
-        open.install(image, self.process.table, remote)
+        let mut later = image.processes[self.row + 1..].iter();
+        let shares_fs = self.process.shares_fs.unwrap_or(self.row as u32);
+        if !later.clone().any(|p| p.shares_fs == Some(shares_fs)) {
+            remote.run(&places(image, self.process, open)?)?;
+        }
+        if !later.any(|p| p.table == self.process.table) {
+            open.install(image, self.process.table, remote)?;
+        }
+        Ok(())
     }
 }
 

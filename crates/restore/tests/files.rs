@@ -64,7 +64,7 @@ fn capture_as(pid: u32, frozen: bool) -> Builder {
     let outsiders = Outsiders::scan(&[pid], Vec::new());
     let process = stillpoint_linux::proc::Proc::process(pid).unwrap();
     let holders = [Holder { pid, pidfd: std::os::fd::AsFd::as_fd(&pidfd), process: &process }];
-    let target = Target { holders: &holders, frozen, inherited: &[], outsiders: &outsiders };
+    let target = Target { holders: &holders, tables: &[], frozen, inherited: &[], outsiders: &outsiders };
     capture_files(&mut builder, &target).unwrap();
     builder.forget_sockets();
     take_digests(&mut builder);

@@ -188,6 +188,12 @@ mod trees {
         forking_threads.ignoring(&["thread", "child"]),
         waits,
         signalled.ignoring(&["thread", "child"]),
+        shared_contexts,
+        half_shared,
+        left_context,
+        lost_session,
+        dead_session,
+        left_session,
     );
 }
 

@@ -2,6 +2,7 @@
 //! while it runs, before anything is changed; a program that is bent on it can become another case a moment later.
 
 use super::thread::{Look, ThreadFiles};
+use crate::builder::Sharing;
 use crate::{Builder, Error, Result};
 use std::cmp::Ordering;
 use std::collections::{HashMap, HashSet};
@@ -152,6 +153,8 @@ pub struct Examined {
     /// The newest process there was before the others were looked at, and when that was.
     last_pid: Option<u32>,
     since: Instant,
+    /// Who was found to share something with it.
+    sharing: Vec<Sharing>,
 }
 
 /// Notes what about the process as a whole cannot be captured. `others` are the processes
@@ -170,6 +173,7 @@ pub fn examine(builder: &mut Builder, target: &Proc, others: Option<&[u32]>) -> 
         confines: false,
         last_pid: None,
         since: Instant::now(),
+        sharing: Vec::new(),
     };
     if leader_ended(builder, target)? {
         return Ok(examined);
@@ -190,6 +194,7 @@ pub fn examine(builder: &mut Builder, target: &Proc, others: Option<&[u32]>) -> 
         Some(others) => sharers(builder, target, others, false),
         None => sharers(builder, target, &proc::processes()?, true),
     }
+    examined.sharing.clone_from(&builder.sharing);
     Ok(examined)
 }
 
@@ -333,7 +338,8 @@ impl Examined {
         let mut builder = Builder::new();
         if let Ok(all) = proc::processes() {
             sharers(&mut builder, target, &all, true);
-            if builder.refusals.is_empty() {
+            let is_known = |sharing: &Sharing| self.sharing.contains(sharing);
+            if builder.refusals.is_empty() && builder.sharing.iter().all(is_known) {
                 (self.last_pid, self.since) = (last_pid, since);
             }
         }
@@ -600,18 +606,29 @@ fn sharers(builder: &mut Builder, target: &Proc, others: &[u32], runs: bool) {
             (Shared::Files, "descriptors"),
             (Shared::FileSystem, "current directory"),
         ] {
-            if sharing::shared(pid, target.pid(), object).unwrap_or(false)
-                && !is_own(pid)
-                && !(runs && object == Shared::Memory && passes(pid, target.pid()))
-            {
-                // The twin of another checkpoint, while it is being made.
-                let twin = Proc::process(pid).ok().and_then(|p| tracer(&p, pid)).is_some();
-                let of = if twin { ", for another checkpoint it seems" } else { "" };
-                let why = format!("it shares its {name} with the program{of}");
-                builder.refuse(named(pid), why, "try again later");
+            if !sharing::shared(pid, target.pid(), object).unwrap_or(false) || is_own(pid) {
+                continue;
+            }
+            if object != Shared::Memory {
+                // Whether it is of the tree is known when that is.
+                let sharing = Sharing { process: target.pid(), other: pid, object };
+                if !builder.sharing.contains(&sharing) {
+                    builder.sharing.push(sharing);
+                }
+            } else if !(runs && passes(pid, target.pid())) {
+                refuse_sharer(builder, pid, name);
             }
         }
     }
+}
+
+/// Refuses the program for a process that has something in common with it.
+pub(crate) fn refuse_sharer(builder: &mut Builder, pid: u32, name: &str) {
+    // The twin of another checkpoint, while it is being made.
+    let twin = Proc::process(pid).ok().and_then(|p| tracer(&p, pid)).is_some();
+    let of = if twin { ", for another checkpoint it seems" } else { "" };
+    let why = format!("it shares its {name} with the program{of}");
+    builder.refuse(named(pid), why, "try again later");
 }
 
 /// Notes mappings that cannot be captured.

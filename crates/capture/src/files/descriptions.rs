@@ -106,6 +106,9 @@ pub fn read(target: &Target<'_>) -> Result<Vec<Description>> {
     // By number, the last one that was found: most descriptors of a process are those that it was made with.
     let mut of_number: HashMap<u32, usize> = HashMap::new();
     for (process, holder) in target.holders.iter().enumerate() {
+        if target.shares_table_of(process) != process {
+            continue;
+        }
         let listed = Folders::open(holder.pid).and_then(|f| f.list().map(|fds| (f, fds)));
         let (folders, fds) = match listed {
             Err(_) if !target.frozen => continue, // it has ended since

@@ -74,6 +74,8 @@ pub struct Holder<'a> {
 pub struct Target<'a> {
     /// All of them, the root first.
     pub holders: &'a [Holder<'a>],
+    /// For each holder the first one that has the same descriptor table, by its place: itself if there is none before it.
+    pub tables: &'a [usize],
     /// Whether they stand still. If not (a check ahead of time), queued data is not looked at, and what is refused may
     /// be about a moment in which the program was just opening or closing something.
     pub frozen: bool,
@@ -96,7 +98,11 @@ pub fn capture_files(builder: &mut Builder, target: &Target<'_>) -> Result<Vec<u
     let mut scan = Scan::new(builder, target, &all)?;
     scan.in_flight = in_flight;
     let standard = Standard::find(&mut scan)?;
-    let mut tables = vec![FileTable::default(); target.holders.len()];
+    // Those that share a table have that of the first of them.
+    let of_its_own: Vec<usize> =
+        (0..target.holders.len()).filter(|&h| target.shares_table_of(h) == h).collect();
+    let place = |holder: usize| of_its_own.partition_point(|&h| h < target.shares_table_of(holder));
+    let mut tables = vec![FileTable::default(); of_its_own.len()];
     // Rows of descriptions come first and in order, so that epoll watches can refer to them before they are filled.
     let base = scan.base;
     scan.builder.image.files.resize(base as usize + all.len(), placeholder());
@@ -115,7 +121,7 @@ pub fn capture_files(builder: &mut Builder, target: &Target<'_>) -> Result<Vec<u
         }
         for &Held { process, fd, close_on_exec, .. } in &description.held {
             let file = scan.row_of_descriptor(&standard, index, fd)?;
-            tables[process].descriptors.push(Descriptor { fd, file, close_on_exec });
+            tables[place(process)].descriptors.push(Descriptor { fd, file, close_on_exec });
         }
     }
     pending::resolve(&mut scan)?;
@@ -124,7 +130,14 @@ pub fn capture_files(builder: &mut Builder, target: &Target<'_>) -> Result<Vec<u
     let first = builder.image.tables.len() as u32;
     tables.iter_mut().for_each(|table| table.descriptors.sort_by_key(|d| d.fd));
     builder.image.tables.extend(tables);
-    Ok((first..builder.image.tables.len() as u32).collect())
+    Ok((0..target.holders.len()).map(|holder| first + place(holder) as u32).collect())
+}
+
+impl Target<'_> {
+    /// The first holder that has the same descriptor table, by its place.
+    fn shares_table_of(&self, holder: usize) -> usize {
+        self.tables.get(holder).copied().unwrap_or(holder)
+    }
 }
 
 fn placeholder() -> OpenFile {

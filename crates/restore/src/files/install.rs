@@ -238,6 +238,11 @@ impl<'a> Finish<'a> {
     /// Gives an open file that was made late to all other processes that hold it.
     fn share(&mut self, row: u32, home: Home) -> Result<()> {
         for process in home.process + 1..self.tables.len() {
+            // Those that share a table are given it once.
+            let before = &self.image.processes[..process];
+            if before.iter().any(|p| p.table == self.image.processes[process].table) {
+                continue;
+            }
             let all: Vec<Descriptor> = self.descriptors(process, row).copied().collect();
             if all.is_empty() {
                 continue;
