@@ -1453,7 +1453,117 @@ static void left_context(void) {
   await(pid, 0);
 }
 
-SCENARIOS({"pair", pair}, {"shared_contexts", shared_contexts}, {"half_shared", half_shared}, {"left_context", left_context},
+// --- threads with directories of their own, and with children of their own
+
+static int turn;
+
+static void *shares_apart(void *unused) {
+  (void)unused;
+  expect_context(0, 1, "/usr", 033);
+  __atomic_add_fetch(&turn, 1, __ATOMIC_SEQ_CST);
+  wait_go();
+  expect_context(0, 1, "/usr", 033);
+  MUST(!chdir("/etc"));
+  umask(011);
+  __atomic_add_fetch(&turn, 100, __ATOMIC_SEQ_CST);
+  return 0;
+}
+
+static void *goes_apart(void *unused) {
+  (void)unused;
+  MUST(!unshare(CLONE_FS) && !chdir("/usr"));
+  umask(033);
+  pthread_t second = spawn(shares_apart, 0);
+  wait_go();
+  pthread_join(second, 0);
+  expect_context(0, 1, "/etc", 011);
+  return 0;
+}
+
+static void *another_apart(void *unused) {
+  (void)unused;
+  MUST(!unshare(CLONE_FS) && !chdir("/tmp"));
+  __atomic_add_fetch(&turn, 10, __ATOMIC_SEQ_CST);
+  wait_go();
+  expect_context(0, 1, "/tmp", 027);
+  while (__atomic_load_n(&turn, __ATOMIC_SEQ_CST) < 1000)
+    nap(0.001);
+  expect_context(0, 1, "/tmp", 027);
+  return 0;
+}
+
+static void *stays_together(void *unused) {
+  (void)unused;
+  wait_go();
+  while (__atomic_load_n(&turn, __ATOMIC_SEQ_CST) < 100)
+    nap(0.001);
+  MUST(!chdir("/"));
+  __atomic_add_fetch(&turn, 1000, __ATOMIC_SEQ_CST);
+  return 0;
+}
+
+static void apart(void) {
+  MUST(!chdir(directory));
+  umask(027);
+  pthread_t threads[] = {spawn(goes_apart, 0), spawn(another_apart, 0), spawn(stays_together, 0)};
+  while (__atomic_load_n(&turn, __ATOMIC_SEQ_CST) != 11)
+    nap(0.001);
+  cut();
+  while (__atomic_load_n(&turn, __ATOMIC_SEQ_CST) < 1000)
+    nap(0.001);
+  expect_context(0, 1, "/", 027);
+  for (int i = 0; i < 3; i++)
+    pthread_join(threads[i], 0);
+}
+
+static pid_t of_thread[3];
+
+static void waits_for_death(long unused) {
+  (void)unused;
+  MUST(!prctl(PR_SET_PDEATHSIG, SIGTERM));
+  arrive();
+  for (;;)
+    pause();
+}
+
+static void *has_children(void *unused) {
+  (void)unused;
+  of_thread[0] = child(waits_for_death, 0);
+  of_thread[1] = child(until_word, 0);
+  of_thread[2] = child(end, 4);
+  siginfo_t info;
+  MUST(!waitid(P_PID, of_thread[2], &info, WEXITED | WNOWAIT));
+  arrive();
+  wait_go();
+  while (!__atomic_load_n(&turn, __ATOMIC_SEQ_CST))
+    nap(0.001);
+  int status = -1;
+  EQUAL(waitpid(of_thread[2], &status, __WNOTHREAD), of_thread[2]);
+  EQUAL(status, 4 << 8);
+  EQUAL(waitpid(of_thread[0], &status, __WNOTHREAD | WNOHANG), 0);
+  __atomic_store_n(&board->words[0], 1, __ATOMIC_SEQ_CST);
+  EQUAL(waitpid(of_thread[1], &status, __WNOTHREAD), of_thread[1]);
+  EQUAL(status, 0);
+  return 0; // and the first one is told
+}
+
+static void thread_children(void) {
+  open_board();
+  pthread_t thread = spawn(has_children, 0);
+  await_arrivals(3);
+  pid_t own = child(until_word, 0);
+  await_arrivals(4);
+  cut();
+  for (int i = 0; i < 3; i++)
+    CHECK(waitpid(of_thread[i], 0, __WNOTHREAD | WNOHANG) < 0 && errno == ECHILD);
+  EQUAL(waitpid(own, 0, __WNOTHREAD | WNOHANG), 0);
+  __atomic_store_n(&turn, 1, __ATOMIC_SEQ_CST);
+  pthread_join(thread, 0);
+  await(of_thread[0], SIGTERM);
+  await(own, 0);
+}
+
+SCENARIOS({"pair", pair}, {"shared_contexts", shared_contexts}, {"half_shared", half_shared}, {"left_context", left_context}, {"apart", apart}, {"thread_children", thread_children},
           {"lost_session", lost_session}, {"dead_session", dead_session}, {"left_session", left_session}, {"generations", generations}, {"many", many}, {"programs", programs}, {"ended", ended},
           {"ended_pending", ended_pending}, {"exit_signals", exit_signals}, {"nobody_waits", nobody_waits},
           {"sessions", sessions}, {"groups", groups}, {"leaderless", leaderless}, {"dead_leader", dead_leader},

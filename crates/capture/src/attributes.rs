@@ -12,6 +12,7 @@
 //! NUMA policies of threads, a default timer slack that differs from the current one, and whether two threads share
 //! their I/O context (`CLONE_IO`).
 
+pub mod directories;
 pub mod inside;
 pub mod process;
 pub mod semaphores;

@@ -51,6 +51,8 @@ pub struct Builder {
     pub(crate) no_devices: HashSet<(u64, u64)>,
     /// Who shares descriptors or current directory with whom, without being a thread of it.
     pub(crate) sharing: Vec<Sharing>,
+    /// Threads whose directories are apart from those of the main thread: process and thread, in our pid namespace.
+    pub(crate) apart: Vec<(u32, u32)>,
     paths: HashMap<(u64, u64, Vec<u8>), u32>,
     objects: HashMap<(u64, u64), u32>,
 }

@@ -335,6 +335,7 @@ fn look_around(builder: &mut Builder, portrait: &mut Portrait, known: &Known) ->
         ..found
     };
     portrait.space = attributes::process::space(folder, &main.stat)?;
+    attributes::directories::of_threads(builder, folder, &portrait.threads, &mut portrait.process.threads)?;
     builder.image.meta.host.xfeatures |= arch::xstate_features(&portrait.process.threads[0].xstate.0);
     Ok(())
 }
@@ -349,7 +350,7 @@ fn open_new(frozen: &Frozen, known: &Known) -> Result<HashMap<u32, ThreadFiles>>
 }
 
 /// Row of what a link of the process's folder leads to.
-fn link(builder: &mut Builder, process: &Proc, name: &str, usage: Usage) -> Result<u32> {
+pub(crate) fn link(builder: &mut Builder, process: &Proc, name: &str, usage: Usage) -> Result<u32> {
     let path = process.link(name)?;
     if let Ok(stat) = rustix::fs::statat(process, name, AtFlags::empty())
         && let Some(row) = builder.known_path(stat.st_dev, stat.st_ino, &path, usage)

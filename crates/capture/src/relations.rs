@@ -5,7 +5,7 @@ use crate::builder::Sharing;
 use crate::{Builder, Result};
 use std::collections::HashMap;
 use stillpoint_image::{Ended, tree};
-use stillpoint_linux::proc::{Proc, Stat, Status};
+use stillpoint_linux::proc::{self, Proc, Stat, Status};
 use stillpoint_linux::sharing::{self, Shared};
 
 /// What `/proc` tells of a process that was described, in the order of the rows.
@@ -57,9 +57,17 @@ pub fn describe(builder: &mut Builder, relatives: &[Relative]) -> Result<()> {
         process.parent = row_of.get(&look.stat.ppid).filter(|_| row > 0).map(|&parent| parent as u32);
         let signal = look.stat.exit_signal;
         process.exit_signal = (signal != libc::SIGCHLD && row > 0).then_some(signal.max(0) as u32);
-        let children = relative.threads.iter().flat_map(|t| &t.look.children);
-        for &child in children.filter(|child| !row_of.contains_key(child)) {
-            ended.extend(zombie(builder, child)?.map(|(ids, e)| (row, ids, e)));
+        for (place, thread) in relative.threads.iter().enumerate() {
+            let parent_thread = (place > 0).then(|| thread.look.status.own_tid());
+            for child in &thread.look.children {
+                match row_of.get(child) {
+                    Some(&child) => builder.image.processes[child].parent_thread = parent_thread,
+                    None => {
+                        let found = zombie(builder, *child)?;
+                        ended.extend(found.map(|(ids, e)| (row, ids, Ended { parent_thread, ..e })));
+                    }
+                }
+            }
         }
     }
     let members: Vec<Ids> = all.iter().copied().chain(ended.iter().map(|e| e.1)).collect();
@@ -87,7 +95,7 @@ fn zombie(builder: &mut Builder, pid: u32) -> Result<Option<(Ids, Ended)>> {
     let ids = Ids::of(&stat, &status);
     let signal = stat.exit_signal;
     let exit_signal = (signal != libc::SIGCHLD).then_some(signal.max(0) as u32);
-    let ended = Ended { pid: ids.own, status: stat.exit_code, session: None, group: None, exit_signal };
+    let ended = Ended { pid: ids.own, status: stat.exit_code, exit_signal, ..Ended::default() };
     Ok(Some((ids, ended)))
 }
 
@@ -137,7 +145,8 @@ pub fn check(builder: &mut Builder, pids: &[u32]) {
 /// Refuses processes outside of the tree (whose processes are `pids`) with which it shares descriptors or directories. While
 /// it `runs`, it may have others by now.
 pub fn refuse_sharers(builder: &mut Builder, pids: &[u32], runs: bool) {
-    let outside = |s: &&Sharing| !pids.contains(&s.other) && !(runs && descends(s.other, pids));
+    let inside = |pid: u32| pids.contains(&pid) || runs && descends(pid, pids);
+    let outside = |s: &&Sharing| !inside(s.other);
     for found in builder.sharing.iter().filter(outside).copied().collect::<Vec<_>>() {
         // It may have ended meanwhile, or have left what it shared.
         if sharing::shared(found.process, found.other, found.object).unwrap_or(false) {
@@ -146,6 +155,23 @@ pub fn refuse_sharers(builder: &mut Builder, pids: &[u32], runs: bool) {
                 _ => "current directory",
             };
             refuse_sharer(builder, found.other, name);
+        }
+    }
+    refuse_sharers_of_threads(builder);
+}
+
+/// Refuses processes that share directories with a thread that has some of its own.
+fn refuse_sharers_of_threads(builder: &mut Builder) {
+    let apart = builder.apart.clone();
+    let all = if apart.is_empty() { Vec::new() } else { proc::processes().unwrap_or_default() };
+    let share = |one, other| sharing::shared(one, other, Shared::FileSystem).unwrap_or(false);
+    for &(process, tid) in &apart {
+        let of_main = all.iter().filter(|&&other| other != process && share(other, tid)).copied();
+        let of_others = apart.iter().filter(|(other, thread)| *other != process && share(*thread, tid));
+        let found: Vec<u32> = of_main.chain(of_others.map(|(other, _)| *other)).collect();
+        for other in found {
+            let why = format!("it shares its current directory with thread {tid} of process {process}");
+            builder.refuse(named(other), why, "");
         }
     }
 }

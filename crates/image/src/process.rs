@@ -92,6 +92,9 @@ pub struct Process {
     /// first of all that do, which has none here.
     #[n(27)]
     pub shares_fs: Option<u32>,
+    /// The thread of its parent that it is a child of, as the program sees it; none: the main thread.
+    #[n(28)]
+    pub parent_thread: Option<u32>,
 }
 
 impl Process {
@@ -148,6 +151,9 @@ pub struct Ended {
     /// Signal to its parent when it ended; none: `SIGCHLD`.
     #[n(4)]
     pub exit_signal: Option<u32>,
+    /// The thread of its parent that it is a child of, as [`Process::parent_thread`].
+    #[n(5)]
+    pub parent_thread: Option<u32>,
 }
 
 /// A resource limit.
@@ -229,6 +235,27 @@ pub struct Thread {
     /// `PR_GET_TSC` (0 or 1: `PR_TSC_ENABLE`).
     #[n(19)]
     pub tsc: u32,
+    /// Current directory, root and umask, if it does not share those of the main thread.
+    #[n(20)]
+    pub directories: Option<Directories>,
+}
+
+/// File-system context of a thread that has one apart from the main thread's (`unshare(CLONE_FS)`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct Directories {
+    /// Current directory, index into [`crate::Image::paths`].
+    #[n(0)]
+    pub cwd: u32,
+    /// Root directory, index into [`crate::Image::paths`].
+    #[n(1)]
+    pub root: u32,
+    /// File mode creation mask.
+    #[n(2)]
+    pub umask: u32,
+    /// Id of the thread with which it shares them: the first of all that do, which has none here.
+    #[n(3)]
+    pub shares: Option<u32>,
 }
 
 /// A system call with a relative timeout whose remaining time the kernel alone knows (`-ERESTART_RESTARTBLOCK`).

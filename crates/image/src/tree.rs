@@ -313,6 +313,13 @@ impl<'a> Making<'a> {
         for session in std::mem::take(&mut self.lost) {
             self.stand_in(session, &mut steps)?;
         }
+        // What the main thread leaves, the threads that are there by then keep.
+        let by_thread = self.children.iter().any(|(child, _)| self.is_of_thread(*child));
+        let crosses =
+            |(child, birth): &(Child, Birth)| birth.contexts[1].is_some() && self.is_of_thread_apart(*child);
+        if self.children.iter().any(crosses) {
+            return Err(self.not_inherited(Inherited::FileSystem));
+        }
         let mut begun = !self.leads;
         let mut has = self.birth.contexts;
         while !self.children.is_empty() {
@@ -340,6 +347,10 @@ impl<'a> Making<'a> {
         for context in (0..2).filter(|&c| self.is_done_with(c, has[c])) {
             steps.push(Step::Leave(CONTEXTS[context]));
         }
+        let leaves = |step: &Step| matches!(step, Step::Leave(_));
+        if by_thread && steps.iter().any(leaves) {
+            return Err(self.not_inherited(Inherited::FileSystem));
+        }
         Ok(steps)
     }
 
@@ -361,8 +372,9 @@ impl<'a> Making<'a> {
         signals.extend(ended.map(|place| process.ended()[place].exit_signal));
         signals.dedup();
         let shares = members.iter().any(|(_, birth)| birth.contexts != [None; 2]);
+        let by_thread = members.iter().any(|(child, _)| self.is_of_thread(*child));
         let &[exit_signal] = signals.as_slice() else { return Err(self.not_inherited(Inherited::Session)) };
-        if shares || ended.is_none() && elsewhere() {
+        if shares || by_thread || ended.is_none() && elsewhere() {
             return Err(self.not_inherited(Inherited::Session));
         }
         self.children.retain(|(child, _)| ended.is_none_or(|place| *child != Child::Ended(place)));
@@ -373,6 +385,25 @@ impl<'a> Making<'a> {
             by: Some(session),
         }));
         Ok(())
+    }
+
+    /// The thread that has this child, if it is not the main one.
+    fn thread_of(&self, child: Child) -> Option<u32> {
+        match child {
+            Child::Living(row) => self.tree.image.processes[row].parent_thread,
+            Child::Ended(place) => self.tree.image.processes[self.row].ended()[place].parent_thread,
+        }
+    }
+
+    fn is_of_thread(&self, child: Child) -> bool {
+        self.thread_of(child).is_some()
+    }
+
+    /// Whether the thread that has this child has directories apart from the main thread's.
+    fn is_of_thread_apart(&self, child: Child) -> bool {
+        let thread = self.thread_of(child);
+        let threads = &self.tree.image.processes[self.row].threads;
+        threads.iter().any(|t| Some(t.tid) == thread && t.directories.is_some())
     }
 
     /// Whether a child may be made after its parent has begun its session.

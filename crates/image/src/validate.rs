@@ -4,8 +4,8 @@
 //! tables and subtract its addresses without looking again.
 
 use crate::{
-    Backing, Codec, FileKind, Image, MAX_BLOCK_PAGES, Mapping, MemoryObject, OpenFile, Owner, PAGE, PageMap,
-    Place, Process, Socket,
+    Backing, Codec, Directories, FileKind, Image, MAX_BLOCK_PAGES, Mapping, MemoryObject, OpenFile, Owner,
+    PAGE, PageMap, Place, Process, Socket,
 };
 use std::collections::HashSet;
 
@@ -187,6 +187,28 @@ fn check_process(row: &Row, process: &Process, image: &Image) -> Result<(), Inva
     row.must(process.actions.iter().all(|a| is_signal(a.signal)), "it handles a signal that there is not")?;
     for path in [process.exe, process.cwd, process.root] {
         row.refers("file", path, image.paths.len())?;
+    }
+    check_directories(row, process, image)?;
+    // (Its parent's row is before it.)
+    let parent = process.parent.and_then(|parent| image.processes.get(parent as usize));
+    let is_thread = |of: Option<&Process>, tid: Option<u32>| {
+        tid.is_none_or(|tid| of.is_some_and(|p| p.threads.iter().skip(1).any(|t| t.tid == tid)))
+    };
+    row.must(is_thread(parent, process.parent_thread), "it is the child of a thread that there is not")?;
+    let of_ended = process.ended().iter().all(|e| is_thread(Some(process), e.parent_thread));
+    row.must(of_ended, "an ended child of it is that of a thread that there is not")
+}
+
+fn check_directories(row: &Row, process: &Process, image: &Image) -> Result<(), Invalid> {
+    for (place, thread) in process.threads.iter().enumerate() {
+        let Some(own) = thread.directories else { continue };
+        row.must(place > 0, "its main thread has directories apart from its own")?;
+        row.refers("file", own.cwd, image.paths.len())?;
+        row.refers("file", own.root, image.paths.len())?;
+        let Some(first) = own.shares else { continue };
+        let first = process.threads[..place].iter().find(|t| t.tid == first).and_then(|t| t.directories);
+        let same = first.is_some_and(|first| first == Directories { shares: None, ..own });
+        row.must(same, "a thread in it shares directories that are not its own")?;
     }
     Ok(())
 }

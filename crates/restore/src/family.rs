@@ -12,6 +12,8 @@
 //! 5. When all are there, process groups are joined. A group whose leader has ended gets one for the moment.
 //! 6. Children that had ended end.
 //!
+//! Children of a thread that is not the main one are made by that thread, which therefore is there before all else.
+//!
 //! All are traced from birth, and killed with us.
 
 use crate::{Error, Result, burial};
@@ -19,7 +21,7 @@ use std::cell::{Cell, OnceCell, RefCell};
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use stillpoint_image::tree::{self, Child, Context, Step};
-use stillpoint_image::{Ended, Image, Process};
+use stillpoint_image::{Ended, Image, Process, Thread};
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::program::{Arg, Program, Run};
 use stillpoint_linux::ptrace::{Seized, Stopped, Waited, options as trace};
@@ -111,6 +113,8 @@ pub(crate) struct Family<'a, 'i, 't> {
     used: usize,
     /// Main threads, by row.
     members: Vec<Option<Remote<'a>>>,
+    /// The other threads of those processes in which others than the main thread have children, by row.
+    threads: HashMap<usize, Vec<Remote<'a>>>,
     ended: Vec<(usize, Ended, Remote<'a>)>,
     /// Those that lead a session or process group for the moment, by their parents' rows.
     stand_ins: Vec<StandIn<'a>>,
@@ -124,6 +128,14 @@ struct StandIn<'a> {
     id: u32,
     exit_signal: Option<u32>,
     remote: Remote<'a>,
+}
+
+/// The processes of a tree, made.
+pub(crate) struct Made<'a> {
+    /// Their main threads, by row.
+    pub main: Vec<Remote<'a>>,
+    /// The other threads of those that have them already, by row.
+    pub threads: HashMap<usize, Vec<Remote<'a>>>,
 }
 
 /// How many memories a tree needs room for.
@@ -140,7 +152,8 @@ pub(crate) fn ids(image: &Image) -> Vec<u32> {
 }
 
 impl<'a, 'i, 't> Family<'a, 'i, 't> {
-    /// Makes all processes; returns their main threads, by row. `root` is that of the root, which has nothing but the area of
+    /// Makes all processes; returns their main threads, by row, and the other threads of those that had to have them by now.
+    /// `root` is that of the root, which has nothing but the area of
     /// remote programs; `terminals` are slaves of controlling terminals by row, in our own table, of which all have copies.
     pub fn make(
         image: &'i Image,
@@ -148,28 +161,33 @@ impl<'a, 'i, 't> Family<'a, 'i, 't> {
         memories: &'a [OnceCell<Memory>],
         root: Remote<'a>,
         terminals: &'t HashMap<u32, OwnedFd>,
-    ) -> Result<Vec<Remote<'a>>> {
+    ) -> Result<Made<'a>> {
         let members = image.processes.iter().map(|_| None).collect();
         let not_inherited = |tree::NotInherited { row, what }| {
             let pid = image.processes[row].pid;
             Error::Failed(format!("the children of process {pid} cannot have their {} from it", what.name()))
         };
         let steps = tree::steps(image).map_err(not_inherited)?;
-        let (ended, stand_ins) = (Vec::new(), Vec::new());
+        let (threads, ended, stand_ins) = (HashMap::new(), Vec::new(), Vec::new());
         #[rustfmt::skip]
-        let mut family = Family { image, nursery, memories, used: 1, members, ended, stand_ins, terminals };
+        let mut family = Family { image, nursery, memories, used: 1, members, threads, ended, stand_ins, terminals };
         family.raise(&steps, 0, root)?;
         family.group()?;
         family.bring_to_foreground()?;
         family.end()?;
-        let made = family.members.into_iter();
-        made.collect::<Option<Vec<_>>>().ok_or_else(|| Error::Failed("a process has no parent".into()))
+        let main = family.members.into_iter().collect::<Option<Vec<_>>>();
+        let main = main.ok_or_else(|| Error::Failed("a process has no parent".into()))?;
+        Ok(Made { main, threads: family.threads })
     }
 
     /// Makes the descendants of a process.
     fn raise(&mut self, steps: &[Vec<Step>], row: usize, mut remote: Remote<'a>) -> Result<()> {
         let process = &self.image.processes[row];
         let mut born = Vec::new();
+        let mut threads = match has_children_of_threads(self.image, row) {
+            true => others(remote.memory(), &mut remote, process)?,
+            false => Vec::new(),
+        };
         for step in &steps[row] {
             match *step {
                 Step::BeginSession => self.begin_session(process, &mut remote)?,
@@ -188,16 +206,20 @@ impl<'a, 'i, 't> Family<'a, 'i, 't> {
                     }
                 }
                 Step::Bear { child, shares, by } => {
-                    let (pid, exit_signal) = match child {
+                    let (pid, exit_signal, thread) = match child {
                         Child::Living(child) => {
-                            (self.image.processes[child].pid, self.image.processes[child].exit_signal)
+                            let child = &self.image.processes[child];
+                            (child.pid, child.exit_signal, child.parent_thread)
                         }
                         Child::Ended(place) => {
-                            (process.ended()[place].pid, process.ended()[place].exit_signal)
+                            let ended = &process.ended()[place];
+                            (ended.pid, ended.exit_signal, ended.parent_thread)
                         }
                     };
+                    let place = process.threads.iter().skip(1).position(|t| Some(t.tid) == thread);
+                    let parent = place.and_then(|place| threads.get_mut(place)).unwrap_or(&mut remote);
                     let made = match by {
-                        None => self.bear(&mut remote, pid, sharing(shares), exit_signal)?,
+                        None => self.bear(parent, pid, sharing(shares), exit_signal)?,
                         Some(session) => self.bear_by(session, pid)?,
                     };
                     match child {
@@ -208,6 +230,9 @@ impl<'a, 'i, 't> Family<'a, 'i, 't> {
             }
         }
         self.members[row] = Some(remote);
+        if !threads.is_empty() {
+            self.threads.insert(row, threads);
+        }
         for (child, remote) in born {
             self.raise(steps, child, remote)?;
         }
@@ -474,43 +499,26 @@ fn see_end(mut running: Seized) -> Result<()> {
     }
 }
 
-/// Makes the other threads of a process; each starts stopped, in the middle of the leader's program. Returns all, the leader
-/// first.
+/// Whether other threads of a process than the main one have children.
+fn has_children_of_threads(image: &Image, row: usize) -> bool {
+    image.processes[row].ended().iter().any(|e| e.parent_thread.is_some())
+        || tree::children(image, row).any(|child| image.processes[child].parent_thread.is_some())
+}
+
+/// All threads of a process, the leader first: those that there are not yet are made, and start stopped, in the middle of the
+/// leader's program.
 pub(crate) fn make_threads<'a>(
     memory: &'a Memory,
     mut leader: Remote<'a>,
     process: &Process,
+    made: Option<Vec<Remote<'a>>>,
 ) -> Result<Vec<Remote<'a>>> {
-    let flags = libc::CLONE_VM | libc::CLONE_FS | libc::CLONE_FILES | libc::CLONE_SIGHAND;
-    let flags = flags | libc::CLONE_THREAD | libc::CLONE_SYSVSEM;
-    let others = process.threads.get(1..).unwrap_or_default();
-    let (mut born, made) = (Vec::new(), Cell::new(0));
-    let make = || {
-        let mut program = Program::new();
-        for thread in &others[made.get()..] {
-            let id = program.data(&thread.tid.to_le_bytes());
-            let args = CloneArgs { flags: flags as u64, set_tid_size: 1, ..CloneArgs::default() };
-            let record = program.data(&args.to_bytes());
-            program.link(record, CloneArgs::SET_TID_OFFSET, id);
-            let what = format!("make thread {}", thread.tid);
-            program.call(what, libc::SYS_clone3, [record, Arg::Value(size_of::<CloneArgs>() as u64)]);
-        }
-        let done = leader.run(&program);
-        born.extend(leader.take_born());
-        made.set(born.len());
-        done
+    let made = match made {
+        Some(made) => made,
+        None => others(memory, &mut leader, process)?,
     };
-    let next = || others.get(made.get()).map_or(0, |thread| thread.tid);
-    burial::until_free(next, make, is_taken).map_err(|e| match is_taken(&e) {
-        true => Error::PidTaken(process.pid),
-        false => e.into(),
-    })?;
-    let area: Area = leader.area();
     let mut threads = vec![leader];
-    for tid in born {
-        let stopped = Seized::born(tid).wait()?.stopped(tid)?;
-        threads.push(Remote::new(memory, stopped, area)?);
-    }
+    threads.extend(made);
     if threads.len() != process.threads.len() {
         return Err(Error::Failed(format!(
             "{} of {} threads were made",
@@ -519,4 +527,69 @@ pub(crate) fn make_threads<'a>(
         )));
     }
     Ok(threads)
+}
+
+/// Makes the other threads of a process. Those that share directories apart from the main thread's are made by the first of
+/// them.
+fn others<'a>(memory: &'a Memory, leader: &mut Remote<'a>, process: &Process) -> Result<Vec<Remote<'a>>> {
+    let of = |thread: &Thread| thread.directories.and_then(|d| d.shares);
+    let mut made: HashMap<u32, Remote<'a>> = HashMap::new();
+    let mut makers: Vec<Option<u32>> = process.threads.iter().skip(1).map(of).collect();
+    makers.sort_unstable();
+    makers.dedup();
+    for maker in makers {
+        let threads: Vec<&Thread> = process.threads.iter().skip(1).filter(|t| of(t) == maker).collect();
+        let born = match maker {
+            None => beget(memory, leader, process.pid, &threads)?,
+            Some(first) => {
+                let first = made.get_mut(&first);
+                let first = first.ok_or_else(|| Error::Failed("a thread has not been made".into()))?;
+                beget(memory, first, process.pid, &threads)?
+            }
+        };
+        made.extend(threads.iter().map(|t| t.tid).zip(born));
+    }
+    let in_order = process.threads.iter().skip(1).map(|t| made.remove(&t.tid));
+    in_order.collect::<Option<Vec<_>>>().ok_or_else(|| Error::Failed("a thread was not made".into()))
+}
+
+/// Makes threads of the maker's process, in their order.
+fn beget<'a>(
+    memory: &'a Memory,
+    maker: &mut Remote<'a>,
+    pid: u32,
+    threads: &[&Thread],
+) -> Result<Vec<Remote<'a>>> {
+    let flags = libc::CLONE_VM | libc::CLONE_FILES | libc::CLONE_SIGHAND;
+    let flags = flags | libc::CLONE_THREAD | libc::CLONE_SYSVSEM;
+    let (mut born, made) = (Vec::new(), Cell::new(0));
+    let make = || {
+        let mut program = Program::new();
+        for thread in &threads[made.get()..] {
+            let is_apart = thread.directories.is_some_and(|d| d.shares.is_none());
+            let flags = if is_apart { flags } else { flags | libc::CLONE_FS };
+            let id = program.data(&thread.tid.to_le_bytes());
+            let args = CloneArgs { flags: flags as u64, set_tid_size: 1, ..CloneArgs::default() };
+            let record = program.data(&args.to_bytes());
+            program.link(record, CloneArgs::SET_TID_OFFSET, id);
+            let what = format!("make thread {}", thread.tid);
+            program.call(what, libc::SYS_clone3, [record, Arg::Value(size_of::<CloneArgs>() as u64)]);
+        }
+        let done = maker.run(&program);
+        born.extend(maker.take_born());
+        made.set(born.len());
+        done
+    };
+    let next = || threads.get(made.get()).map_or(0, |thread| thread.tid);
+    burial::until_free(next, make, is_taken).map_err(|e| match is_taken(&e) {
+        true => Error::PidTaken(pid),
+        false => e.into(),
+    })?;
+    let area: Area = maker.area();
+    let mut all = Vec::with_capacity(born.len());
+    for tid in born {
+        let stopped = Seized::born(tid).wait()?.stopped(tid)?;
+        all.push(Remote::new(memory, stopped, area)?);
+    }
+    Ok(all)
 }

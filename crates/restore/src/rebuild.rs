@@ -119,7 +119,8 @@ pub fn restore(
     check_processor(image, &leader)?;
     let opened = Memory::open(nursery.pid())?;
     let root = space::clear(memories[0].get_or_init(|| opened), leader, room)?;
-    let mut members = Family::make(image, &nursery, &memories, root, open.terminals())?;
+    let family::Made { main: mut members, threads: mut others } =
+        Family::make(image, &nursery, &memories, root, open.terminals())?;
     // What they take from here on counts there.
     notes.extend(groups::join(image, &members.iter().map(Remote::tid).collect::<Vec<_>>()));
     let mut rows: Vec<Row<'_>> =
@@ -148,7 +149,10 @@ pub fn restore(
     let mut all = Vec::with_capacity(members.len());
     for (row, mut remote) in rows.iter().zip(members) {
         row.complete(image, &mut remote, &open)?;
-        all.push(family::make_threads(remote.memory(), remote, row.process)?);
+        let others = others.remove(&row.row);
+        let mut threads = family::make_threads(remote.memory(), remote, row.process, others)?;
+        row.take_places(image, &mut threads)?;
+        all.push(threads);
     }
     // Its processes have ids too, which are not to be those of the program's threads.
     let coming = match later {
@@ -240,15 +244,39 @@ impl<'a> Row<'a> {
         space::finish(remote, self.space, &self.filled)?;
         let exe = open.mapping_source(self.process.exe, false)?;
         remote.run(&of_process::layout(self.space, Some(exe as u32)))?;
-        let mut later = image.processes[self.row + 1..].iter();
-        let shares_fs = self.process.shares_fs.unwrap_or(self.row as u32);
-        if !later.clone().any(|p| p.shares_fs == Some(shares_fs)) {
-            remote.run(&places(image, self.process, open)?)?;
+        if self.stands_in_removed(image) {
+            // It was made anew, and has no path by now.
+            let here = open.mapping_source(self.process.cwd, false)?;
+            let mut p = Program::new();
+            p.call("fchdir to a directory that was removed", libc::SYS_fchdir, [Arg::Value(here as u64)]);
+            remote.run(&p)?;
         }
+        let mut later = image.processes[self.row + 1..].iter();
         if !later.any(|p| p.table == self.process.table) {
             open.install(image, self.process.table, remote)?;
         }
         Ok(())
+    }
+
+    /// Current directories and roots, once all threads are there: they start in those of the main thread.
+    fn take_places(&self, image: &Image, threads: &mut [Remote<'_>]) -> Result<()> {
+        for (remote, thread) in threads.iter_mut().zip(&self.process.threads) {
+            let Some(own) = thread.directories.filter(|d| d.shares.is_none()) else { continue };
+            let mut program = places(image, own.cwd, own.root);
+            program.call("umask", libc::SYS_umask, [u64::from(own.umask).into()]);
+            remote.run(&program)?;
+        }
+        let shares_fs = self.process.shares_fs.unwrap_or(self.row as u32);
+        let mut later = image.processes[self.row + 1..].iter();
+        if !self.stands_in_removed(image) && !later.any(|p| p.shares_fs == Some(shares_fs)) {
+            threads[0].run(&places(image, self.process.cwd, self.process.root))?;
+        }
+        Ok(())
+    }
+
+    fn stands_in_removed(&self, image: &Image) -> bool {
+        image.paths[self.process.cwd as usize].deleted
+            && image.paths[self.process.root as usize].path.0 == b"/"
     }
 }
 
@@ -368,27 +396,22 @@ impl Backings for Sources<'_> {
     }
 }
 
-/// Current directory and root, while all paths still lead where they did for us. A directory that was removed was made
-/// anew, and has no path by now.
-fn places(image: &Image, process: &Process, open: &OpenFiles) -> Result<Program> {
+/// Current directory and root, while all paths still lead where they did for us.
+fn places(image: &Image, cwd: u32, root: u32) -> Program {
     let mut p = Program::new();
-    if image.paths[process.cwd as usize].deleted && image.paths[process.root as usize].path.0 == b"/" {
-        let here = open.mapping_source(process.cwd, false)?;
-        p.call("fchdir to a directory that was removed", libc::SYS_fchdir, [Arg::Value(here as u64)]);
-        return Ok(p);
-    }
     let path = |p: &mut Program, row: u32| p.string(&image.paths[row as usize].path.0);
     let at = Arg::Value(libc::AT_FDCWD as u64);
-    let (cwd, root) = (path(&mut p, process.cwd), path(&mut p, process.root));
+    let what = format!("open the current directory {}", image.paths[cwd as usize].path);
+    let changes_root = image.paths[root as usize].path.0 != b"/";
+    let (cwd, root) = (path(&mut p, cwd), path(&mut p, root));
     let flags = Arg::Value((libc::O_PATH | libc::O_DIRECTORY) as u64);
-    let what = format!("open the current directory {}", image.paths[process.cwd as usize].path);
     let here = p.call(what, libc::SYS_openat, [at, cwd, flags]);
-    if image.paths[process.root as usize].path.0 != b"/" {
+    if changes_root {
         p.call("chroot", libc::SYS_chroot, [root]);
     }
     p.call("fchdir", libc::SYS_fchdir, [here.into()]);
     p.call("close", libc::SYS_close, [here.into()]);
-    Ok(p)
+    p
 }
 
 /// Everything that threads and the process have of their own; what takes privileges away comes last, and the leader

@@ -191,6 +191,8 @@ mod trees {
         shared_contexts,
         half_shared,
         left_context,
+        apart,
+        thread_children.ignoring(&["child"]), // whose main stack is that of nobody, and grows when they are asked
         lost_session,
         dead_session,
         left_session,

@@ -517,6 +517,12 @@ fn thread(builder: &mut Builder, target: &Proc, tid: u32, stat: &Stat, status: &
             // One that has begun to end meanwhile has given up what it shared.
             let still_there = || target.sibling(tid).and_then(|t| t.stat()).is_ok_and(|s| !s.ends());
             if !sharing::shared(target.pid(), tid, object)? && still_there() {
+                if object == Shared::FileSystem {
+                    if !builder.apart.contains(&(target.pid(), tid)) {
+                        builder.apart.push((target.pid(), tid));
+                    }
+                    continue;
+                }
                 let why = format!("it does not share its {name} with the main thread ({flag})");
                 builder.refuse(what(), why, "");
             }
