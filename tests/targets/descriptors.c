@@ -599,6 +599,81 @@ static void ptys(void) {
     say("note: the terminal is now number %d, it was %d", now_number, number);
 }
 
+// Exclusive mode of a slave, packet mode of its master, and a slave that is locked.
+static void pty_modes(void) {
+  int master = open("/dev/ptmx", O_RDWR | O_NOCTTY), unlock = 0, on = 1, number = -1;
+  MUST(master >= 0 && ioctl(master, TIOCSPTLCK, &unlock) == 0 && ioctl(master, TIOCGPTN, &number) == 0);
+  char name[64];
+  snprintf(name, sizeof name, "/dev/pts/%d", number);
+  int slave = open(name, O_RDWR | O_NOCTTY), locked = open("/dev/ptmx", O_RDWR | O_NOCTTY);
+  MUST(slave >= 0 && locked >= 0);
+  struct termios raw;
+  tcgetattr(slave, &raw);
+  cfmakeraw(&raw);
+  tcsetattr(slave, TCSANOW, &raw);
+  MUST(ioctl(slave, TIOCEXCL) == 0 && ioctl(master, TIOCPKT, &on) == 0);
+  cut();
+  int exclusive = 0, packets = 0, lock = 0;
+  EQUAL(ioctl(slave, TIOCGEXCL, &exclusive), 0);
+  EQUAL(exclusive, 1);
+  EQUAL(ioctl(master, TIOCGEXCL, &exclusive), 0);
+  EQUAL(exclusive, 0);
+  EQUAL(ioctl(master, TIOCGPKT, &packets), 0);
+  EQUAL(packets, 1);
+  EQUAL(ioctl(locked, TIOCGPTLCK, &lock), 0);
+  EQUAL(lock, 1);
+  char c[16] = {1};
+  EQUAL(write(slave, "shown", 5), 5);
+  EQUAL(read(master, c, sizeof c), 6);
+  CHECK(!memcmp(c, "\0shown", 6));
+  MUST(tcflush(slave, TCIFLUSH) == 0);
+  EQUAL(read(master, c, sizeof c), 1);
+  EQUAL(c[0], TIOCPKT_FLUSHREAD);
+}
+
+static volatile int breaks, broken_fd;
+
+static void breaks_lease(int signal, siginfo_t *info, void *context) {
+  (void)signal;
+  (void)context;
+  breaks++;
+  broken_fd = info->si_fd;
+}
+
+static void open_as_other(const char *path, int flags) {
+  pid_t pid = fork();
+  if (!pid)
+    _exit(open(path, flags | O_NONBLOCK) < 0 && errno == EWOULDBLOCK ? 0 : 1);
+  int status = -1;
+  EQUAL(waitpid(pid, &status, 0), pid);
+  EQUAL(status, 0);
+}
+
+static void leases(void) {
+  close(open(path_of("read"), O_RDWR | O_CREAT, 0600));
+  close(open(path_of("written"), O_RDWR | O_CREAT, 0600));
+  int reads = open(path_of("read"), O_RDONLY | O_CLOEXEC), writes = open(path_of("written"), O_RDWR | O_CLOEXEC);
+  MUST(reads >= 0 && writes >= 0);
+  struct sigaction action = {.sa_sigaction = breaks_lease, .sa_flags = SA_SIGINFO | SA_RESTART};
+  MUST(sigaction(SIGRTMIN, &action, 0) == 0);
+  MUST(fcntl(reads, F_SETSIG, SIGRTMIN) == 0 && fcntl(writes, F_SETSIG, SIGRTMIN) == 0);
+  if (fcntl(reads, F_SETLEASE, F_RDLCK) || fcntl(writes, F_SETLEASE, F_WRLCK))
+    SKIP("no leases here");
+  cut();
+  EQUAL(breaks, 0);
+  EQUAL(fcntl(reads, F_GETLEASE), F_RDLCK);
+  EQUAL(fcntl(writes, F_GETLEASE), F_WRLCK);
+  EQUAL(fcntl(reads, F_GETOWN), getpid());
+  open_as_other(path_of("read"), O_WRONLY);
+  EQUAL(breaks, 1);
+  EQUAL(broken_fd, reads);
+  EQUAL(fcntl(reads, F_SETLEASE, F_UNLCK), 0);
+  open_as_other(path_of("written"), O_RDONLY);
+  EQUAL(breaks, 2);
+  EQUAL(broken_fd, writes);
+  EQUAL(fcntl(writes, F_SETLEASE, F_UNLCK), 0);
+}
+
 static void devices(void) {
   static const char *names[] = {"/dev/null", "/dev/zero", "/dev/full", "/dev/urandom", "/dev/random"};
   int fd[5];
@@ -728,6 +803,6 @@ SCENARIOS({"regular", regular}, {"duplicates", duplicates}, {"deleted", deleted}
           {"pipes", pipes}, {"fifo", fifo}, {"stream_pair", stream_pair}, {"credentials_pair", credentials_pair}, {"message_pairs", message_pairs},
           {"half_closed_pair", half_closed_pair}, {"listening_tcp4", listening_tcp4},
           {"listening_tcp6", listening_tcp6}, {"listening_unix", listening_unix}, {"eventfds", eventfds},
-          {"signalfds", signalfds}, {"epolls", epolls}, {"inotifys", inotifys}, {"pidfds", pidfds}, {"ptys", ptys},
+          {"signalfds", signalfds}, {"epolls", epolls}, {"inotifys", inotifys}, {"pidfds", pidfds}, {"ptys", ptys}, {"pty_modes", pty_modes}, {"leases", leases},
           {"devices", devices}, {"locks", locks}, {"signal_driven", signal_driven}, {"proc_files", proc_files},
           {"many_descriptors", many_descriptors})

@@ -457,6 +457,25 @@ static void lease(void) {
   EQUAL(fcntl(fd, F_GETLEASE), F_RDLCK);
 }
 
+static void broken_lease(void) { // somebody waits to open the file
+  int fd = open(path_of("leased"), O_RDONLY | O_CREAT, 0600);
+  signal(SIGIO, SIG_IGN);
+  if (fd < 0 || fcntl(fd, F_SETLEASE, F_RDLCK))
+    SKIP("no leases here");
+  CHECK(open(path_of("leased"), O_WRONLY | O_NONBLOCK) < 0 && errno == EWOULDBLOCK);
+  cut();
+  CHECK(fcntl(fd, F_GETFD) >= 0);
+}
+
+static void directory_notes(void) {
+  int fd = open(directory, O_RDONLY);
+  signal(SIGIO, SIG_IGN);
+  if (fd < 0 || fcntl(fd, F_NOTIFY, DN_DELETE | DN_MULTISHOT))
+    SKIP("no dnotify here");
+  cut();
+  CHECK(fcntl(fd, F_GETFD) >= 0);
+}
+
 static void unread_inotify(void) {
   int fd = inotify_init1(IN_NONBLOCK);
   MUST(inotify_add_watch(fd, directory, IN_CREATE) > 0);
@@ -547,6 +566,7 @@ SCENARIOS({"established_tcp", established_tcp}, {"connecting", connecting}, {"pa
           {"perf_event", perf_event}, {"fanotify", fanotify}, {"bpf", bpf}, {"aio", aio},
           {"message_queue", message_queue}, {"own_descriptor_table", own_descriptor_table},
           {"own_directory", own_directory}, {"in_flight", in_flight}, {"lease", lease},
+          {"broken_lease", broken_lease}, {"directory_notes", directory_notes},
           {"unread_inotify", unread_inotify}, {"bound_udp", bound_udp}, {"unbound_tcp", unbound_tcp},
           {"sealed_memory", sealed_memory}, {"droppable_memory", droppable_memory}, {"own_mounts", own_mounts},
           {"own_host_name", own_host_name}, {"told_queue", told_queue}, {"full_queue", full_queue},

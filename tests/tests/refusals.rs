@@ -96,6 +96,8 @@ refused! {
     out_of_band: "out-of-band",
     sent_ahead: "sent already",
     epoll_in_flight: "in a message",
+    broken_lease: "lease",
+    directory_notes: "F_NOTIFY",
 }
 
 macro_rules! refused_or_right {

@@ -53,6 +53,8 @@ pub struct Builder {
     pub(crate) sharing: Vec<Sharing>,
     /// Threads whose directories are apart from those of the main thread: process and thread, in our pid namespace.
     pub(crate) apart: Vec<(u32, u32)>,
+    /// Files that the program would notice if they were opened: device and inode.
+    pub(crate) never_open: HashSet<(u64, u64)>,
     paths: HashMap<(u64, u64, Vec<u8>), u32>,
     objects: HashMap<(u64, u64), u32>,
 }
@@ -129,6 +131,7 @@ impl Builder {
     /// Files that need a digest: those whose contents a restore will check.
     pub fn wants_digest(&self) -> impl Iterator<Item = (u32, &PathFile)> {
         let rows = self.image.paths.iter().enumerate();
-        rows.filter(|(_, p)| p.usage > Usage::Path && !p.deleted).map(|(i, p)| (i as u32, p))
+        let can_be_read = |p: &PathFile| !p.deleted && !self.never_open.contains(&(p.dev, p.ino));
+        rows.filter(move |(_, p)| p.usage > Usage::Path && can_be_read(p)).map(|(i, p)| (i as u32, p))
     }
 }

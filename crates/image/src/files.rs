@@ -300,6 +300,9 @@ pub enum LockKind {
     /// `fcntl(F_OFD_SETLK)`: owned by the description.
     #[n(2)]
     Ofd,
+    /// `fcntl(F_SETLEASE)`: owned by the description.
+    #[n(3)]
+    Lease,
 }
 
 /// A pipe or FIFO with the data in it.
@@ -477,6 +480,9 @@ pub struct Pty {
     /// Process group in the foreground there, if it is within the tree.
     #[n(7)]
     pub foreground: Option<u32>,
+    /// Which sides are in exclusive mode (`TIOCEXCL`): 1 the master, 2 the slave, 3 both.
+    #[n(8)]
+    pub exclusive: Option<u32>,
 }
 
 /// Settings of a terminal.

@@ -66,6 +66,8 @@ pub struct LockLine {
     pub start: u64,
     /// Last byte, `None` for the end of the file.
     pub end: Option<u64>,
+    /// A lease that is just being broken.
+    pub breaking: bool,
 }
 
 /// State of a timerfd; times in nanoseconds.
@@ -280,14 +282,14 @@ fn inotify_list(info: &mut FdInfo) -> &mut Vec<InotifyLine> {
 fn parse_lock(value: &str) -> Option<LockLine> {
     let mut words = value.split_whitespace().skip(1);
     let kind = words.next()?.to_owned();
-    let (_, access) = (words.next()?, words.next()?);
+    let (state, access) = (words.next()?, words.next()?);
     let mut words = words.skip(2);
     let start = words.next()?.parse().ok()?;
     let end = match words.next()? {
         "EOF" => None,
         n => Some(n.parse().ok()?),
     };
-    Some(LockLine { kind, exclusive: access == "WRITE", start, end })
+    Some(LockLine { kind, exclusive: access == "WRITE", start, end, breaking: state == "BREAKING" })
 }
 
 /// `(0, 4452618)`: seconds and nanoseconds.
@@ -345,8 +347,16 @@ mod tests {
     fn every_kind_of_line_is_understood() {
         let info = parse("pos:\t7\nflags:\t02100002\nmnt_id:\t17\nino:\t1038\nlock:\t1: POSIX  ADVISORY  WRITE 10273 fe:00:9977976 3 7\nlock:\t2: OFDLCK ADVISORY  READ -1 fe:00:9977977 0 EOF\n").unwrap();
         assert_eq!((info.pos, info.flags), (7, 0o2100002));
-        assert_eq!(info.locks[0], LockLine { kind: "POSIX".into(), exclusive: true, start: 3, end: Some(7) });
-        assert_eq!(info.locks[1], LockLine { kind: "OFDLCK".into(), exclusive: false, start: 0, end: None });
+        let line = |kind: &str, exclusive, start, end| LockLine {
+            kind: kind.into(),
+            exclusive,
+            start,
+            end,
+            breaking: false,
+        };
+        assert_eq!(info.locks, [line("POSIX", true, 3, Some(7)), line("OFDLCK", false, 0, None)]);
+        let info = parse("lock:\t1: LEASE  BREAKING  READ  77 00:1b:1234 0 EOF\n").unwrap();
+        assert_eq!(info.locks, [LockLine { breaking: true, ..line("LEASE", false, 0, None) }]);
         let info = parse("eventfd-count:                5f\neventfd-id: 1\neventfd-semaphore: 1\n").unwrap();
         assert_eq!(info.detail, Detail::Event { count: 0x5f, semaphore: true });
         let info = parse(

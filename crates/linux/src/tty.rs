@@ -78,6 +78,13 @@ pub fn exclusive(tty: impl AsFd) -> Result<bool> {
     Ok(ioctl_int(tty, TIOCGEXCL, "read the exclusive mode of a terminal")? != 0)
 }
 
+/// Puts a terminal in exclusive mode (`TIOCEXCL`): it cannot be opened any more, but by those with `CAP_SYS_ADMIN`.
+pub fn set_exclusive(tty: impl AsFd) -> Result<()> {
+    // SAFETY: TIOCEXCL takes no argument.
+    let r = unsafe { libc::ioctl(tty.as_fd().as_raw_fd(), libc::TIOCEXCL) };
+    check(|| "set the exclusive mode of a terminal".into(), r.into()).map(drop)
+}
+
 /// Opens the slave of a master, whatever its name is in this mount namespace (`TIOCGPTPEER`).
 pub fn open_slave(master: impl AsFd, flags: i32) -> Result<OwnedFd> {
     // Asked for here, close-on-exec would also stay among the status flags of the description.

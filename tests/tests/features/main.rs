@@ -60,6 +60,8 @@ mod descriptors {
         inotifys,
         pidfds,
         ptys,
+        pty_modes,
+        leases,
         devices.ignoring(&["map"]), // a private mapping of /dev/zero is anonymous memory by another name
         locks,
         signal_driven,

@@ -3,9 +3,10 @@
 use super::Scan;
 use super::descriptions::Description;
 use crate::Result;
+use rustix::fs::FileType;
 use stillpoint_image::{FileOwner, Lock, LockKind};
 
-/// Locks of a description. Leases are refused.
+/// Locks of a description, and its lease. What breaks a lease is somebody who opens the file: we do not, if that would.
 pub(crate) fn locks(scan: &mut Scan<'_>, d: &Description) -> Result<Vec<Lock>> {
     let mut locks = Vec::new();
     for (process, line) in &d.locks {
@@ -13,16 +14,21 @@ pub(crate) fn locks(scan: &mut Scan<'_>, d: &Description) -> Result<Vec<Lock>> {
             "FLOCK" => LockKind::Flock,
             "POSIX" => LockKind::Posix,
             "OFDLCK" => LockKind::Ofd,
+            "LEASE" if line.breaking => {
+                let why = "somebody waits for the program to give up its lease on the file";
+                scan.builder.refuse(d.name(), why, "try again when the program has given it up");
+                continue;
+            }
+            "LEASE" => LockKind::Lease,
             other => {
                 let why = format!("it holds a {} on the file", other.to_lowercase());
-                scan.builder.refuse(
-                    d.name(),
-                    why,
-                    "give up the lease (fcntl F_SETLEASE) before the checkpoint",
-                );
+                scan.builder.refuse(d.name(), why, "close it before the checkpoint");
                 continue;
             }
         };
+        if kind == LockKind::Lease && line.exclusive {
+            scan.builder.never_open.insert(d.inode());
+        }
         let process = match kind {
             LockKind::Posix => scan.inner_pid(scan.target.holders[*process].pid),
             _ => None,
@@ -40,6 +46,11 @@ pub(crate) fn signal_owner(scan: &mut Scan<'_>, d: &Description) -> Result<Optio
     let owner = stillpoint_linux::descriptors::signal_owner(&d.file)?;
     if owner.id == 0 && owner.signal == 0 {
         return Ok(None);
+    }
+    if owner.id != 0 && FileType::from_raw_mode(d.stat.st_mode) == FileType::Directory {
+        let why = "somebody gets signals through it: the program may have asked to be told of changes in this directory \
+                   (F_NOTIFY), which nobody can read";
+        return scan.refuse(d, why, "close it before the checkpoint");
     }
     let id = owner.id as u32;
     let inner = match owner.kind {

@@ -315,6 +315,11 @@ impl<'a> Scan<'a> {
     }
 
     fn file(&mut self, d: &Description) -> Result<Option<FileKind>> {
+        // What has no name is opened once more to be saved, which would break it.
+        if d.stat.st_nlink == 0 && d.locks.iter().any(|(_, line)| line.kind == "LEASE" && line.exclusive) {
+            let why = "it holds a lease for writing on a file that has no name any more";
+            return self.refuse(d, why, "give up the lease (fcntl F_SETLEASE) before the checkpoint");
+        }
         match memory::is_memfd(d)? || memory::is_nameless(d) {
             true => memory::capture(self, d),
             false => paths::capture(self, d),

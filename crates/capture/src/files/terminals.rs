@@ -126,9 +126,14 @@ fn pty(scan: &mut Scan<'_>, master: &Description) -> Result<Option<u32>> {
         let why = "it has output of its slave that was not yet read";
         return scan.refuse(master, why, "try again when the program has read it");
     }
-    if tty::exclusive(&master.file)? {
-        return scan.refuse(master, "it is in exclusive mode (TIOCEXCL)", "");
+    if scan.target.frozen && poll_now(&master.file, libc::POLLPRI)? & libc::POLLPRI != 0 {
+        let why = "a change of its state was not yet read (packet mode)";
+        return scan.refuse(master, why, "try again when the program has read it");
     }
+    let slave =
+        scan.all.iter().find(|d| is_terminal(d) && !d.is_path_handle() && self::number(d) == Some(number));
+    let is_exclusive = |d: Option<&Description>| d.map_or(Ok(false), |d| tty::exclusive(&d.file));
+    let exclusive = u32::from(is_exclusive(Some(master))?) | u32::from(is_exclusive(slave)?) << 1;
     let row = scan.builder.image.ptys.len() as u32;
     let device = rustix::fs::makedev(136 + number / 256, number % 256);
     let (session, foreground) = session_on(scan, device)?;
@@ -141,6 +146,7 @@ fn pty(scan: &mut Scan<'_>, master: &Description) -> Result<Option<u32>> {
         controlling: scan.controls(device),
         session,
         foreground,
+        exclusive: Some(exclusive).filter(|&sides| sides != 0),
     });
     scan.ptys.insert(number, row);
     Ok(Some(row))

@@ -80,6 +80,10 @@ impl OpenFiles {
             work.owner(home, file);
             work.lock(row, home, file)?;
         }
+        // Who gets the signals is settled by now.
+        for (_, home, file) in work.rows()? {
+            work.lease(home, file);
+        }
         for (_, home, file) in work.rows()? {
             if let FileKind::Timer(timer) = &file.kind {
                 work.timer(home, timer);
@@ -394,6 +398,16 @@ impl<'a> Finish<'a> {
             program.call(format!("lock the file of descriptor {fd}"), libc::SYS_fcntl, args);
         }
         Ok(())
+    }
+
+    /// The lease on a file, taken through the first descriptor: that is the one that signals tell of.
+    fn lease(&mut self, home: Home, file: &OpenFile) {
+        for lock in file.locks.iter().filter(|l| l.kind == LockKind::Lease) {
+            let kind = if lock.exclusive { libc::F_WRLCK } else { libc::F_RDLCK };
+            let args = [home.fd.into_arg(), value(libc::F_SETLEASE), value(kind)];
+            let what = format!("take the lease on the file of descriptor {}", home.fd);
+            self.programs[home.process].call(what, libc::SYS_fcntl, args);
+        }
     }
 
     /// A timer goes on for the time that was left, or until the wall-clock time it was set to. Setting it clears

@@ -3,7 +3,7 @@
 use super::Opening;
 use crate::{Error, Result};
 use std::os::fd::OwnedFd;
-use stillpoint_image::{Lock, LockKind};
+use stillpoint_image::{FileKind, Lock, LockKind};
 use stillpoint_linux::locks::{self, LockRange};
 
 /// The range of a lock.
@@ -21,10 +21,19 @@ fn all<'a>(opening: &'a Opening<'_>) -> impl Iterator<Item = (&'a OwnedFd, &'a L
 /// Refuses if somebody else holds a lock that the program had. Before anything is made.
 pub(super) fn check(opening: &Opening<'_>) -> Result<()> {
     let mut refusals = Vec::new();
-    for (fd, lock) in all(opening).filter(|(_, lock)| lock.kind != LockKind::Flock) {
+    let lies_in_ranges = |lock: &Lock| matches!(lock.kind, LockKind::Posix | LockKind::Ofd);
+    for (fd, lock) in all(opening).filter(|(_, lock)| lies_in_ranges(lock)) {
         if let Some(pid) = locks::holder(fd, range(lock))? {
             let who = if pid > 0 { format!("process {pid}") } else { "another program".into() };
             refusals.push(format!("{}: {who} holds a lock that the program held", name(opening, fd)));
+        }
+    }
+    for file in opening.image.files.iter().filter(|f| f.locks.iter().any(|l| l.kind == LockKind::Lease)) {
+        let FileKind::Path(row) = file.kind else { continue };
+        let Some(path) = opening.image.paths.get(row as usize).map(|p| p.path.as_path()) else { continue };
+        if opening.files.cuts.iter().any(|cut| cut.path == path) {
+            let why = "it has grown, and cannot be cut back, as the program holds a lease on it";
+            refusals.push(format!("{}: {why}", path.display()));
         }
     }
     if refusals.is_empty() { Ok(()) } else { Err(Error::Refused(refusals)) }
@@ -36,7 +45,7 @@ pub(super) fn take(opening: &Opening<'_>) -> Result<()> {
         let taken = match lock.kind {
             LockKind::Flock => locks::flock(fd, lock.exclusive),
             LockKind::Ofd => locks::lock_description(fd, range(lock)),
-            LockKind::Posix => Ok(()),
+            LockKind::Posix | LockKind::Lease => Ok(()),
         };
         match taken {
             Err(e) if matches!(e.errno(), Some(libc::EAGAIN | libc::EACCES)) => {

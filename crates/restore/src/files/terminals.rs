@@ -28,9 +28,19 @@ pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
             .transpose()?;
         tty::set_settings(&master, &pty.terminal.termios.0)?;
         tty::set_window(&master, pty.terminal.window)?;
+        let exclusive = pty.exclusive.unwrap_or(0);
+        let mut last = None;
         for (row, file, ()) in slaves {
             let fd = tty::open_slave(&master, open_flags(file.flags))?;
+            last = Some(fd.try_clone().map_err(|e| Kernel::call("duplicate a pty", e))?);
             opening.put(row, fd)?;
+        }
+        // Once all are open.
+        if let Some(slave) = last.as_ref().or(first.as_ref()).filter(|_| exclusive & 2 != 0) {
+            tty::set_exclusive(slave)?;
+        }
+        if exclusive & 1 != 0 {
+            tty::set_exclusive(&master)?;
         }
         if let Some(first) = first.filter(|_| pty.controlling) {
             opening.files.terminals.insert(index, first);
