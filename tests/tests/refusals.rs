@@ -10,8 +10,14 @@ use stillpoint_tests::{Build, Scratch, Target, kernel, skipped, undisturbed_only
 /// The checkpoint is refused with exit code 3 and one of the words; the program sees nothing of it.
 #[track_caller]
 fn refused(scenario: &str, words: &[&str]) {
+    refused_of("refusals", scenario, words);
+}
+
+/// As [`refused`], of another program.
+#[track_caller]
+fn refused_of(program: &'static str, scenario: &str, words: &[&str]) {
     let scratch = Scratch::new();
-    let target = Target::new("refusals", scenario, Build::Dynamic).expect("cc");
+    let target = Target::new(program, scenario, Build::Dynamic).expect("cc");
     let running = target.start(&scratch.directory("held"), scratch.path());
     if let Some(why) = running.skip() {
         return skipped(&why);
@@ -98,6 +104,34 @@ refused! {
     epoll_in_flight: "in a message",
     broken_lease: "lease",
     directory_notes: "F_NOTIFY",
+}
+
+#[test]
+fn a_namespace_that_somebody_outside_is_in() {
+    refused_of("namespaces", "shared_outside", &["UTS namespace", "is not part of the program", "nsenter"]);
+}
+
+#[test]
+fn objects_of_another_ipc_namespace() {
+    refused_of("namespaces", "full_queue", &["message queue /full", "holds 1 messages"]);
+    refused_of("namespaces", "semaphore_undo", &["SEM_UNDO"]);
+    refused_of("namespaces", "attached_before", &["from another IPC namespace"]);
+}
+
+#[test]
+fn a_network_with_more_than_a_loopback_interface() {
+    refused_of("namespaces", "sockets_of_two_networks", &["socket", "in another network namespace"]);
+    refused_of("namespaces", "network_with_a_setting", &["network namespace", "ip_default_ttl"]);
+}
+
+#[test]
+fn clocks_that_only_children_will_have() {
+    refused_of("namespaces", "later_children", &["another time namespace"]);
+}
+
+#[test]
+fn threads_in_different_namespaces() {
+    refused_of("namespaces", "parted_threads", &["another uts namespace than the main thread"]);
 }
 
 macro_rules! refused_or_right {

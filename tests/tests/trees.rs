@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 use stillpoint_tests::observe::traces_of_us;
 use stillpoint_tests::programs::{Program, installed};
-use stillpoint_tests::{Build, Scratch, Target, engine, kernel, undisturbed_only};
+use stillpoint_tests::{Build, Scratch, Target, engine, kernel, skipped, undisturbed_only};
 
 fn shell(script: &str) -> Program {
     let mut program = Program::new(&["bash", "-c", script]);
@@ -168,6 +168,96 @@ fn git_repacking() {
     );
     let _ = git;
     program.prepare = Box::new(|_| {});
+    program.survives();
+}
+
+/// Programs in namespaces of their own, some of which last and some of which come and go.
+#[test]
+fn shells_in_namespaces() {
+    if !kernel::is_root() || installed(&["ipcmk"], "util-linux-extra").is_none() {
+        return;
+    }
+    let permitted = Command::new("unshare").args(["-uinC", "true"]).status().is_ok_and(|s| s.success());
+    if !permitted {
+        return skipped("not permitted to make namespaces");
+    }
+    let mut program = shell(
+        r#"unshare -uiC bash -c '
+             hostname lasting; ipcmk -M 20000 -p 600 > made; ipcmk -S 3 -p 640 >> made; ipcmk -Q -p 604 >> made
+             for n in $(seq 1 50); do
+               echo "$n $(hostname) $(ipcs -m | grep -c 0x)$(ipcs -s | grep -c 0x)$(ipcs -q | grep -c 0x) $(grep -vc :/$ /proc/self/cgroup)"
+               seq 1 2000 | sort -r | md5sum
+             done' > lasting &
+           unshare -n bash -c '
+             for n in $(seq 1 80); do echo "$n $(grep -c : /proc/net/dev)"; seq 1 1500 | sort -r | md5sum; done' > network &
+           for n in $(seq 1 40); do
+             unshare -u sh -c "hostname h$n; hostname; seq 1 1000 | md5sum; hostname"
+           done > passing
+           wait
+           cat lasting network passing | md5sum
+           hostname > outside; unshare -u sh -c 'hostname inside; hostname'; [ "$(hostname)" = "$(cat outside)" ] && echo same"#,
+    );
+    program.outputs = vec!["lasting", "network", "passing"];
+    program.survives();
+}
+
+/// A server and its clients, in a network, a host and an IPC namespace of their own.
+#[test]
+fn a_server_in_a_network_of_its_own() {
+    let Some(python) = installed(&["python3"], "python3") else { return };
+    let permitted = Command::new("unshare").args(["-uin", "true"]).status().is_ok_and(|s| s.success());
+    if !kernel::is_root() || !permitted {
+        return skipped("not permitted to make namespaces");
+    }
+    let script = r#"
+import asyncio, fcntl, hashlib, os, socket, struct
+s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+flags = struct.unpack("16sh14x", fcntl.ioctl(s, 0x8913, struct.pack("16sh14x", b"lo", 0)))[1]
+fcntl.ioctl(s, 0x8914, struct.pack("16sh14x", b"lo", flags | 1))
+s.close()
+socket.sethostname("server")
+door = socket.create_server(("127.0.0.1", 80))
+other = socket.socket(socket.AF_UNIX)
+other.bind("\0here")
+other.listen()
+pids = []
+for n in range(3):
+    pid = os.fork()
+    if pid == 0:
+        door.close(), other.close()
+        s = socket.create_connection(("127.0.0.1", 80)) if n else socket.socket(socket.AF_UNIX)
+        if not n:
+            s.connect("\0here")
+        f, digest = s.makefile("rw"), hashlib.sha256()
+        for i in range(3000):
+            f.write("%d %d\n" % (n, i)), f.flush()
+            line = f.readline()
+            for _ in range(300):
+                digest.update(line.encode())
+        with open("client.%d" % n, "w") as out:
+            out.write(line + socket.gethostname() + digest.hexdigest())
+        os._exit(0)
+    pids.append(pid)
+async def serve(reader, writer):
+    while line := await reader.readline():
+        digest = hashlib.sha256(line)
+        for _ in range(500):
+            digest.update(line)
+        writer.write(("%s %s\n" % (socket.gethostname(), digest.hexdigest())).encode())
+    writer.close()
+async def main():
+    await asyncio.start_server(serve, sock=door)
+    await asyncio.start_unix_server(serve, sock=other)
+    while pids:
+        if os.waitpid(pids[0], os.WNOHANG)[0]:
+            pids.pop(0)
+        await asyncio.sleep(0.01)
+asyncio.run(main())
+print([open("client.%d" % n).read() for n in range(3)])
+"#;
+    let mut program = Program::new(&["unshare", "-uin", python.to_str().expect("path"), "-c", script]);
+    program.appends = false;
+    program.outputs = vec!["client.0", "client.1", "client.2"];
     program.survives();
 }
 

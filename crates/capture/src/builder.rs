@@ -2,6 +2,7 @@
 
 use crate::files::connections::Found;
 use crate::files::segments::Attached;
+use crate::namespaces::Namespaces;
 use crate::{Error, Refusal, Result};
 use std::collections::{HashMap, HashSet};
 use std::os::fd::OwnedFd;
@@ -55,6 +56,8 @@ pub struct Builder {
     pub(crate) apart: Vec<(u32, u32)>,
     /// Files that the program would notice if they were opened: device and inode.
     pub(crate) never_open: HashSet<(u64, u64)>,
+    /// Namespaces of the program's own.
+    pub namespaces: Namespaces,
     paths: HashMap<(u64, u64, Vec<u8>), u32>,
     objects: HashMap<(u64, u64), u32>,
 }

@@ -16,6 +16,7 @@ pub mod inspect;
 pub mod keeper;
 mod lend;
 pub mod mappings;
+pub mod namespaces;
 pub mod regions;
 mod relations;
 pub(crate) mod target;

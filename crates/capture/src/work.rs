@@ -14,14 +14,14 @@ use crate::inspect::{Assumed, Known, Ready, Regard, inspect};
 use crate::keeper::Keeper;
 use crate::relations::{self, Relative};
 use crate::target::Target;
-use crate::{Builder, Error, Options, Progress, Result, attributes, files, groups};
+use crate::{Builder, Error, Options, Progress, Result, attributes, files, groups, namespaces};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Signal, pidfd_send_signal};
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use stillpoint_image::{AddressSpace, Image, Owner, PAGE, PathFile, Range, Usage};
+use stillpoint_image::{AddressSpace, Image, Namespace, Owner, PAGE, PathFile, Range, Usage};
 use stillpoint_linux::host;
 use stillpoint_linux::proc::{self, Proc};
 use stillpoint_linux::sharing::Shared;
@@ -427,6 +427,9 @@ impl<'a> Work<'a> {
         let mut tree = FrozenTree::freeze(&targets, self.rows)?;
         self.rows += tree.newcomers.len() as u32;
         let Learned { mut builder, outsiders, last_pid, known, rehearsed } = learned;
+        let pids: Vec<u32> = tree.processes.iter().map(|p| p.pid).collect();
+        let newcomers: Vec<u32> = tree.newcomers.iter().map(|t| t.pid).collect();
+        namespaces::learn_more(&mut builder, &pids, &newcomers)?;
         let known = self.gather(&mut builder, &tree, known)?;
         let outsiders = with_newer(outsiders, last_pid, &tree);
         targets[0].stamp(&mut builder.image.meta);
@@ -475,6 +478,7 @@ impl<'a> Work<'a> {
         outsiders: &Outsiders,
     ) -> Result<Vec<Assumed>> {
         let pids: Vec<u32> = tree.processes.iter().map(|p| p.pid).collect();
+        let spaces = namespaces::describe(builder, &pids, self.exact)?;
         let (mut maps, mut works) = (Vec::with_capacity(pids.len()), Vec::new());
         for member in &mut self.members {
             let Member { target, engine, .. } = member;
@@ -517,6 +521,9 @@ impl<'a> Work<'a> {
                 Some(directories[row]).filter(|&first| first != row).map(|first| first as u32);
         }
         relations::check(builder, &pids);
+        builder.image.processes.iter_mut().zip(spaces).for_each(|(p, spaces)| p.namespaces = spaces);
+        let theirs: Vec<_> = relatives.iter().map(|r| (r.pid, r.threads[0].namespaces.as_slice())).collect();
+        namespaces::describe_clocks(builder, &theirs)?;
         // Of processes that have ended since they were numbered nothing is there.
         builder.image.spaces.resize(self.rows as usize, AddressSpace::default());
         Ok(assumed)
@@ -559,10 +566,11 @@ impl<'a> Work<'a> {
         }
         let pause = tree.thaw();
         builder.forget_sockets();
+        let spaces = std::mem::take(&mut builder.namespaces);
         drop((hurry, ready));
         self.note_calls(&builder.image);
         let (finished, holds) = std::thread::scope(|scope| {
-            let holds = scope.spawn(|| all_hold(&assumed, &known));
+            let holds = scope.spawn(|| Ok(all_hold(&assumed, &known)? && namespaces::hold(&spaces)?));
             let finished = self.finish();
             let failed = |_| Err(Error::Failed("looking at mappings failed inside stillpoint".into()));
             (finished, holds.join().unwrap_or_else(failed))
@@ -571,7 +579,10 @@ impl<'a> Work<'a> {
         if !holds.map_err(whole)? {
             self.exact = true;
             self.log.pauses.push(pause);
-            return Err((None, Error::Lost("the program changed states of its mappings".into())));
+            return Err((
+                None,
+                Error::Lost("the program changed states of its mappings, or settings of its network".into()),
+            ));
         }
         self.commit(builder, pause).map_err(whole)
     }
@@ -628,6 +639,10 @@ impl<'a> Work<'a> {
 
     /// From here on connections of the program outlive it.
     fn keep_sockets(&mut self, builder: &mut Builder) -> Option<Keeper> {
+        // Those of a network namespace of the program's own are made in a new one.
+        if builder.image.network.is_some() {
+            return None;
+        }
         match Keeper::start(builder, self.members[0].target.pidfd.as_fd()) {
             Ok(keeper) => {
                 self.notes.extend(keeper.as_ref().map(Keeper::note));
@@ -706,6 +721,8 @@ fn with_newer(mut outsiders: Outsiders, last_pid: Option<u32>, tree: &FrozenTree
 fn learn(members: &[(Arc<Target>, bool)], options: &Options, exact: bool) -> Result<Learned> {
     let (mut builder, mut rehearsed) = (Builder::new(), Builder::new());
     describe(&mut builder.image, options, &members[0].0)?;
+    let targets: Vec<_> = members.iter().map(|(target, _)| target.clone()).collect();
+    namespaces::learn(&mut builder, &targets)?;
     let pids: Vec<u32> = members.iter().map(|(target, _)| target.pid).collect();
     let last_pid = proc::last_pid();
     let maps = members.iter().flat_map(|(target, _)| target.process.maps().unwrap_or_default());
@@ -768,7 +785,13 @@ pub(crate) fn earlier_calls(last: &Image, target: &Target) -> Earlier {
     let process = last.processes.iter().find(|p| same_boot && p.pid == status.own_pid());
     let Some(process) = process else { return Earlier::default() };
     let calls = process.threads.iter().filter_map(|t| Some((t.tid, t.blocked?)));
-    Earlier { at_ns: last.meta.monotonic_ns, calls: calls.collect() }
+    // By its own clock.
+    let shift = |row: &u32| match last.namespaces.get(*row as usize) {
+        Some(Namespace::Time { monotonic_ns, .. }) => *monotonic_ns,
+        _ => 0,
+    };
+    let shift: i64 = process.namespaces.iter().map(shift).sum();
+    Earlier { at_ns: last.meta.monotonic_ns.saturating_add(shift), calls: calls.collect() }
 }
 
 /// Describes what is the same at any moment. (The command line is a note for people.)

@@ -203,6 +203,57 @@ fn memory() {
     ]);
 }
 
+/// Puts the program into an IPC namespace with this in it.
+fn into_ipc(image: &mut Image, change: fn(&mut Ipc)) {
+    let mut ipc = Ipc::default();
+    change(&mut ipc);
+    image.namespaces.push(Namespace::Ipc(ipc));
+    image.processes[0].namespaces.push(image.namespaces.len() as u32 - 1);
+}
+
+fn set(id: i32, key: i32) -> SemaphoreSet {
+    SemaphoreSet { common: SystemV { id, key, ..SystemV::default() }, values: vec![1] }
+}
+
+#[test]
+fn namespaces() {
+    refused(&[
+        ("a host name with an end inside", |i| {
+            i.namespaces.push(Namespace::Uts { host: b"a\0b".to_vec().into(), domain: Vec::new().into() });
+            i.processes[0].namespaces.push(0);
+        }),
+        ("namespaces without end", |i| i.namespaces = vec![Namespace::Network { up: true }; 100_000]),
+        ("a namespace twice", |i| {
+            i.namespaces.push(Namespace::Cgroup);
+            i.processes[0].namespaces = vec![0; 100_000];
+        }),
+        ("a setting of the machine's", |i| {
+            let name = "kernel/core_pattern".into();
+            into_ipc(i, |_| ());
+            let Some(Namespace::Ipc(ipc)) = i.namespaces.last_mut() else { return };
+            ipc.settings.push(Setting { name, value: "1".into() });
+        }),
+        ("a setting too high", |i| {
+            into_ipc(i, |ipc| {
+                let value = "9".repeat(60);
+                ipc.settings.push(Setting { name: "kernel/msgmni".into(), value });
+            });
+        }),
+        ("a set with a negative id", |i| into_ipc(i, |ipc| ipc.semaphores.push(set(-1, 0)))),
+        ("sets with one key", |i| into_ipc(i, |ipc| ipc.semaphores.extend([set(0, 5), set(1, 5)]))),
+        ("a message too long for its queue", |i| {
+            into_ipc(i, |ipc| {
+                let message = SystemVMessage { kind: -1, text: vec![b'x'; 1 << 20].into() };
+                ipc.queues.push(SystemVQueue { messages: vec![message], ..SystemVQueue::default() });
+            });
+        }),
+        ("a segment in no namespace", |i| {
+            let segment = Some(Segment { size: 4096, namespace: Some(7), ..Segment::default() });
+            i.objects.push(MemoryObject { size: 4096, segment, ..MemoryObject::default() });
+        }),
+    ]);
+}
+
 #[test]
 fn files() {
     refused(&[

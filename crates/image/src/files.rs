@@ -525,4 +525,7 @@ pub struct MessageQueue {
     /// Inode number.
     #[n(7)]
     pub ino: u64,
+    /// The program's own IPC namespace that it is in, index into [`crate::Image::namespaces`]; none: that of whoever restores.
+    #[n(8)]
+    pub namespace: Option<u32>,
 }

@@ -10,6 +10,7 @@
 
 pub mod files;
 pub mod memory;
+pub mod namespaces;
 pub mod pages;
 pub mod process;
 mod records;
@@ -21,6 +22,7 @@ use minicbor::{Decode, Encode};
 
 pub use files::*;
 pub use memory::*;
+pub use namespaces::*;
 pub use pages::*;
 pub use process::*;
 
@@ -118,6 +120,14 @@ pub struct Image {
     #[n(21)]
     #[cbor(default)]
     pub groups: Vec<ControlGroup>,
+    /// Namespaces that the program made for itself ([`Process::namespaces`] indexes them).
+    #[n(30)]
+    #[cbor(default)]
+    pub namespaces: Vec<Namespace>,
+    /// All sockets are in this network namespace of the program's own, index into [`Image::namespaces`]; none: in that of whoever
+    /// restores.
+    #[n(31)]
+    pub network: Option<u32>,
 }
 
 /// What a checkpoint is called, when and where it was taken.

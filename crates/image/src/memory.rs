@@ -297,4 +297,7 @@ pub struct Segment {
     /// Size as it was asked for, bytes: that of the object may be rounded up.
     #[n(7)]
     pub size: u64,
+    /// The program's own IPC namespace that it is in, index into [`crate::Image::namespaces`]; none: that of whoever restores.
+    #[n(8)]
+    pub namespace: Option<u32>,
 }

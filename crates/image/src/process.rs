@@ -95,6 +95,11 @@ pub struct Process {
     /// The thread of its parent that it is a child of, as the program sees it; none: the main thread.
     #[n(28)]
     pub parent_thread: Option<u32>,
+    /// Those it is in of the namespaces that the program made for itself, one of each kind at most: indexes into
+    /// [`crate::Image::namespaces`].
+    #[n(30)]
+    #[cbor(default)]
+    pub namespaces: Vec<u32>,
 }
 
 impl Process {

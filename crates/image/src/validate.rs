@@ -4,13 +4,15 @@
 //! tables and subtract its addresses without looking again.
 
 use crate::{
-    Backing, Codec, Directories, FileKind, Image, MAX_BLOCK_PAGES, Mapping, MemoryObject, OpenFile, Owner,
-    PAGE, PageMap, Place, Process, Socket,
+    Backing, Codec, Directories, FileKind, IPC_SETTINGS, Image, Ipc, MAX_BLOCK_PAGES, Mapping, MemoryObject,
+    Namespace, OpenFile, Owner, PAGE, PageMap, Place, Process, Setting, Socket, SystemV,
 };
 use std::collections::HashSet;
 
 /// Length of a `siginfo_t`, bytes.
 const SIGINFO: usize = 128;
+/// Longest host and domain name, bytes.
+const HOST_NAME: usize = 64;
 
 /// What is wrong with a description.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -80,6 +82,7 @@ pub fn image(image: &Image) -> Result<(), Invalid> {
     }
     for (row, object) in rows("memory object", &image.objects) {
         check_object(&row, object)?;
+        check_is_ipc(&row, object.segment.as_ref().and_then(|s| s.namespace), image)?;
     }
     for (row, table) in rows("descriptor table", &image.tables) {
         let ordered = table.descriptors.is_sorted_by(|a, b| a.fd < b.fd);
@@ -103,6 +106,19 @@ pub fn image(image: &Image) -> Result<(), Invalid> {
     for (row, queue) in rows("message queue", &image.queues) {
         let name = &queue.name.0;
         row.must(!name.is_empty() && !name.contains(&0) && !name.contains(&b'/'), "its name is none")?;
+        check_is_ipc(&row, queue.namespace, image)?;
+    }
+    if let Some(network) = image.network {
+        let row = Row { what: "image", row: 0 };
+        row.refers("namespace", network, image.namespaces.len())?;
+        let is_network = matches!(image.namespaces[network as usize], Namespace::Network { .. });
+        row.must(is_network, "its sockets are in a namespace of another kind")?;
+        row.must(image.kept.is_none(), "sockets of a namespace of its own are kept")?;
+    }
+    let used: HashSet<u32> = image.processes.iter().flat_map(|p| p.namespaces.iter().copied()).collect();
+    for (row, namespace) in rows("namespace", &image.namespaces) {
+        row.must(used.contains(&(row.row as u32)), "nobody is in it")?;
+        check_namespace(&row, namespace)?;
     }
     for (row, group) in rows("control group", &image.groups) {
         let mut steps = group.path.split('/');
@@ -196,7 +212,8 @@ fn check_process(row: &Row, process: &Process, image: &Image) -> Result<(), Inva
     };
     row.must(is_thread(parent, process.parent_thread), "it is the child of a thread that there is not")?;
     let of_ended = process.ended().iter().all(|e| is_thread(Some(process), e.parent_thread));
-    row.must(of_ended, "an ended child of it is that of a thread that there is not")
+    row.must(of_ended, "an ended child of it is that of a thread that there is not")?;
+    check_namespaces(row, process, image)
 }
 
 fn check_directories(row: &Row, process: &Process, image: &Image) -> Result<(), Invalid> {
@@ -211,6 +228,74 @@ fn check_directories(row: &Row, process: &Process, image: &Image) -> Result<(), 
         row.must(same, "a thread in it shares directories that are not its own")?;
     }
     Ok(())
+}
+
+/// At most one of each kind.
+fn check_namespaces(row: &Row, process: &Process, image: &Image) -> Result<(), Invalid> {
+    let mut kinds = HashSet::new();
+    for &namespace in &process.namespaces {
+        row.refers("namespace", namespace, image.namespaces.len())?;
+        let kind = image.namespaces[namespace as usize].kind();
+        row.must(kinds.insert(kind), "it is in two namespaces of a kind")?;
+        row.must(row.row > 0 || kind != "time", "the clocks of the root differ from its own")?;
+    }
+    // It attaches what is in its own namespace.
+    let is_ipc = |row: &&u32| matches!(image.namespaces[**row as usize], Namespace::Ipc(_));
+    let own = process.namespaces.iter().find(is_ipc).copied();
+    let mappings = image.spaces.get(process.space as usize).map(|s| s.mappings.as_slice());
+    for mapping in mappings.unwrap_or_default() {
+        let Backing::Segment { object, .. } = mapping.backing else { continue };
+        let segment = image.objects.get(object as usize).and_then(|o| o.segment.as_ref());
+        let inside = segment.is_none_or(|s| s.namespace == own);
+        row.must(inside, "it is attached to shared memory of another IPC namespace")?;
+    }
+    Ok(())
+}
+
+/// A namespace that an object is in.
+fn check_is_ipc(row: &Row, namespace: Option<u32>, image: &Image) -> Result<(), Invalid> {
+    let Some(namespace) = namespace else { return Ok(()) };
+    row.refers("namespace", namespace, image.namespaces.len())?;
+    let is_ipc = matches!(image.namespaces[namespace as usize], Namespace::Ipc(_));
+    row.must(is_ipc, "it is in a namespace of another kind")
+}
+
+fn check_ipc(row: &Row, ipc: &Ipc) -> Result<(), Invalid> {
+    const MOST_SEMAPHORES: usize = 32000;
+    const HIGHEST: u16 = 32767;
+    for Setting { name, value } in &ipc.settings {
+        row.must(IPC_SETTINGS.contains(&name.as_str()), "a setting of it is none")?;
+        let numbers = value.bytes().all(|b| b.is_ascii_digit() || b == b' ' || b == b'\t');
+        row.must(numbers && value.len() <= 100, "a setting of it is no number")?;
+    }
+    let is_one = |common: &SystemV| common.id >= 0 && common.mode <= 0o777;
+    for set in &ipc.semaphores {
+        row.must(is_one(&set.common), "a set of semaphores in it has no id or mode that there can be")?;
+        row.must(
+            (1..=MOST_SEMAPHORES).contains(&set.values.len()),
+            "a set in it has no semaphores, or too many",
+        )?;
+        row.must(set.values.iter().all(|v| *v <= HIGHEST), "a semaphore in it is higher than any can be")?;
+    }
+    for queue in &ipc.queues {
+        row.must(is_one(&queue.common), "a message queue in it has no id or mode that there can be")?;
+        row.must(queue.messages.iter().all(|m| m.kind > 0), "a message in it has no type")?;
+    }
+    let mut ids = HashSet::new();
+    let sets = ipc.semaphores.iter().map(|s| (false, s.common.id));
+    let all = sets.chain(ipc.queues.iter().map(|q| (true, q.common.id)));
+    row.must(all.into_iter().all(|id| ids.insert(id)), "two objects in it have one id")
+}
+
+fn check_namespace(row: &Row, namespace: &Namespace) -> Result<(), Invalid> {
+    match namespace {
+        Namespace::Uts { host, domain } => {
+            let is_name = |name: &[u8]| name.len() <= HOST_NAME && !name.contains(&0);
+            row.must(is_name(&host.0) && is_name(&domain.0), "its name is none")
+        }
+        Namespace::Ipc(ipc) => check_ipc(row, ipc),
+        Namespace::Time { .. } | Namespace::Cgroup | Namespace::Network { .. } => Ok(()),
+    }
 }
 
 fn check_mapping(row: &Row, mapping: &Mapping, image: &Image) -> Result<(), Invalid> {

@@ -149,6 +149,10 @@ fn use_it(image: &Image, map: &PageMap) {
         assert_eq!(process.threads[0].tid, process.pid);
         let _ = (&image.spaces[process.space as usize], &image.tables[process.table as usize]);
         let _ = [process.exe, process.cwd, process.root].map(|row| &image.paths[row as usize]);
+        let mut kinds: Vec<_> =
+            process.namespaces.iter().map(|row| image.namespaces[*row as usize].kind()).collect();
+        kinds.sort_unstable();
+        assert!(kinds.windows(2).all(|two| two[0] != two[1]));
     }
     for space in &image.spaces {
         let mut end = 0;

@@ -164,14 +164,14 @@ fn connections_come_back_as_they_were() {
         ..Socket::default()
     };
     image.sockets.extend([end(2, 1), end(1, 0)]);
-    image.kept = Some(b"name".to_vec().into());
+    (image.kept, image.network) = (Some(b"name".to_vec().into()), None);
     let (back, _) = wire::decode(&wire::encode(&image, &sample_map())).expect("decode");
     assert_eq!(back, image);
 }
 
 #[test]
 fn references_are_validated() {
-    let wrong: [Spoiler<Image>; 45] = [
+    let wrong: [Spoiler<Image>; 65] = [
         ("space", |i| i.processes[0].space = 1),
         ("table", |i| i.processes[0].table = 1),
         ("exe", |i| i.processes[0].exe = 1),
@@ -218,6 +218,7 @@ fn references_are_validated() {
         ("senders", |i| i.sockets[0].senders = Some(vec![Bytes::default()])),
         ("kept by nobody", |i| i.sockets[0].kept = Some(0)),
         ("kept out of order", |i| {
+            i.network = None;
             i.kept = Some(b"name".to_vec().into());
             i.sockets[0].kept = Some(1);
         }),
@@ -236,6 +237,29 @@ fn references_are_validated() {
         ("size asked for", |i| i.objects[1].size = PAGE),
         ("page size", |i| i.objects[0].huge_page = 3),
         ("queue", |i| i.files[10].kind = FileKind::Queue(1)),
+        ("host name that is too long", |i| i.namespaces[0] = uts(&[b'x'; 65])),
+        ("host name that ends", |i| i.namespaces[0] = uts(b"a\0b")),
+        ("namespace that is not there", |i| i.processes[0].namespaces.push(5)),
+        ("root whose clocks differ from its own", |i| i.processes[0].namespaces.push(2)),
+        ("sockets in a namespace of another kind", |i| i.network = Some(3)),
+        ("sockets in a namespace that is not there", |i| i.network = Some(5)),
+        ("kept sockets of a namespace", |i| i.kept = Some(b"name".to_vec().into())),
+        ("namespace that nobody is in", |i| i.namespaces.push(Namespace::Cgroup)),
+        ("namespaces of one kind", |i| i.processes[0].namespaces.push(0)),
+        ("segment in a namespace that is not there", |i| segment(i).namespace = Some(5)),
+        ("segment in a namespace of another kind", |i| segment(i).namespace = Some(0)),
+        ("segment of a namespace that the process is not in", |i| segment(i).namespace = None),
+        ("queue in a namespace of another kind", |i| i.queues[0].namespace = Some(0)),
+        ("setting of no name", |i| ipc(i).settings[0].name = "kernel/../../core_pattern".into()),
+        ("setting that is no number", |i| ipc(i).settings[0].value = "|/bin/sh".into()),
+        ("set without semaphores", |i| ipc(i).semaphores[0].values.clear()),
+        ("semaphore that is too high", |i| ipc(i).semaphores[0].values[0] = 32768),
+        ("set with a negative id", |i| ipc(i).semaphores[0].common.id = -1),
+        ("message without a type", |i| ipc(i).queues[0].messages[0].kind = 0),
+        ("two queues with one id", |i| {
+            let queue = ipc(i).queues[0].clone();
+            ipc(i).queues.push(queue);
+        }),
         ("queue of no name", |i| i.queues[0].name.0.clear()),
         ("queue in a folder", |i| i.queues[0].name.0 = b"../q".to_vec()),
         ("group above the top", |i| i.groups[0].path = "/../etc".into()),
@@ -252,6 +276,21 @@ fn references_are_validated() {
         spoil(&mut image);
         let result = wire::decode(&wire::encode(&image, &sample_map()));
         assert!(matches!(result, Err(WireError::Invalid(_))), "{what}: {result:?}");
+    }
+}
+
+fn uts(host: &[u8]) -> Namespace {
+    Namespace::Uts { host: host.to_vec().into(), domain: Bytes::default() }
+}
+
+fn segment(image: &mut Image) -> &mut Segment {
+    image.objects[1].segment.as_mut().unwrap()
+}
+
+fn ipc(image: &mut Image) -> &mut Ipc {
+    match &mut image.namespaces[1] {
+        Namespace::Ipc(ipc) => ipc,
+        other => panic!("{other:?}"),
     }
 }
 

@@ -80,8 +80,8 @@ pub type Group = (u32, Vec<u8>);
 pub fn groups(family: i32) -> Vec<Group> {
     let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
     match family {
-        libc::AF_INET => parse_groups4(&read("/proc/net/igmp")),
-        _ => parse_groups6(&read("/proc/net/igmp6")),
+        libc::AF_INET => parse_groups4(&read("/proc/thread-self/net/igmp")),
+        _ => parse_groups6(&read("/proc/thread-self/net/igmp6")),
     }
 }
 

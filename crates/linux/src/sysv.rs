@@ -13,6 +13,7 @@ const MARKED: u32 = 0o1000;
 /// `SHM_LOCKED`.
 const LOCKED: u32 = 0o2000;
 const NEXT_ID: &str = "/proc/sys/kernel/shm_next_id";
+const MAKE: &str = "make a System V object";
 
 /// What `IPC_STAT` tells of a segment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -188,12 +189,12 @@ pub fn make(wanted: &Wanted) -> Result<Attachment, NotMade> {
 }
 
 fn get(wanted: &Wanted) -> Result<(i32, Attachment)> {
-    let ours = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
-    if ours == wanted.creator {
-        let id = check(|| "make shared memory".into(), shmget(wanted))? as i32;
-        return attached(id).map(|attachment| (id, attachment));
+    let mut flags = libc::IPC_CREAT | libc::IPC_EXCL | (wanted.mode & 0o777) as i32;
+    if wanted.huge_page > 0 {
+        flags |= libc::SHM_HUGETLB | (wanted.huge_page.trailing_zeros() as i32) << libc::MAP_HUGE_SHIFT;
     }
-    get_as_creator(wanted)
+    let call = [libc::SYS_shmget, wanted.key.into(), wanted.size as i64, flags.into()];
+    as_creator(wanted.creator, call, |id| attached(id).map(|attachment| (id, attachment)))
 }
 
 /// Attaches a new segment, or removes it.
@@ -201,18 +202,27 @@ fn attached(id: i32) -> Result<Attachment> {
     Attachment::new(id).inspect_err(|_| drop(remove(id)))
 }
 
-fn shmget(wanted: &Wanted) -> i64 {
-    let mut flags = libc::IPC_CREAT | libc::IPC_EXCL | (wanted.mode & 0o777) as i32;
-    if wanted.huge_page > 0 {
-        flags |= libc::SHM_HUGETLB | (wanted.huge_page.trailing_zeros() as i32) << libc::MAP_HUGE_SHIFT;
-    }
-    // SAFETY: touches no memory.
-    unsafe { libc::syscall(libc::SYS_shmget, wanted.key, wanted.size, flags) }
+/// `shmget`, `semget` or `msgget`: its number and arguments.
+fn get_object(call: [i64; 4]) -> i64 {
+    let [nr, key, a, b] = call;
+    // SAFETY: the calls that are made here touch no memory.
+    unsafe { libc::syscall(nr, key, a, b) }
 }
 
-/// As [`get`], by a process of that user, for who made a segment cannot be changed. It lives until the segment is
-/// attached: with `kernel.shm_rmid_forced`, what nobody is attached to goes with its creator.
-fn get_as_creator(wanted: &Wanted) -> Result<(i32, Attachment)> {
+/// Makes an object (`shmget`, `semget`, `msgget`: number and arguments) in the name of this user and group, and does
+/// something with its id.
+///
+/// Who made an object cannot be changed: if that is not us, it is done by a process of that user. This lives until the work is done:
+/// with `kernel.shm_rmid_forced`, shared memory that nobody is attached to goes with its creator.
+pub(crate) fn as_creator<T>(
+    creator: (u32, u32),
+    call: [i64; 4],
+    work: impl FnOnce(i32) -> Result<T>,
+) -> Result<T> {
+    let ours = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
+    if ours == creator {
+        return work(check(|| MAKE.into(), get_object(call))? as i32);
+    }
     let pipe =
         || rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).map_err(|e| Error::call("pipe", e));
     let (answer, child_answer) = pipe()?;
@@ -222,7 +232,7 @@ fn get_as_creator(wanted: &Wanted) -> Result<(i32, Attachment)> {
     let pid = check(|| "fork".into(), unsafe { libc::fork() }.into())? as u32;
     if pid == 0 {
         let parents = [answer.as_raw_fd(), wait.as_raw_fd()];
-        be_the_creator(wanted, parents, child_answer.as_raw_fd(), child_wait.as_raw_fd());
+        be_the_creator(creator, call, parents, child_answer.as_raw_fd(), child_wait.as_raw_fd());
     }
     drop((child_answer, child_wait));
     let mut buffer = [0; 8];
@@ -231,10 +241,10 @@ fn get_as_creator(wanted: &Wanted) -> Result<(i32, Attachment)> {
         _ => -i64::from(libc::EIO),
     };
     let made = match i32::try_from(result) {
-        Ok(id) if id >= 0 => attached(id).map(|attachment| (id, attachment)),
+        Ok(id) if id >= 0 => work(id),
         _ => {
             let source = std::io::Error::from_raw_os_error(result.unsigned_abs() as i32);
-            Err(Error::call("make shared memory", source))
+            Err(Error::call(MAKE, source))
         }
     };
     drop(wait);
@@ -242,9 +252,9 @@ fn get_as_creator(wanted: &Wanted) -> Result<(i32, Attachment)> {
     made
 }
 
-fn be_the_creator(wanted: &Wanted, parents: [i32; 2], answer: i32, wait: i32) -> ! {
+fn be_the_creator(creator: (u32, u32), call: [i64; 4], parents: [i32; 2], answer: i32, wait: i32) -> ! {
     const SECBIT_NO_SETUID_FIXUP: u64 = 1 << 2;
-    let (uid, gid) = wanted.creator;
+    let (uid, gid) = creator;
     let keep = u32::MAX;
     // SAFETY: plain system calls; the two that take a pointer get one to a buffer on this stack, and its length.
     unsafe {
@@ -258,7 +268,7 @@ fn be_the_creator(wanted: &Wanted, parents: [i32; 2], answer: i32, wait: i32) ->
             result = libc::syscall(libc::SYS_setresuid, keep, uid, keep);
         }
         if result == 0 {
-            result = shmget(wanted);
+            result = get_object(call);
         }
         if result < 0 {
             result = -i64::from(*libc::__errno_location());

@@ -11,6 +11,7 @@ pub mod files;
 mod groups;
 pub mod lazy;
 pub mod loader;
+mod namespaces;
 mod pace;
 pub mod rebuild;
 pub mod space;

@@ -109,10 +109,11 @@ pub fn restore(
     let start = Instant::now();
     let pace = Pace::new(options.limit);
     let contents = Stored { checkpoint, pace: &pace };
+    // Before namespaces are made: other clocks are told by what they differ from these.
+    let mut notes = Vec::from_iter(clock::continue_clocks(&image.meta)?);
     let mut open = files::open(image, &contents, options.files, options.tcp, options.stdio)?;
     let own = Proc::process(std::process::id())?.maps()?;
     let room = space::find_room(&image.spaces, &own)?;
-    let mut notes = Vec::from_iter(clock::continue_clocks(&image.meta)?);
     let memories: Vec<OnceCell<Memory>> = (0..family::room_for(image)).map(|_| OnceCell::new()).collect();
     let mut nursery = Nursery::open(image.processes[0].pid)?;
     let leader = nursery.seize()?;
@@ -144,7 +145,9 @@ pub fn restore(
             load(checkpoint, &rows, &members, &pace, progress)?;
         }
     }
+    let visit = open.namespaces().visit_network(image)?;
     open.deliver(image)?;
+    drop(visit);
     open.seal(image)?;
     let mut all = Vec::with_capacity(members.len());
     for (row, mut remote) in rows.iter().zip(members) {
@@ -230,6 +233,7 @@ impl<'a> Row<'a> {
 
     /// Makes its mappings.
     fn lay_out(&self, image: &Image, remote: &mut Remote<'_>, open: &OpenFiles, room: u64) -> Result<()> {
+        open.namespaces().enter(self.process, remote)?;
         space::settle(remote, self.space, room)?;
         remote.run(&of_process::early(self.process, self.space))?;
         space::map(remote, self.space, &self.filled, &Sources { open })?;

@@ -149,6 +149,22 @@ mod signals {
     );
 }
 
+mod namespaces {
+    scenarios!("namespaces":
+        host_name,
+        host_names,
+        host_name_below,
+        ipc_objects,
+        posix_queues,
+        ipc_apart,
+        clocks,
+        control_groups,
+        networks,
+        network_of_sockets,
+        network_sockets,
+    );
+}
+
 mod trees {
     scenarios!("tree":
         pair,

@@ -10,9 +10,16 @@ use stillpoint_linux::{spawn, sysv};
 
 /// Refuses processes that may have operations to be undone.
 pub fn refuse_undo(builder: &mut Builder, pids: &[u32]) -> Result<()> {
-    let sets = sysv::semaphores()?;
-    let used = |pid: &u32| Some((*pid, sets.iter().find(|set| set.last_users.contains(pid))?));
-    let users: Vec<_> = pids.iter().filter_map(used).collect();
+    let mut ours = None;
+    let mut users = Vec::new();
+    for &pid in pids {
+        let sets = match (builder.namespaces.has_ipc_of(pid), &ours) {
+            (true, _) => builder.namespaces.in_ipc_of(pid, sysv::semaphores)?,
+            (false, Some(known)) => Vec::clone(known),
+            (false, None) => ours.insert(sysv::semaphores()?).clone(),
+        };
+        users.extend(sets.into_iter().find(|set| set.last_users.contains(&pid)).map(|set| (pid, set)));
+    }
     if users.is_empty() {
         return Ok(());
     }

@@ -241,7 +241,7 @@ pub fn has_ended(pid: u32) -> bool {
 fn examine_thread(builder: &mut Builder, target: &Proc, tid: u32, examined: &mut Examined) -> Result<()> {
     let folder = target.sibling(tid)?;
     let (stat, status) = (folder.stat()?, folder.status()?);
-    namespaces(builder, examined, &folder.namespaces()?);
+    namespaces(builder, target, tid, examined, false, &folder.namespaces()?)?;
     examined.threads.insert(tid, may_change_namespaces(&status));
     thread(builder, target, tid, &stat, &status)
 }
@@ -283,7 +283,7 @@ pub fn examine_again(
     for seen in threads {
         // What is as it was in the main thread has been judged.
         if !seen.namespaces.iter().all(|n| examined.theirs.contains(n)) {
-            namespaces(builder, examined, &seen.namespaces);
+            namespaces(builder, target, seen.tid, examined, threads.len() == 1, &seen.namespaces)?;
         }
         thread(builder, target, seen.tid, &seen.look.stat, &seen.look.status)?;
     }
@@ -434,16 +434,43 @@ pub fn newer<'a>(examined: impl IntoIterator<Item = &'a Examined>) -> Result<Vec
     }
 }
 
-fn namespaces(builder: &mut Builder, examined: &Examined, theirs: &[Namespace]) {
+/// Judges the namespaces of a thread; `alone`: it stands still, and the process has no other.
+fn namespaces(
+    builder: &mut Builder,
+    target: &Proc,
+    tid: u32,
+    examined: &Examined,
+    alone: bool,
+    theirs: &[Namespace],
+) -> Result<()> {
     for space in theirs {
+        let has_moved = builder.namespaces.would_know(space.kind) && !examined.theirs.contains(space);
+        // Nobody has been judged by where a thread was that is alone.
+        if has_moved && !alone {
+            let kind = space.kind.name();
+            if tid == target.pid() {
+                return Err(Error::Passing(format!(
+                    "{} has just entered another {kind} namespace",
+                    named(tid)
+                )));
+            }
+            let why = format!("it is in another {kind} namespace than the main thread");
+            builder.refuse(format!("thread {tid}"), why, "let all threads of the process be in the same");
+            continue;
+        }
         // Time namespaces only shift clocks, which a restore does anyway.
         let shifts_clocks = matches!(space.kind, NamespaceKind::Time | NamespaceKind::TimeForChildren);
         let is_private =
             matches!(space.kind, NamespaceKind::Pid | NamespaceKind::PidForChildren | NamespaceKind::Mount);
         // Of a private one it must still be the one that was looked at.
         let private = examined.private && is_private && examined.theirs.contains(space);
-        if shifts_clocks || examined.ours.contains(space) || private {
+        let is_known = examined.ours.contains(space) || builder.namespaces.has(space);
+        if shifts_clocks || is_known || private {
             continue;
+        }
+        if builder.namespaces.would_know(space.kind) {
+            let what = format!("{} has just entered a {} namespace", named(tid), space.kind.name());
+            return Err(Error::Passing(what));
         }
         let what = match space.kind {
             NamespaceKind::PidForChildren => "pid namespace of its children".to_string(),
@@ -452,6 +479,7 @@ fn namespaces(builder: &mut Builder, examined: &Examined, theirs: &[Namespace]) 
         let hint = "run stillpoint inside of it, for example with nsenter(1)";
         builder.refuse(what, "the program is in another one than stillpoint", hint);
     }
+    Ok(())
 }
 
 /// Whether the program lives in a pid namespace that a restore of ours made because its process ids were taken: one

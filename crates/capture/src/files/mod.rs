@@ -49,7 +49,9 @@ use std::os::fd::BorrowedFd;
 use stillpoint_image::{Descriptor, FileKind, FileTable, OpenFile};
 use stillpoint_linux::datagrams::Group;
 use stillpoint_linux::descriptors::raise_descriptor_limit;
-use stillpoint_linux::proc::{Proc, Stat};
+use stillpoint_linux::namespaces::{self, Visit};
+use stillpoint_linux::network;
+use stillpoint_linux::proc::{NamespaceKind, Proc, Stat};
 use stillpoint_linux::sockets::UnixSocket;
 
 pub use contents::{Moment, copy_content, take_digests_of};
@@ -98,6 +100,7 @@ pub fn capture_files(builder: &mut Builder, target: &Target<'_>) -> Result<Vec<u
     let mut scan = Scan::new(builder, target, &all)?;
     scan.in_flight = in_flight;
     let standard = Standard::find(&mut scan)?;
+    let _visit = scan.enter_network(&standard)?;
     // Those that share a table have that of the first of them.
     let of_its_own: Vec<usize> =
         (0..target.holders.len()).filter(|&h| target.shares_table_of(h) == h).collect();
@@ -163,7 +166,10 @@ pub struct Scan<'a> {
     /// Messages with descriptors in them.
     pub(crate) in_flight: messages::Queues,
     pub(crate) options: options::Defaults,
-    pub(crate) same_network: bool,
+    /// The first holder is in our network namespace.
+    same_network: bool,
+    /// The network namespace that all sockets are in, or else ours, by its inode number.
+    network: u64,
     /// What `stat` tells of the holders, and their process groups as they see them; looked up when that is first asked.
     stats: OnceCell<Vec<(Stat, u32)>>,
 }
@@ -185,8 +191,43 @@ impl<'a> Scan<'a> {
             in_flight: messages::Queues::new(),
             options: options::Defaults::default(),
             same_network: network(&target.holders[0].pid.to_string()) == network("self"),
+            network: namespaces::open("/proc/self", NamespaceKind::Network)?.1.id,
             stats: OnceCell::new(),
         })
+    }
+
+    /// Whether a socket is in the network namespace that all are in: in which it was made, wherever its process is by now.
+    pub(crate) fn in_one_network(&self, d: &Description) -> Result<bool> {
+        match self.builder.namespaces.have_networks() {
+            true => Ok(network::namespace_of(&d.file)? == self.network),
+            false => Ok(self.same_network),
+        }
+    }
+
+    /// Whether a socket is in a network namespace of the program's own, where nobody else is.
+    pub(crate) fn in_own_network(&self, d: &Description) -> Result<bool> {
+        let spaces = &self.builder.namespaces;
+        Ok(spaces.have_networks() && spaces.network(network::namespace_of(&d.file)?).is_some())
+    }
+
+    /// If all sockets are in one network namespace of the program's own, goes there for as long as what is returned lives.
+    fn enter_network(&mut self, standard: &Standard) -> Result<Option<Visit>> {
+        if !self.builder.namespaces.have_networks() {
+            return Ok(None);
+        }
+        let mut all = Vec::new();
+        for d in self.all.iter().filter(|d| messages::is_socket(d) && standard.number(d).is_none()) {
+            all.push(network::namespace_of(&d.file)?);
+        }
+        let (Some(&first), true) = (all.first(), all.windows(2).all(|two| two[0] == two[1])) else {
+            return Ok(None);
+        };
+        let Some((file, row)) = self.builder.namespaces.network(first) else { return Ok(None) };
+        self.network = first;
+        self.builder.image.network = row;
+        // What was told of those here.
+        self.unix = None;
+        Ok(Some(Visit::enter(NamespaceKind::Network, &file)?))
     }
 
     /// Refuses a description for a reason; returns `None` for convenience.

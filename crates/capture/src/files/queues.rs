@@ -41,8 +41,10 @@ pub(crate) fn capture(scan: &mut Scan<'_>, d: &Description) -> Result<Option<Fil
         maximum: attributes.maximum,
         size: attributes.size,
         ino: d.stat.st_ino,
+        namespace: scan.builder.namespaces.row_of_queues(d.stat.st_dev),
     };
-    let known = scan.builder.image.queues.iter().position(|q| q.ino == queue.ino);
+    let same = |q: &MessageQueue| (q.ino, q.namespace) == (queue.ino, queue.namespace);
+    let known = scan.builder.image.queues.iter().position(same);
     let row = known.unwrap_or_else(|| {
         scan.builder.image.queues.push(queue);
         scan.builder.image.queues.len() - 1

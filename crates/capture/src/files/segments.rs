@@ -39,7 +39,7 @@ pub fn is_attachment(process: &Proc, vma: &Vma) -> bool {
 pub fn attachment(builder: &mut Builder, process: &Proc, smap: &Smap, what: &str) -> Result<Option<Backing>> {
     let vma = &smap.vma;
     let found = match i32::try_from(vma.ino) {
-        Ok(id) => sysv::segment(id)?.map(|segment| (id, segment)),
+        Ok(id) => segment_of(builder, process.pid(), id)?.map(|segment| (id, segment)),
         Err(_) => None,
     };
     let name = name_of(&vma.name);
@@ -49,7 +49,8 @@ pub fn attachment(builder: &mut Builder, process: &Proc, smap: &Smap, what: &str
         return Ok(None);
     };
     let file = process.open_file(&vma.link_name())?;
-    let Some(row) = row(builder, id, name, &segment, file, what)? else { return Ok(None) };
+    let namespace = builder.namespaces.ipc_row(process.pid());
+    let Some(row) = row(builder, namespace, id, name, &segment, file, what)? else { return Ok(None) };
     let object = &builder.image.objects[row as usize];
     let size = object.size.next_multiple_of(object.huge_page.max(PAGE));
     if vma.offset.checked_add(vma.len()).is_none_or(|end| end > size) {
@@ -70,6 +71,23 @@ pub fn attachment(builder: &mut Builder, process: &Proc, smap: &Smap, what: &str
     Ok(Some(Backing::Segment { object: row, offset: vma.offset, may_write }))
 }
 
+/// A segment of the IPC namespace that a process is in.
+fn segment_of(builder: &Builder, pid: u32, id: i32) -> Result<Option<sysv::Segment>> {
+    Ok(builder.namespaces.in_ipc_of(pid, || sysv::segment(id))?)
+}
+
+/// Captures a segment of one of the program's own namespaces that nobody is attached to.
+pub(crate) fn unattached(
+    builder: &mut Builder,
+    namespace: u32,
+    id: i32,
+    segment: &sysv::Segment,
+    file: OwnedFd,
+) -> Result<()> {
+    let what = format!("shared memory segment {id} (key {:#x})", segment.key);
+    row(builder, Some(namespace), id, segment.key, segment, file, &what).map(drop)
+}
+
 /// The key in `/SYSVkkkkkkkk`.
 fn name_of(name: &[u8]) -> Option<i32> {
     let digits = std::str::from_utf8(name.strip_prefix(b"/SYSV")?).ok()?;
@@ -79,6 +97,7 @@ fn name_of(name: &[u8]) -> Option<i32> {
 /// Row of a segment, one for each id; its contents are stored once.
 fn row(
     builder: &mut Builder,
+    namespace: Option<u32>,
     id: i32,
     name: i32,
     segment: &sysv::Segment,
@@ -87,7 +106,8 @@ fn row(
 ) -> Result<Option<u32>> {
     let stat = rustix::fs::fstat(&file).map_err(|e| Error::call(format!("fstat {what}"), e))?;
     let fs = rustix::fs::fstatfs(&file).map_err(|e| Error::call(format!("fstatfs {what}"), e))?;
-    if stat.st_ino != id as u64 || (stat.st_size as u64) < segment.size || segment.size == 0 {
+    let same = stat.st_ino == id as u64 && (segment.marked || segment.key == name);
+    if !same || (stat.st_size as u64) < segment.size || segment.size == 0 {
         builder.refuse(
             what,
             "the segment of its number is another one",
@@ -97,7 +117,8 @@ fn row(
     }
     let huge_page = if fs.f_type as u64 == HUGETLBFS { fs.f_bsize as u64 } else { 0 };
     // Inode numbers of segments are their ids, which may be those of memfds on the same device.
-    let (row, new) = builder.object(u64::MAX, id as u64, || MemoryObject {
+    let device = u64::MAX - namespace.map_or(0, |row| u64::from(row) + 1);
+    let (row, new) = builder.object(device, id as u64, || MemoryObject {
         size: stat.st_size as u64,
         huge_page,
         mode: segment.mode,
@@ -112,6 +133,7 @@ fn row(
             locked: segment.locked,
             marked: segment.marked,
             size: segment.size,
+            namespace,
         }),
         ..MemoryObject::default()
     });
@@ -126,6 +148,11 @@ fn row(
 /// Refuses segments that others are attached to, once the mappings of all captured processes are known.
 pub fn refuse_shared(builder: &mut Builder, captured: &[u32]) {
     for attached in std::mem::take(&mut builder.segments) {
+        if attached.here > attached.anywhere {
+            // One of them attached another one of that id before it entered its namespace.
+            let why = "a process of the program is attached to it from another IPC namespace";
+            builder.refuse(&attached.what, why, "detach (shmdt) before entering a new IPC namespace");
+        }
         if attached.here < attached.anywhere {
             let segment = builder.image.objects[attached.row as usize].segment.as_ref();
             let id = segment.map_or(0, |s| s.id);
@@ -137,6 +164,16 @@ pub fn refuse_shared(builder: &mut Builder, captured: &[u32]) {
             builder.refuse(&attached.what, why, "end the other process, or let it detach (shmdt)");
         }
         builder.segments.push(attached);
+    }
+    // A process that was attached when it left the namespace.
+    let missing = |(row, id): &(u32, i32)| {
+        let segments = builder.image.objects.iter().filter_map(|o| o.segment.as_ref());
+        !segments.into_iter().any(|s| s.namespace == Some(*row) && s.id == *id)
+    };
+    let missing: Vec<(u32, i32)> = builder.namespaces.attached_segments().filter(missing).collect();
+    for (_, id) in missing {
+        let why = "a process outside of the program is attached to it";
+        builder.refuse(format!("shared memory segment {id}"), why, "let that process detach (shmdt)");
     }
 }
 

@@ -35,8 +35,8 @@ pub(crate) fn is_stream_from_outside(scan: &mut Scan<'_>, d: &Description) -> Re
     if sort(d)?.0 != libc::AF_UNIX {
         return Ok(false);
     }
-    if !scan.same_network {
-        return Ok(true);
+    if !scan.in_one_network(d)? {
+        return Ok(!scan.in_own_network(d)?);
     }
     let peer = scan.unix_socket(d.stat.st_ino as u32)?.and_then(|s| s.peer).unwrap_or(0);
     Ok(peer != 0 && find(scan, peer).is_none())
@@ -61,8 +61,8 @@ pub(crate) fn capture(scan: &mut Scan<'_>, d: &Description) -> Result<Option<Fil
             "end that process before the checkpoint",
         );
     }
-    if !scan.same_network {
-        return scan.refuse(d, "it is in another network namespace", CLOSE);
+    if !scan.in_one_network(d)? {
+        return scan.refuse(d, "it is in another network namespace than others, or than stillpoint", CLOSE);
     }
     let row = match sort {
         (libc::AF_UNIX, ..) => unix(scan, d, sort)?,

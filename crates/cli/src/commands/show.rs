@@ -70,6 +70,7 @@ fn process_json(image: &Image, process: &Process) -> Value {
             "file_bytes": memory.file,
             "shared_bytes": memory.shared,
         },
+        "namespaces": namespaces(image, process),
         "descriptors": descriptors.iter().map(|(fd, what)| json!({"fd": fd, "what": what})).collect::<Vec<_>>(),
     })
 }
@@ -116,6 +117,9 @@ fn process_text(text: &mut String, image: &Image, process: &Process) {
         output::bytes(memory.file),
         output::bytes(memory.shared),
     );
+    if !process.namespaces.is_empty() {
+        let _ = writeln!(text, "  namespaces   {}", namespaces(image, process).join(", "));
+    }
     for (i, (fd, what)) in descriptors(image, process).iter().enumerate() {
         let head = if i == 0 { "descriptors" } else { "" };
         let _ = writeln!(text, "  {head:<11}{fd:>4}  {what}");
@@ -162,6 +166,12 @@ impl Memory {
         }
         memory
     }
+}
+
+/// Namespaces of the program's own that a process is in: kind, and row in the checkpoint.
+fn namespaces(image: &Image, process: &Process) -> Vec<String> {
+    let kind = |row: &u32| Some(format!("{} {row}", image.namespaces.get(*row as usize)?.kind()));
+    process.namespaces.iter().filter_map(kind).collect()
 }
 
 fn path(image: &Image, index: u32) -> String {

@@ -8,7 +8,16 @@ use stillpoint_image::*;
 pub fn sample() -> Image {
     let thread =
         Thread { tid: 7, name: b"main".to_vec().into(), regs: vec![1; 216].into(), ..Thread::default() };
-    let process = Process { pid: 7, threads: vec![thread], ..Process::default() };
+    let process =
+        Process { pid: 7, threads: vec![thread], namespaces: vec![0, 1, 3, 4], ..Process::default() };
+    let thread = Thread { tid: 9, ..Thread::default() };
+    let child = Process {
+        pid: 9,
+        parent: Some(0),
+        threads: vec![thread],
+        namespaces: vec![1, 2],
+        ..Process::default()
+    };
     let mapping = |start: u64, backing| Mapping {
         start,
         end: start + 4 * PAGE,
@@ -31,7 +40,7 @@ pub fn sample() -> Image {
             ..mapping(0x40000, Backing::Segment { object: 1, offset: PAGE, may_write: true })
         },
     ];
-    let segment = Segment { id: 7, key: 8, size: 5 * PAGE - 1, ..Segment::default() };
+    let segment = Segment { id: 7, key: 8, size: 5 * PAGE - 1, namespace: Some(1), ..Segment::default() };
     let kinds = [
         FileKind::Path(0),
         FileKind::Pipe(0),
@@ -49,7 +58,7 @@ pub fn sample() -> Image {
     let descriptors = (0..kinds.len() as u32).map(|fd| Descriptor { fd, file: fd, close_on_exec: fd == 1 });
     Image {
         meta: Meta { job: "web".into(), id: 3, label: Some("first".into()), ..Meta::default() },
-        processes: vec![process],
+        processes: vec![process, child],
         spaces: vec![AddressSpace { mappings, ..AddressSpace::default() }],
         objects: vec![
             MemoryObject { size: 4 * PAGE, ..MemoryObject::default() },
@@ -77,6 +86,25 @@ pub fn sample() -> Image {
             shared: false,
         }],
         queues: vec![MessageQueue { name: b"q".to_vec().into(), ..MessageQueue::default() }],
+        namespaces: vec![
+            Namespace::Uts { host: b"still".to_vec().into(), domain: b"point".to_vec().into() },
+            Namespace::Ipc(ipc()),
+            Namespace::Time { monotonic_ns: -5, boottime_ns: 1 << 40 },
+            Namespace::Cgroup,
+            Namespace::Network { up: true },
+        ],
+        network: Some(4),
+    }
+}
+
+/// An IPC namespace with an object of each kind.
+fn ipc() -> Ipc {
+    let common = |id| SystemV { id, key: 5, mode: 0o600, ..SystemV::default() };
+    let message = SystemVMessage { kind: 1, text: b"unread".to_vec().into() };
+    Ipc {
+        settings: vec![Setting { name: "kernel/sem".into(), value: "250\t32000\t32\t128".into() }],
+        semaphores: vec![SemaphoreSet { common: common(3), values: vec![0, 32767] }],
+        queues: vec![SystemVQueue { common: common(3), capacity: 100, messages: vec![message] }],
     }
 }
 

@@ -30,6 +30,7 @@ mod terminals;
 
 pub(crate) use standard::window_differs;
 
+use crate::namespaces::Namespaces;
 use crate::{Error, FilesPolicy, Result, Stdio, TcpPolicy};
 use created::Created;
 use kept::Kept;
@@ -64,6 +65,8 @@ pub type KeepTail<'a> = dyn FnMut(&Path, u64, &mut dyn Read) -> Result<()> + 'a;
 /// made.
 #[derive(Debug)]
 pub struct OpenFiles {
+    /// The program's own namespaces, in which some of the others are.
+    namespaces: Namespaces,
     /// For each row of [`Image::files`]; `None` for what is made in the new process.
     sources: Vec<Option<OwnedFd>>,
     /// For each row of [`Image::objects`].
@@ -112,7 +115,9 @@ pub fn open(
     paths::remake(&mut opening, &findings.lost)?;
     paths::open(&mut opening)?;
     locks::check(&opening)?;
+    let visit = opening.files.namespaces.visit_network(image)?;
     sockets::open(&mut opening)?;
+    drop(visit);
     opening.make_objects()?;
     pipes::open(&mut opening)?;
     queues::open(&mut opening)?;
@@ -121,6 +126,7 @@ pub fn open(
     events::open(&mut opening)?;
     paths::open_for_mappings(&mut opening)?;
     opening.finish_objects()?;
+    opening.files.namespaces.settle(image)?;
     locks::take(&opening)?;
     // Last: all that was done so far would be events for it.
     events::open_inotify(&mut opening)?;
@@ -142,6 +148,7 @@ impl<'a> Opening<'a> {
     fn new(image: &'a Image, contents: &'a dyn Contents, tcp: TcpPolicy, stdio: Stdio) -> Result<Self> {
         let null = std::fs::OpenOptions::new().read(true).write(true).open("/dev/null");
         let files = OpenFiles {
+            namespaces: Namespaces::make(image)?,
             sources: image.files.iter().map(|_| None).collect(),
             objects: Vec::new(),
             segments: segments::Segments::default(),
@@ -175,7 +182,10 @@ impl<'a> Opening<'a> {
     fn make_objects(&mut self) -> Result<()> {
         for (row, object) in self.image.objects.iter().enumerate() {
             let made = match &object.segment {
-                Some(segment) => self.files.segments.make(self.image, row, object, segment, self.contents)?,
+                Some(segment) => {
+                    let OpenFiles { segments, namespaces, .. } = &mut self.files;
+                    segments.make(namespaces, self.image, row, object, segment, self.contents)?
+                }
                 None => objects::memory(row as u32, object, self.contents)?,
             };
             self.files.objects.push(made);
@@ -207,6 +217,11 @@ impl<'a> Opening<'a> {
 }
 
 impl OpenFiles {
+    /// The program's own namespaces, which new processes have descriptors of until [`OpenFiles::install`].
+    pub fn namespaces(&self) -> &Namespaces {
+        &self.namespaces
+    }
+
     /// Descriptor of a file (row of [`Image::paths`]) that mappings are made from, or that the process executes or
     /// stands in; able to write if asked. It has the same number in the new process until [`OpenFiles::install`].
     pub fn mapping_source(&self, path: u32, write: bool) -> Result<i32> {

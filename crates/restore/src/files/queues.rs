@@ -44,7 +44,7 @@ fn find(name: &[u8], flags: i32) -> Result<Option<OwnedFd>> {
 
 /// Refuses queues that are not as the program left them.
 pub(super) fn check(image: &Image, refusals: &mut Vec<String>) -> Result<()> {
-    for queue in image.queues.iter().filter(|q| !q.unlinked) {
+    for queue in image.queues.iter().filter(|q| !q.unlinked && q.namespace.is_none()) {
         let Some(found) = find(&queue.name.0, libc::O_RDONLY | libc::O_NONBLOCK)? else { continue };
         let (now, messages) = mqueue::attributes(&found)?;
         if now != attributes(queue) {
@@ -64,22 +64,48 @@ pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
         _ => None,
     });
     for (index, queue) in opening.image.queues.iter().enumerate() {
-        let name = find_or_make(opening, queue)?;
-        for &(row, file, _) in rows.iter().filter(|r| r.2 as usize == index) {
-            let flags = file.flags as i32 & (libc::O_ACCMODE | libc::O_NONBLOCK);
-            let fd = find(&name, flags)?.ok_or_else(|| missing("message queue", index as u32))?;
+        let rows: Vec<_> = rows.iter().filter(|r| r.2 as usize == index).collect();
+        let all_flags: Vec<i32> = rows
+            .iter()
+            .map(|(_, file, _)| file.flags as i32 & (libc::O_ACCMODE | libc::O_NONBLOCK))
+            .collect();
+        let made = &mut opening.files.queues.made;
+        let opened = match queue.namespace {
+            None => open_all(made, index, queue, &all_flags)?,
+            // What is made there goes with the namespace.
+            Some(row) => opening
+                .files
+                .namespaces
+                .within(row, || open_all(&mut Vec::new(), index, queue, &all_flags))?,
+        };
+        for (&&(row, ..), fd) in rows.iter().zip(opened) {
             opening.put(row, fd)?;
-        }
-        if queue.unlinked {
-            mqueue::unlink(&name)?;
-            opening.files.queues.made.retain(|made| *made != name);
         }
     }
     Ok(())
 }
 
+/// Opens all descriptions of a queue, which is made if it is not there. Names of those that were made are added to `made`.
+fn open_all(
+    made: &mut Vec<Vec<u8>>,
+    index: usize,
+    queue: &MessageQueue,
+    all_flags: &[i32],
+) -> Result<Vec<OwnedFd>> {
+    let name = find_or_make(made, queue)?;
+    let mut opened = Vec::with_capacity(all_flags.len());
+    for flags in all_flags {
+        opened.push(find(&name, *flags)?.ok_or_else(|| missing("message queue", index as u32))?);
+    }
+    if queue.unlinked {
+        mqueue::unlink(&name)?;
+        made.retain(|made| *made != name);
+    }
+    Ok(opened)
+}
+
 /// Returns the name by which a queue can be opened: of one without a name, that it gets for a moment.
-fn find_or_make(opening: &mut Opening<'_>, queue: &MessageQueue) -> Result<Vec<u8>> {
+fn find_or_make(all_made: &mut Vec<Vec<u8>>, queue: &MessageQueue) -> Result<Vec<u8>> {
     let name = queue.name.0.clone();
     if !queue.unlinked && find(&name, libc::O_RDONLY | libc::O_NONBLOCK)?.is_some() {
         return Ok(name);
@@ -91,7 +117,7 @@ fn find_or_make(opening: &mut Opening<'_>, queue: &MessageQueue) -> Result<Vec<u
             Err(e) if e.errno() == Some(libc::EEXIST) => continue,
             made => made?,
         };
-        opening.files.queues.made.push(name.clone());
+        all_made.push(name.clone());
         let named = |e| Kernel::call(format!("set the owner of message queue /{}", queue.name), e);
         let (uid, gid) = (Uid::from_raw(queue.uid), Gid::from_raw(queue.gid));
         rustix::fs::fchown(&made, Some(uid), Some(gid)).map_err(named)?;

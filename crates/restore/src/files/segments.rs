@@ -5,6 +5,7 @@
 //! program runs. One to which anybody is attached is not touched.
 
 use super::{Contents, OpenFiles, objects};
+use crate::namespaces::Namespaces;
 use crate::{Error, Result};
 use rustix::fs::FallocateFlags;
 use std::os::fd::OwnedFd;
@@ -26,6 +27,8 @@ struct Made {
     id: i32,
     /// It was not there, and must go if the restore fails.
     is_new: bool,
+    /// It is in a namespace of the program's own.
+    elsewhere: bool,
     /// Keeps one that is marked for removal until the program is attached.
     attachment: Option<Attachment>,
 }
@@ -44,7 +47,7 @@ fn segments(image: &Image) -> impl Iterator<Item = (&MemoryObject, &Segment)> {
 
 /// Refuses where an id or key belongs to another segment by now, or somebody is attached.
 pub(super) fn check(image: &Image, refusals: &mut Vec<String>) -> Result<()> {
-    for (object, segment) in segments(image) {
+    for (object, segment) in segments(image).filter(|(_, segment)| segment.namespace.is_none()) {
         let why = match sysv::segment(segment.id)? {
             Some(found) => in_the_way(image, object, segment, &found),
             None => key_taken(segment),
@@ -107,12 +110,22 @@ impl Segments {
     /// Makes the segment of an object, with its contents, or finds the one that is there. Returns the file behind it.
     pub fn make(
         &mut self,
+        namespaces: &Namespaces,
         image: &Image,
         row: usize,
         object: &MemoryObject,
         segment: &Segment,
         contents: &dyn Contents,
     ) -> Result<OwnedFd> {
+        if let Some(row_of_space) = segment.namespace {
+            let attachment = namespaces.within(row_of_space, || make(object, segment))?;
+            let file = attachment.file(object.size, object.huge_page.max(PAGE))?;
+            let (id, attachment) = (segment.id, Some(attachment));
+            self.all.push(Made { row, id, is_new: false, elsewhere: true, attachment });
+            objects::fill_object(&file, row as u32, object, contents)?;
+            namespaces.within(row_of_space, || complete(object, segment))?;
+            return Ok(file);
+        }
         let found = sysv::segment(segment.id)?;
         let is_new = found.is_none();
         if let Some(why) = found.and_then(|found| in_the_way(image, object, segment, &found)) {
@@ -120,14 +133,12 @@ impl Segments {
         }
         let attachment = if is_new { make(object, segment)? } else { Attachment::new(segment.id)? };
         let file = attachment.file(object.size, object.huge_page.max(PAGE));
-        self.all.push(Made { row, id: segment.id, is_new, attachment: Some(attachment) });
+        let (id, attachment) = (segment.id, Some(attachment));
+        self.all.push(Made { row, id, is_new, elsewhere: false, attachment });
         let file = file?;
         if is_new {
             objects::fill_object(&file, row as u32, object, contents)?;
-            set_states(object, segment)?;
-            if segment.marked {
-                sysv::remove(segment.id)?;
-            }
+            complete(object, segment)?;
         }
         Ok(file)
     }
@@ -165,6 +176,15 @@ fn make(object: &MemoryObject, segment: &Segment) -> Result<Attachment> {
     }
 }
 
+/// Gives a segment that was made and filled its owner and states.
+fn complete(object: &MemoryObject, segment: &Segment) -> Result<()> {
+    set_states(object, segment)?;
+    if segment.marked {
+        sysv::remove(segment.id)?;
+    }
+    Ok(())
+}
+
 fn set_states(object: &MemoryObject, segment: &Segment) -> Result<()> {
     sysv::set_owner(segment.id, (object.uid, object.gid), object.mode)?;
     Ok(sysv::set_locked(segment.id, segment.locked)?)
@@ -178,7 +198,7 @@ impl OpenFiles {
 
     /// Gives segments that were still there the contents they had. Nobody else may be attached by now.
     pub(super) fn set_segments_back(&self, image: &Image, contents: &dyn Contents) -> Result<()> {
-        for made in self.segments.all.iter().filter(|m| !m.is_new) {
+        for made in self.segments.all.iter().filter(|m| !m.is_new && !m.elsewhere) {
             let (object, file) = (&image.objects[made.row], &self.objects[made.row]);
             let Some(segment) = &object.segment else { continue };
             let is_ours =

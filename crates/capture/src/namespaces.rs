@@ -1,0 +1,448 @@
+//! Namespaces that the program made for itself: which there are, who is in them, and what is in them.
+//!
+//! They are looked for before the freeze. Where there are none, which is the rule, nothing of this is in it. A namespace is
+//! the program's own if nobody outside the tree is in it; who made it cannot be told, and does not matter.
+
+mod ipc;
+
+use crate::attributes::target::{has_ended, named};
+use crate::target::Target;
+use crate::{Builder, Error, Result};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use stillpoint_image as image;
+use stillpoint_linux::namespaces::{self, host_names, inside};
+use stillpoint_linux::proc::{self, Namespace, NamespaceKind, Proc};
+use stillpoint_linux::{Error as Kernel, Result as KernelResult, network, sysv};
+
+/// Kinds that can be captured, but time, of which there is nothing in a namespace that anybody could change.
+const KINDS: [NamespaceKind; 4] =
+    [NamespaceKind::Uts, NamespaceKind::Ipc, NamespaceKind::Cgroup, NamespaceKind::Network];
+/// Of more new processes than this not each is looked at, but all there are.
+const MANY: u32 = 1000;
+
+/// The namespaces of the program's own.
+#[derive(Clone, Debug, Default)]
+pub struct Namespaces {
+    own: Vec<Own>,
+    /// The newest process there was before it was looked who else is in them.
+    last_pid: Option<u32>,
+    /// They have been looked for.
+    settled: bool,
+}
+
+/// A namespace of the program's own.
+#[derive(Clone, Debug)]
+struct Own {
+    space: Namespace,
+    /// By this it can be entered.
+    file: Arc<OwnedFd>,
+    /// Processes of the tree that are in it.
+    pids: Vec<u32>,
+    /// Its row in the image, when it is described.
+    row: Option<u32>,
+    /// Its shared memory, of System V.
+    segments: Vec<(i32, sysv::Segment)>,
+    /// Device number of its message queues.
+    queues: Option<u64>,
+    /// What a new network namespace is like, with its loopback interface up or not.
+    fresh: Option<Arc<Fresh>>,
+}
+
+/// A new network namespace.
+#[derive(Debug)]
+struct Fresh {
+    up: bool,
+    tables: network::State,
+    settings: network::State,
+}
+
+/// When a namespace is looked at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum When {
+    /// The program runs: only what stands against it counts.
+    Running,
+    /// It stands still; what takes long is looked at afterwards.
+    Still,
+    /// It stands still, and is not to be looked at again.
+    Exactly,
+}
+
+impl Namespaces {
+    /// Whether there are any.
+    pub fn is_empty(&self) -> bool {
+        self.own.is_empty()
+    }
+
+    /// Whether one is described, or will be.
+    pub fn has(&self, space: &Namespace) -> bool {
+        self.own.iter().any(|own| own.space == *space)
+    }
+
+    /// Does something in the IPC namespace of a process: here, if that is not one of the program's own.
+    pub fn in_ipc_of<T: Send>(
+        &self,
+        pid: u32,
+        work: impl FnOnce() -> KernelResult<T> + Send,
+    ) -> KernelResult<T> {
+        match self.ipc_of(pid) {
+            Some(own) => inside(&[(own.space.kind, own.file.as_fd())], work),
+            None => work(),
+        }
+    }
+
+    /// Whether a process is in an IPC namespace of the program's own.
+    pub fn has_ipc_of(&self, pid: u32) -> bool {
+        self.ipc_of(pid).is_some()
+    }
+
+    /// The row of the IPC namespace of a process, if that is one of the program's own and is described.
+    pub fn ipc_row(&self, pid: u32) -> Option<u32> {
+        self.ipc_of(pid)?.row
+    }
+
+    /// The row of the IPC namespace whose message queues have this device number.
+    pub fn row_of_queues(&self, device: u64) -> Option<u32> {
+        self.own.iter().find(|own| own.queues == Some(device))?.row
+    }
+
+    /// Shared memory of all of the program's own namespaces that somebody is attached to, with their rows.
+    pub fn attached_segments(&self) -> impl Iterator<Item = (u32, i32)> {
+        let attached =
+            |own: &Own| own.segments.iter().filter(|(_, s)| s.attachments > 0).map(|(id, _)| *id).collect();
+        let all = self.own.iter().filter_map(move |own| Some((own.row?, attached(own))));
+        all.flat_map(|(row, ids): (u32, Vec<i32>)| ids.into_iter().map(move |id| (row, id)))
+    }
+
+    /// Whether there are network namespaces among them.
+    pub fn have_networks(&self) -> bool {
+        self.own.iter().any(|own| own.space.kind == NamespaceKind::Network)
+    }
+
+    /// The file and the row of a network namespace, by its inode number; it has no row as long as the program runs.
+    pub fn network(&self, id: u64) -> Option<(Arc<OwnedFd>, Option<u32>)> {
+        let own = self.own.iter().find(|own| own.space == Namespace { kind: NamespaceKind::Network, id })?;
+        Some((own.file.clone(), own.row))
+    }
+
+    fn ipc_of(&self, pid: u32) -> Option<&Own> {
+        self.own.iter().find(|own| own.space.kind == NamespaceKind::Ipc && own.pids.contains(&pid))
+    }
+
+    /// Whether a process that is found in an unknown namespace of this kind must have entered it after all were looked for.
+    pub fn would_know(&self, kind: NamespaceKind) -> bool {
+        self.settled && KINDS.contains(&kind)
+    }
+}
+
+/// Finds the program's own namespaces, while it runs, and refuses those that are not its own alone.
+pub(crate) fn learn(builder: &mut Builder, targets: &[Arc<Target>]) -> Result<()> {
+    let mut found = Namespaces { last_pid: proc::last_pid(), settled: true, ..Namespaces::default() };
+    let members: Vec<u32> = targets.iter().map(|t| t.pid).collect();
+    find(builder, &mut found, &members)?;
+    for target in targets {
+        let kinds = [NamespaceKind::Time, NamespaceKind::TimeForChildren];
+        if let Ok(theirs) = target.process.namespaces_of(&kinds) {
+            refuse_other_clocks_for_children(builder, target.pid, &theirs);
+        }
+    }
+    if !found.is_empty() {
+        refuse_shared(builder, &found, &members, proc::processes()?);
+    }
+    // What stands against it now will stand against it in the freeze. What is just changing cannot be read.
+    for own in &mut found.own {
+        let mut rehearsed = Builder::new();
+        if contents(&mut rehearsed, own, 0, When::Running).is_ok() {
+            builder.refusals.extend(rehearsed.refusals);
+        }
+    }
+    builder.namespaces = found;
+    Ok(())
+}
+
+/// Finds those that were made since, of processes that stand still: of newcomers, and of all if the program makes namespaces at
+/// all. A program that makes new ones all the time could never be captured otherwise.
+pub(crate) fn learn_more(builder: &mut Builder, tree: &[u32], newcomers: &[u32]) -> Result<()> {
+    let mut found = std::mem::take(&mut builder.namespaces);
+    let before = found.own.len();
+    let pids = if found.is_empty() { newcomers } else { tree };
+    find(builder, &mut found, pids)?;
+    if found.own.len() > before {
+        refuse_shared(builder, &found, tree, proc::processes()?);
+    }
+    builder.namespaces = found;
+    Ok(())
+}
+
+/// Adds the namespaces of these processes that are not ours.
+fn find(builder: &mut Builder, found: &mut Namespaces, pids: &[u32]) -> Result<()> {
+    if pids.is_empty() {
+        return Ok(());
+    }
+    let ours = Proc::process(std::process::id())?.namespaces_of(&KINDS)?;
+    for &pid in pids {
+        let theirs = match Proc::process(pid).and_then(|p| p.namespaces_of(&KINDS)) {
+            Err(Kernel::Gone(_)) => continue,
+            theirs => theirs?,
+        };
+        for space in theirs.into_iter().filter(|space| !ours.contains(space)) {
+            if let Some(own) = found.own.iter_mut().find(|own| own.space == space) {
+                own.pids.push(pid);
+                continue;
+            }
+            // It may have gone on to another one meanwhile, which the freeze finds.
+            let Ok((file, space)) = namespaces::open(&format!("/proc/{pid}"), space.kind) else { continue };
+            let user = namespaces::open("/proc/self", NamespaceKind::User)?.1;
+            if namespaces::owner(&file)? != Some(user.id) {
+                let why = "it belongs to another user namespace than stillpoint";
+                builder.refuse(name(space.kind), why, HINT);
+            }
+            found.own.push(Own {
+                space,
+                file: Arc::new(file),
+                pids: vec![pid],
+                row: None,
+                segments: Vec::new(),
+                queues: None,
+                fresh: None,
+            });
+        }
+    }
+    Ok(())
+}
+
+/// So many differences are told.
+const FEW: usize = 5;
+const HINT: &str = "run stillpoint inside of it, for example with nsenter(1)";
+
+fn name(kind: NamespaceKind) -> String {
+    match kind {
+        NamespaceKind::Uts => "UTS namespace".into(),
+        NamespaceKind::Ipc => "IPC namespace".into(),
+        NamespaceKind::Network => "network namespace".into(),
+        kind => format!("{} namespace", kind.name()),
+    }
+}
+
+/// Refuses namespaces in which one of these processes is and that is not of the tree.
+fn refuse_shared(builder: &mut Builder, own: &Namespaces, members: &[u32], processes: Vec<u32>) {
+    let kinds: Vec<NamespaceKind> =
+        KINDS.into_iter().filter(|kind| own.own.iter().any(|o| o.space.kind == *kind)).collect();
+    for pid in processes {
+        if members.contains(&pid) || pid == std::process::id() {
+            continue;
+        }
+        for space in of_threads(pid, &kinds).unwrap_or_default() {
+            // A child that the program has made meanwhile is found in the freeze.
+            if own.has(&space) && !descends(pid, members) && !has_ended(pid) {
+                let why = format!("{}, which is not part of the program, is in it too", named(pid));
+                builder.refuse(name(space.kind), why, HINT);
+            }
+        }
+    }
+}
+
+/// Namespaces of all threads of a process.
+fn of_threads(pid: u32, kinds: &[NamespaceKind]) -> KernelResult<Vec<Namespace>> {
+    let process = Proc::process(pid)?;
+    let mut all = Vec::new();
+    for tid in process.threads()? {
+        for space in process.sibling(tid)?.namespaces_of(kinds)? {
+            if !all.contains(&space) {
+                all.push(space);
+            }
+        }
+    }
+    Ok(all)
+}
+
+/// Whether a process is a descendant of one of these.
+fn descends(pid: u32, members: &[u32]) -> bool {
+    const DEEP: usize = 100_000;
+    let mut pid = pid;
+    for _ in 0..DEEP {
+        let Ok(stat) = Proc::process(pid).and_then(|p| p.stat()) else { return false };
+        if members.contains(&stat.ppid) {
+            return true;
+        }
+        pid = stat.ppid;
+        if pid <= 1 {
+            return false;
+        }
+    }
+    false
+}
+
+/// Describes the namespaces of the tree, which stands still; `pids` are all of its processes, of which the rows are
+/// returned in their order.
+pub(crate) fn describe(builder: &mut Builder, pids: &[u32], exact: bool) -> Result<Vec<Vec<u32>>> {
+    let when = if exact { When::Exactly } else { When::Still };
+    if builder.namespaces.is_empty() {
+        return Ok(vec![Vec::new(); pids.len()]);
+    }
+    let mut found = std::mem::take(&mut builder.namespaces);
+    refuse_shared(builder, &found, pids, newer(&found));
+    found.own.iter_mut().for_each(|own| own.pids.clear());
+    for &pid in pids {
+        for space in Proc::process(pid)?.namespaces_of(&KINDS)? {
+            found.own.iter_mut().filter(|own| own.space == space).for_each(|own| own.pids.push(pid));
+        }
+    }
+    for own in found.own.iter_mut().filter(|own| !own.pids.is_empty()) {
+        let row = builder.image.namespaces.len() as u32;
+        let contents = contents(builder, own, row, when)?;
+        builder.image.namespaces.push(contents);
+        own.row = Some(row);
+    }
+    let of_process =
+        |pid| found.own.iter().filter(|own| own.pids.contains(pid)).filter_map(|own| own.row).collect();
+    let rows = pids.iter().map(of_process).collect();
+    builder.namespaces = found;
+    Ok(rows)
+}
+
+/// Processes that were made since it was looked who else is in them, and perhaps more.
+fn newer(found: &Namespaces) -> Vec<u32> {
+    match found.last_pid.zip(proc::last_pid()) {
+        Some((before, now)) if before == now => Vec::new(),
+        Some((before, now)) if now > before && now - before < MANY => (before + 1..=now).collect(),
+        _ => proc::processes().unwrap_or_default(),
+    }
+}
+
+/// What is in a namespace.
+fn contents(builder: &mut Builder, own: &mut Own, row: u32, when: When) -> Result<image::Namespace> {
+    match own.space.kind {
+        NamespaceKind::Uts => {
+            let (host, domain) =
+                inside(&[(own.space.kind, own.file.as_fd())], || Ok::<_, Error>(host_names()))?;
+            Ok(image::Namespace::Uts { host: host.into(), domain: domain.into() })
+        }
+        NamespaceKind::Ipc => Ok(image::Namespace::Ipc(ipc::describe(builder, own, row, when)?)),
+        NamespaceKind::Cgroup => {
+            refuse_below(builder, own)?;
+            Ok(image::Namespace::Cgroup)
+        }
+        NamespaceKind::Network => {
+            let up = refuse_network(builder, own, when)?;
+            Ok(image::Namespace::Network { up })
+        }
+        kind => Err(Error::Failed(format!("a {} namespace cannot be described", kind.name()))),
+    }
+}
+
+/// Refuses processes that are not in the control group that is the root of their namespace: whoever restores may be in
+/// another one.
+fn refuse_below(builder: &mut Builder, own: &Own) -> Result<()> {
+    let pids = own.pids.clone();
+    let lines = inside(&[(own.space.kind, own.file.as_fd())], move || {
+        let mut all = Vec::new();
+        for pid in pids {
+            all.extend(Proc::process(pid)?.cgroup()?.into_iter().map(|line| (pid, line)));
+        }
+        Ok::<_, Error>(all)
+    })?;
+    for (pid, line) in lines.iter().filter(|(_, line)| !line.ends_with(b":/")) {
+        let line = String::from_utf8_lossy(line);
+        let why = format!(
+            "it is in another control group ({line}) than that which is the root of its cgroup namespace"
+        );
+        builder.refuse(named(*pid), why, "move it to that one, or begin the namespace where it is");
+    }
+    Ok(())
+}
+
+/// Refuses a network namespace that is not as a new one would be. Returns whether its loopback interface is up.
+fn refuse_network(builder: &mut Builder, own: &mut Own, when: When) -> Result<bool> {
+    let look = || {
+        let settings = if when == When::Still { network::State::new() } else { network::settings() };
+        Ok::<_, Error>((network::is_up()?, network::tables()?, settings))
+    };
+    let (up, tables, settings) = inside(&[(own.space.kind, own.file.as_fd())], look)?;
+    let fresh = match own.fresh.clone().filter(|fresh| fresh.up == up) {
+        Some(fresh) => fresh,
+        None => Arc::new(Fresh::make(up)?),
+    };
+    own.fresh = Some(fresh.clone());
+    let mut differences = network::differences(&tables, &fresh.tables);
+    if when != When::Still {
+        differences.extend(network::differences(&settings, &fresh.settings));
+    }
+    if !differences.is_empty() {
+        let more = differences.len().saturating_sub(FEW);
+        differences.truncate(FEW);
+        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+        let why = format!("more is in it than a loopback interface: {}{more}", differences.join(", "));
+        builder.refuse(name(own.space.kind), why, "only namespaces with nothing but that can be made again");
+    }
+    Ok(up)
+}
+
+impl Fresh {
+    fn make(up: bool) -> Result<Self> {
+        let mut fresh = Fresh { up, tables: network::State::new(), settings: network::State::new() };
+        namespaces::make(NamespaceKind::Network, || {
+            if up {
+                network::bring_up()?;
+            }
+            (fresh.tables, fresh.settings) = (network::tables()?, network::settings());
+            Ok::<_, Error>(())
+        })?;
+        Ok(fresh)
+    }
+}
+
+/// Whether what was not looked at in the freeze ([`When::Still`]) has turned out to be as it was before.
+pub(crate) fn hold(found: &Namespaces) -> Result<bool> {
+    for own in found.own.iter().filter(|own| own.row.is_some()) {
+        let Some(fresh) = &own.fresh else { continue };
+        let settings = inside(&[(own.space.kind, own.file.as_fd())], || Ok::<_, Error>(network::settings()))?;
+        if settings != fresh.settings {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// Describes time namespaces in which processes are whose clocks are not those of the root. `theirs`: the namespaces of each
+/// process, in the order of the rows.
+pub(crate) fn describe_clocks(builder: &mut Builder, theirs: &[(u32, &[Namespace])]) -> Result<()> {
+    let of = |spaces: &[Namespace]| spaces.iter().find(|s| s.kind == NamespaceKind::Time).map(|s| s.id);
+    let Some(&(root, spaces)) = theirs.first() else { return Ok(()) };
+    let of_root = of(spaces);
+    let mut rows: Vec<(u64, u32)> = Vec::new();
+    for (row, &(pid, spaces)) in theirs.iter().enumerate() {
+        refuse_other_clocks_for_children(builder, pid, spaces);
+        let Some(id) = of(spaces).filter(|id| Some(*id) != of_root) else { continue };
+        let known = rows.iter().find(|(known, _)| *known == id).map(|(_, row)| *row);
+        let namespace = match known {
+            Some(namespace) => namespace,
+            None => {
+                let offsets = |pid| Ok::<_, Error>(Proc::process(pid)?.time_offsets()?.unwrap_or_default());
+                let (here, there) = (offsets(root)?, offsets(pid)?);
+                let namespace = builder.image.namespaces.len() as u32;
+                builder.image.namespaces.push(image::Namespace::Time {
+                    monotonic_ns: there.0.saturating_sub(here.0),
+                    boottime_ns: there.1.saturating_sub(here.1),
+                });
+                rows.push((id, namespace));
+                namespace
+            }
+        };
+        builder.image.processes[row].namespaces.push(namespace);
+    }
+    Ok(())
+}
+
+/// What the kernel tells of its clocks is what its children have.
+fn refuse_other_clocks_for_children(builder: &mut Builder, pid: u32, spaces: &[Namespace]) {
+    let of = |kind| spaces.iter().find(|s| s.kind == kind).map(|s| s.id);
+    if of(NamespaceKind::Time) != of(NamespaceKind::TimeForChildren) {
+        let why = "its children are to be in another time namespace than it is";
+        builder.refuse(
+            named(pid),
+            why,
+            "let it execute a program, which enters that namespace (unshare without --fork)",
+        );
+    }
+}

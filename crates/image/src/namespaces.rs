@@ -1,0 +1,164 @@
+//! Namespaces that the program made for itself.
+
+use crate::Bytes;
+use minicbor::{Decode, Encode};
+
+/// A namespace with what is in it. A process that is in none of a kind is in that of whoever restores it.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub enum Namespace {
+    /// UTS: names of the machine.
+    #[n(0)]
+    Uts {
+        /// Host name.
+        #[n(0)]
+        host: Bytes,
+        /// NIS domain name.
+        #[n(1)]
+        domain: Bytes,
+    },
+    /// IPC. Shared memory of System V and POSIX message queues have tables of their own, whose rows name this one.
+    #[n(1)]
+    Ipc(#[n(0)] Ipc),
+    /// Time: what its clocks differ by from those of the root, nanoseconds.
+    #[n(2)]
+    Time {
+        /// `CLOCK_MONOTONIC`.
+        #[n(0)]
+        monotonic_ns: i64,
+        /// `CLOCK_BOOTTIME`.
+        #[n(1)]
+        boottime_ns: i64,
+    },
+    /// Control groups: its processes are in that which is its root.
+    #[n(3)]
+    Cgroup,
+    /// Network, with nothing in it but the loopback interface.
+    #[n(4)]
+    Network {
+        /// That is up.
+        #[n(0)]
+        up: bool,
+    },
+}
+
+/// Names of the settings of an IPC namespace in `/proc/sys`.
+pub const IPC_SETTINGS: [&str; 12] = [
+    "kernel/shmmax",
+    "kernel/shmall",
+    "kernel/shmmni",
+    "kernel/msgmax",
+    "kernel/msgmnb",
+    "kernel/msgmni",
+    "kernel/sem",
+    "fs/mqueue/queues_max",
+    "fs/mqueue/msg_max",
+    "fs/mqueue/msgsize_max",
+    "fs/mqueue/msg_default",
+    "fs/mqueue/msgsize_default",
+];
+
+/// What is in an IPC namespace.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct Ipc {
+    /// Settings, each by one of these [`IPC_SETTINGS`].
+    #[n(0)]
+    pub settings: Vec<Setting>,
+    /// Sets of System V semaphores.
+    #[n(1)]
+    pub semaphores: Vec<SemaphoreSet>,
+    /// System V message queues.
+    #[n(2)]
+    pub queues: Vec<SystemVQueue>,
+}
+
+/// A file in `/proc/sys` with numbers in it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct Setting {
+    /// Its name there.
+    #[n(0)]
+    pub name: String,
+    /// Its contents: digits and blanks.
+    #[n(1)]
+    pub value: String,
+}
+
+/// What System V semaphores and message queues have in common.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct SystemV {
+    /// Its id, which programs remember.
+    #[n(0)]
+    pub id: i32,
+    /// Its key; 0 (`IPC_PRIVATE`) for none.
+    #[n(1)]
+    pub key: i32,
+    /// Access mode bits.
+    #[n(2)]
+    pub mode: u32,
+    /// Owner.
+    #[n(3)]
+    pub uid: u32,
+    /// Group.
+    #[n(4)]
+    pub gid: u32,
+    /// User that made it.
+    #[n(5)]
+    pub creator_uid: u32,
+    /// Group that made it.
+    #[n(6)]
+    pub creator_gid: u32,
+}
+
+/// A set of System V semaphores (`semget`).
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct SemaphoreSet {
+    /// Which it is.
+    #[n(0)]
+    pub common: SystemV,
+    /// Their values.
+    #[n(1)]
+    pub values: Vec<u16>,
+}
+
+/// A System V message queue (`msgget`).
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct SystemVQueue {
+    /// Which it is.
+    #[n(0)]
+    pub common: SystemV,
+    /// Most bytes in it.
+    #[n(1)]
+    pub capacity: u64,
+    /// Messages in it, the oldest first.
+    #[n(2)]
+    pub messages: Vec<SystemVMessage>,
+}
+
+/// A message of System V.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct SystemVMessage {
+    /// Its type, from 1.
+    #[n(0)]
+    pub kind: i64,
+    /// Its text.
+    #[n(1)]
+    pub text: Bytes,
+}
+
+impl Namespace {
+    /// What the kernel calls its kind (`/proc/PID/ns`).
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Namespace::Uts { .. } => "uts",
+            Namespace::Ipc(_) => "ipc",
+            Namespace::Time { .. } => "time",
+            Namespace::Cgroup => "cgroup",
+            Namespace::Network { .. } => "net",
+        }
+    }
+}

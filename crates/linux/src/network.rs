@@ -1,0 +1,258 @@
+//! What is in a network namespace besides sockets: everything that the kernel tells of it, so that one can be compared with
+//! another that was just made. All of it is about the namespace that the calling thread is in. `rtnetlink(7)`,
+//! `network_namespaces(7)`.
+
+use crate::descriptors::check;
+use crate::sockets::{self, receive, u32_at};
+use crate::{Error, Result};
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+
+const REQUEST: u16 = 1;
+const DUMP: u16 = 0x300;
+const ERROR: u16 = 2;
+const DONE: u16 = 3;
+const NETLINK_XFRM: i32 = 6;
+const NETLINK_NETFILTER: i32 = 12;
+/// `SIOCGSKNS`.
+const GET_NAMESPACE: libc::c_ulong = 0x894c;
+
+/// Everything that is told of a namespace, by what it is.
+pub type State = BTreeMap<String, Vec<u8>>;
+
+/// A table that the kernel tells by netlink.
+struct Table {
+    name: &'static str,
+    family: i32,
+    request: u16,
+    flags: u16,
+    /// Length of the structure before the attributes.
+    head: usize,
+    /// Attributes that only count, or tell times.
+    passing: &'static [u16],
+}
+
+const TABLES: [Table; 9] = [
+    // Carrier changes and statistics.
+    route("interface", 18, 16, &[7, 23, 26, 35, 47, 48]),
+    route("address", 22, 8, &[6]),
+    route("route", 26, 12, &[12]),
+    route("rule", 34, 12, &[]),
+    route("queueing discipline", 38, 20, &[3, 4, 7]),
+    route("next hop", 106, 8, &[]),
+    Table {
+        name: "IPsec association",
+        family: NETLINK_XFRM,
+        request: 0x12,
+        flags: DUMP,
+        head: 0,
+        passing: &[],
+    },
+    Table { name: "IPsec policy", family: NETLINK_XFRM, request: 0x15, flags: DUMP, head: 0, passing: &[] },
+    // The number of changes to all of its rules; who asks is told, too.
+    Table {
+        name: "nftables generation",
+        family: NETLINK_NETFILTER,
+        request: 0xa10,
+        flags: 0,
+        head: 4,
+        passing: &[2, 3],
+    },
+];
+
+const fn route(name: &'static str, request: u16, head: usize, passing: &'static [u16]) -> Table {
+    Table { name, family: libc::NETLINK_ROUTE, request, flags: DUMP, head, passing }
+}
+
+/// Files that tell of packet filters.
+const FILES: [&str; 4] = ["ip_tables_names", "ip6_tables_names", "arp_tables_names", "ip_vs"];
+
+/// Settings that change by themselves, or are chosen at random.
+const PASSING: [&str; 3] = ["nf_conntrack_count", "tcp_fastopen_key", "stable_secret"];
+
+/// The network namespace of a socket, by its inode number.
+pub fn namespace_of(socket: impl AsFd) -> Result<u64> {
+    // SAFETY: takes no argument; the result is a new descriptor nobody owns.
+    let file = unsafe {
+        let r = libc::ioctl(socket.as_fd().as_raw_fd(), GET_NAMESPACE);
+        OwnedFd::from_raw_fd(check(|| "look for the network namespace of a socket".into(), r.into())? as i32)
+    };
+    let stat = rustix::fs::fstat(&file).map_err(|e| Error::call("look at a network namespace", e))?;
+    Ok(stat.st_ino)
+}
+
+/// Everything that is told of this namespace but its settings.
+pub fn tables() -> Result<State> {
+    let mut state = State::new();
+    for table in &TABLES {
+        for (n, row) in dump(table)?.into_iter().enumerate() {
+            state.insert(format!("{} {n}", table.name), row);
+        }
+    }
+    for name in FILES {
+        if let Ok(text) = std::fs::read(format!("/proc/thread-self/net/{name}")) {
+            state.insert(name.into(), text);
+        }
+    }
+    Ok(state)
+}
+
+/// Its settings (`/proc/sys/net`), hundreds of files: this takes some 10 ms.
+pub fn settings() -> State {
+    let mut state = State::new();
+    add_settings("/proc/sys/net", &mut state);
+    state
+}
+
+/// What differs between two of them.
+pub fn differences(one: &State, other: &State) -> Vec<String> {
+    let keys = one.keys().chain(other.keys().filter(|key| !one.contains_key(*key)));
+    keys.filter(|key| one.get(*key) != other.get(*key)).cloned().collect()
+}
+
+fn add_settings(folder: &str, state: &mut State) {
+    let Ok(entries) = std::fs::read_dir(folder) else { return };
+    for entry in entries.flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let path = format!("{folder}/{name}");
+        if entry.file_type().is_ok_and(|t| t.is_dir()) {
+            add_settings(&path, state);
+        } else if !PASSING.contains(&name.as_str())
+            && let Ok(value) = std::fs::read(&path)
+        {
+            // Those that can only be written, or have no value, cannot be read.
+            state.insert(path, value);
+        }
+    }
+}
+
+/// The rows of a table, in the kernel's order; none if this kernel does not have it.
+fn dump(table: &Table) -> Result<Vec<Vec<u8>>> {
+    let netlink = match sockets::socket(libc::AF_NETLINK, libc::SOCK_RAW, table.family) {
+        Err(e) if e.errno() == Some(libc::EPROTONOSUPPORT) => return Ok(Vec::new()),
+        netlink => netlink?,
+    };
+    let len = 16 + table.head;
+    let mut bytes = Vec::with_capacity(len);
+    bytes.extend_from_slice(&(len as u32).to_ne_bytes());
+    bytes.extend_from_slice(&table.request.to_ne_bytes());
+    bytes.extend_from_slice(&(REQUEST | table.flags).to_ne_bytes());
+    bytes.resize(len, 0);
+    let failed = |e| Error::call(format!("ask for every {}", table.name), e);
+    sockets::send(&netlink, &bytes).map_err(failed)?;
+    let (mut rows, mut buffer) = (Vec::new(), vec![0; 1 << 17]);
+    loop {
+        let n = receive(&netlink, &mut buffer)?;
+        if !parse(table, &buffer[..n], &mut rows)? || table.flags != DUMP {
+            return Ok(rows);
+        }
+    }
+}
+
+/// Returns whether more messages follow.
+fn parse(table: &Table, mut rest: &[u8], rows: &mut Vec<Vec<u8>>) -> Result<bool> {
+    let damaged = || Error::Other("an answer of netlink does not parse".into());
+    while !rest.is_empty() {
+        let len = u32_at(rest, 0).ok_or_else(damaged)? as usize;
+        let kind = rest.get(4..6).map(|k| u16::from_ne_bytes([k[0], k[1]])).ok_or_else(damaged)?;
+        let body = rest.get(16..len).ok_or_else(damaged)?;
+        match kind {
+            DONE => return Ok(false),
+            ERROR => {
+                let errno = -(u32_at(body, 0).ok_or_else(damaged)? as i32);
+                // Nothing of the kind is built in, or loaded.
+                return match errno {
+                    libc::EOPNOTSUPP | libc::EINVAL | libc::ENOENT => Ok(false),
+                    _ => {
+                        let source = std::io::Error::from_raw_os_error(errno);
+                        Err(Error::call(format!("ask for every {}", table.name), source))
+                    }
+                };
+            }
+            _ => rows.push(lasting(table, body).ok_or_else(damaged)?),
+        }
+        rest = rest.get(len.next_multiple_of(4)..).unwrap_or(&[]);
+    }
+    Ok(true)
+}
+
+/// A row without attributes that pass.
+fn lasting(table: &Table, body: &[u8]) -> Option<Vec<u8>> {
+    let (head, mut rest) = body.split_at_checked(table.head)?;
+    let mut row = head.to_vec();
+    if table.head == 0 {
+        return Some(body.to_vec());
+    }
+    while rest.len() >= 4 {
+        let len = usize::from(u16::from_ne_bytes([rest[0], rest[1]]));
+        let kind = u16::from_ne_bytes([rest[2], rest[3]]) & 0x3fff;
+        let attribute = rest.get(..len).filter(|a| a.len() >= 4)?;
+        if !table.passing.contains(&kind) {
+            row.extend_from_slice(attribute);
+        }
+        rest = rest.get(len.next_multiple_of(4)..).unwrap_or(&[]);
+    }
+    Some(row)
+}
+
+/// Whether the loopback interface is up.
+pub fn is_up() -> Result<bool> {
+    Ok(flags(None)? & libc::IFF_UP as i16 != 0)
+}
+
+/// Brings the loopback interface up.
+pub fn bring_up() -> Result<()> {
+    let now = flags(None)?;
+    flags(Some(now | libc::IFF_UP as i16)).map(drop)
+}
+
+/// Flags of the loopback interface, or new ones.
+fn flags(wanted: Option<i16>) -> Result<i16> {
+    let socket = sockets::socket(libc::AF_INET, libc::SOCK_DGRAM, 0)?;
+    // SAFETY: the structure has numbers only, for all of which zero is a value.
+    let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+    for (to, from) in request.ifr_name.iter_mut().zip(b"lo") {
+        *to = *from as libc::c_char;
+    }
+    request.ifr_ifru.ifru_flags = wanted.unwrap_or(0);
+    let command = if wanted.is_some() { libc::SIOCSIFFLAGS } else { libc::SIOCGIFFLAGS };
+    // SAFETY: the request is a valid ifreq, which is all that both commands read or write.
+    let r = unsafe { libc::ioctl(socket.as_raw_fd(), command, &raw mut request) };
+    check(|| "flags of the loopback interface".into(), r.into())?;
+    // SAFETY: both commands leave flags there.
+    Ok(unsafe { request.ifr_ifru.ifru_flags })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::namespaces::{make, open};
+    use crate::proc::NamespaceKind;
+
+    #[test]
+    fn what_differs_is_told() {
+        let fresh = |up: bool| {
+            let mut state = State::new();
+            let made = make(NamespaceKind::Network, || {
+                if up {
+                    bring_up()?;
+                }
+                assert_eq!(is_up()?, up);
+                let socket = sockets::socket(libc::AF_INET, libc::SOCK_DGRAM, 0)?;
+                assert_eq!(namespace_of(&socket)?, open("/proc/thread-self", NamespaceKind::Network)?.1.id);
+                state = tables()?;
+                state.append(&mut settings());
+                Ok::<_, Error>(())
+            });
+            made.map(|_| state)
+        };
+        let (Ok(down), Ok(up)) = (fresh(false), fresh(true)) else { return }; // not permitted
+        assert_eq!(differences(&down, &fresh(false).unwrap()), Vec::<String>::new());
+        assert_eq!(differences(&up, &fresh(true).unwrap()), Vec::<String>::new());
+        let told = differences(&down, &up);
+        assert!(told.iter().any(|what| what.starts_with("interface")), "{told:?}");
+        assert!(told.iter().any(|what| what.starts_with("address")), "{told:?}");
+        assert!(up.keys().any(|key| key.contains("ip_forward")));
+    }
+}

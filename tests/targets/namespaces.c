@@ -1,0 +1,697 @@
+// Processes of a tree in namespaces that they made: which of them share one, and what is in it.
+#include "target.h"
+#include <mqueue.h>
+#include <net/if.h>
+#include <netinet/in.h>
+#include <sys/ioctl.h>
+#include <sys/ipc.h>
+#include <sys/msg.h>
+#include <sys/sem.h>
+#include <sys/shm.h>
+#include <sys/socket.h>
+#include <sys/timerfd.h>
+#include <sys/un.h>
+#include <sys/utsname.h>
+
+// Shared by all processes.
+static struct board {
+  int arrived;
+} *board;
+
+static void open_board(void) {
+  board = mmap(0, sizeof *board, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  MUST(board != MAP_FAILED);
+}
+
+static void arrive(void) {
+  __atomic_add_fetch(&board->arrived, 1, __ATOMIC_SEQ_CST);
+}
+
+static void await_arrivals(int n) {
+  while (__atomic_load_n(&board->arrived, __ATOMIC_SEQ_CST) < n)
+    nap(0.0005);
+}
+
+// A child that ends with 0 if it found no differences.
+static pid_t child(void (*run)(long), long argument) {
+  pid_t pid = fork();
+  MUST(pid >= 0);
+  if (!pid) {
+    run(argument);
+    _exit(failures ? 1 : 0);
+  }
+  return pid;
+}
+
+static void await(pid_t pid) {
+  int status = -1;
+  while (waitpid(pid, &status, 0) < 0 && errno == EINTR)
+    ;
+  EQUAL(status, 0);
+}
+
+static void enter_new(int flags) {
+  if (unshare(flags))
+    SKIP("not permitted to make namespaces");
+}
+
+// Identity of a namespace of a process.
+static ino_t space(pid_t pid, const char *kind) {
+  char path[64];
+  struct stat s;
+  snprintf(path, sizeof path, "/proc/%d/ns/%s", pid, kind);
+  if (stat(path, &s))
+    return 0;
+  return s.st_ino;
+}
+
+// --- names of the machine
+
+static void named(const char *host, const char *domain) {
+  struct utsname names;
+  MUST(!uname(&names));
+  CHECK(!strcmp(names.nodename, host));
+  CHECK(!strcmp(names.domainname, domain));
+}
+
+static void name(const char *host, const char *domain) {
+  MUST(!sethostname(host, strlen(host)) && !setdomainname(domain, strlen(domain)));
+}
+
+static void *wait_in_thread(void *unused) {
+  (void)unused;
+  arrive();
+  wait_go();
+  named("alone", "of-its-own");
+  return 0;
+}
+
+static void host_name(void) {
+  open_board();
+  enter_new(CLONE_NEWUTS);
+  name("alone", "of-its-own");
+  pthread_t thread = spawn(wait_in_thread, 0);
+  await_arrivals(1);
+  cut();
+  named("alone", "of-its-own");
+  pthread_join(thread, 0);
+}
+
+static void host_names_child(long n) {
+  if (n == 1) {
+    enter_new(CLONE_NEWUTS);
+    name("second", "");
+  }
+  if (n == 2) {
+    enter_new(CLONE_NEWUTS);
+    char longest[65] = {0};
+    memset(longest, 'x', 64);
+    name(longest, "third");
+  }
+  pid_t inner = n < 3 ? child(host_names_child, 3 + n) : 0;
+  arrive();
+  wait_go();
+  char longest[65] = {0};
+  memset(longest, 'x', 64);
+  named(n % 3 == 0 ? "first" : n % 3 == 1 ? "second" : longest, n % 3 == 0 ? "domain" : n % 3 == 1 ? "" : "third");
+  if (inner) {
+    EQUAL(space(inner, "uts"), space(getpid(), "uts"));
+    CHECK(space(getppid(), "uts") != space(getpid(), "uts") || n == 0);
+  }
+  arrive();
+  await_arrivals(13); // nobody ends before all have looked
+  if (inner)
+    await(inner);
+}
+
+static void host_names(void) {
+  open_board();
+  enter_new(CLONE_NEWUTS);
+  name("first", "domain");
+  pid_t pids[3];
+  for (long n = 0; n < 3; n++)
+    pids[n] = child(host_names_child, n);
+  await_arrivals(6);
+  cut();
+  named("first", "domain");
+  EQUAL(space(pids[0], "uts"), space(getpid(), "uts"));
+  CHECK(space(pids[1], "uts") != space(pids[2], "uts"));
+  arrive();
+  for (int n = 0; n < 3; n++)
+    await(pids[n]);
+  name("changed", "later");
+  named("changed", "later");
+}
+
+// The root is where it was, a descendant is not.
+static void host_name_below_child(long unused) {
+  (void)unused;
+  enter_new(CLONE_NEWUTS);
+  name("below", "it");
+  arrive();
+  wait_go();
+  named("below", "it");
+}
+
+static void host_name_below(void) {
+  struct utsname before, after;
+  open_board();
+  MUST(!uname(&before));
+  pid_t pid = child(host_name_below_child, 0);
+  await_arrivals(1);
+  cut();
+  MUST(!uname(&after));
+  CHECK(!strcmp(before.nodename, after.nodename));
+  await(pid);
+}
+
+// --- interprocess communication
+
+static void write_setting(const char *name, const char *value) {
+  char path[100];
+  snprintf(path, sizeof path, "/proc/sys/%s", name);
+  int fd = open(path, O_WRONLY | O_CLOEXEC);
+  MUST(fd >= 0 && write(fd, value, strlen(value)) == (ssize_t)strlen(value));
+  close(fd);
+}
+
+static long setting(const char *name) {
+  char path[100];
+  snprintf(path, sizeof path, "/proc/sys/%s", name);
+  char *text = contents(path, 0);
+  long value = atol(text);
+  free(text);
+  return value;
+}
+
+struct message {
+  long type;
+  char text[64];
+};
+
+static void send_message(int queue, long type, const char *text) {
+  struct message m = {.type = type};
+  strcpy(m.text, text);
+  MUST(!msgsnd(queue, &m, strlen(text), IPC_NOWAIT));
+}
+
+static void receives(int queue, long type, const char *text) {
+  struct message m = {0};
+  EQUAL(msgrcv(queue, &m, sizeof m.text, 0, IPC_NOWAIT), strlen(text));
+  EQUAL(m.type, type);
+  CHECK(!memcmp(m.text, text, strlen(text)));
+}
+
+// Objects that nobody holds but the namespace.
+static void ipc_objects(void) {
+  enter_new(CLONE_NEWIPC);
+  // One that is removed makes the others' ids large, and leaves a hole.
+  int hole = semget(IPC_PRIVATE, 1, IPC_CREAT | 0600);
+  int set = semget(0x5151, 3, IPC_CREAT | 0640);
+  int plain = semget(IPC_PRIVATE, 1, IPC_CREAT | 0600);
+  MUST(hole >= 0 && set >= 0 && plain >= 0);
+  unsigned short values[3] = {7, 0, 32767};
+  MUST(!semctl(set, 0, SETALL, values) && !semctl(hole, 0, IPC_RMID));
+  hole = semget(IPC_PRIVATE, 1, IPC_CREAT | 0600);
+  MUST(hole >= 0 && !semctl(hole, 0, IPC_RMID));
+  int full = msgget(0x6161, IPC_CREAT | 0604), empty = msgget(IPC_PRIVATE, IPC_CREAT | 0600);
+  MUST(full >= 0 && empty >= 0);
+  send_message(full, 3, "first");
+  send_message(full, 1, "");
+  send_message(full, 1l << 40, "the third message");
+  struct msqid_ds limits;
+  MUST(!msgctl(full, IPC_STAT, &limits));
+  limits.msg_qbytes = 10;
+  limits.msg_perm.uid = 12;
+  limits.msg_perm.gid = 13;
+  MUST(!msgctl(full, IPC_SET, &limits));
+  int unattached = shmget(0x7171, 3 * PAGE + 17, IPC_CREAT | 0660);
+  MUST(unattached >= 0);
+  char *memory = shmat(unattached, 0, 0);
+  MUST(memory != (void *)-1);
+  fill(memory, 3 * PAGE + 16, 5);
+  MUST(!shmdt(memory));
+  int attached = shmget(IPC_PRIVATE, 2 * PAGE, IPC_CREAT | 0600);
+  MUST(attached >= 0);
+  char *at = shmat(attached, 0, 0), *twice = shmat(attached, 0, SHM_RDONLY);
+  MUST(at != (void *)-1 && twice != (void *)-1);
+  int marked = shmget(IPC_PRIVATE, PAGE, IPC_CREAT | 0600);
+  char *nameless = shmat(marked, 0, 0);
+  MUST(marked >= 0 && nameless != (void *)-1 && !shmctl(marked, IPC_RMID, 0));
+  fill(at, 2 * PAGE, 6);
+  fill(nameless, PAGE, 7);
+  write_setting("kernel/msgmax", "7000");
+  write_setting("kernel/shmmax", "12000"); // less than there is
+  write_setting("kernel/sem", "100\t3200\t50\t12");
+  cut();
+  EQUAL(semget(0x5151, 0, 0), set);
+  unsigned short found[3] = {0};
+  EQUAL(semctl(set, 0, GETALL, found), 0);
+  CHECK(!memcmp(values, found, sizeof values));
+  EQUAL(semctl(plain, 0, GETVAL), 0);
+  struct semid_ds of_set;
+  EQUAL(semctl(set, 0, IPC_STAT, &of_set), 0);
+  EQUAL(of_set.sem_perm.mode & 0777, 0640);
+  EQUAL(of_set.sem_nsems, 3);
+  EQUAL(msgget(0x6161, 0), full);
+  EQUAL(msgctl(full, IPC_STAT, &limits), 0);
+  EQUAL(limits.msg_qbytes, 10);
+  EQUAL(limits.msg_qnum, 3);
+  EQUAL(limits.msg_perm.uid, 12);
+  EQUAL(limits.msg_perm.gid, 13);
+  EQUAL(limits.msg_perm.mode & 0777, 0604);
+  receives(full, 3, "first");
+  receives(full, 1, "");
+  receives(full, 1l << 40, "the third message");
+  EQUAL(msgctl(empty, IPC_STAT, &limits), 0);
+  EQUAL(limits.msg_qnum, 0);
+  EQUAL(shmget(0x7171, 0, 0), unattached);
+  memory = shmat(unattached, 0, 0);
+  MUST(memory != (void *)-1);
+  CHECK(filled(memory, 3 * PAGE + 16, 5));
+  CHECK(filled(at, 2 * PAGE, 6) && filled(twice, 2 * PAGE, 6) && filled(nameless, PAGE, 7));
+  at[5]++;
+  EQUAL(twice[5], at[5]);
+  struct shmid_ds segment;
+  EQUAL(shmctl(attached, IPC_STAT, &segment), 0);
+  EQUAL(segment.shm_nattch, 2);
+  EQUAL(shmctl(unattached, IPC_STAT, &segment), 0);
+  EQUAL(segment.shm_perm.mode & 0777, 0660);
+  EQUAL(segment.shm_segsz, 3 * PAGE + 17);
+  EQUAL(setting("kernel/msgmax"), 7000);
+  EQUAL(setting("kernel/shmmax"), 12000);
+  EQUAL(setting("kernel/sem"), 100);
+  EQUAL(shmget(IPC_PRIVATE, 13000, IPC_CREAT | 0600), -1);
+}
+
+static mqd_t posix_queue(const char *name, int flags) {
+  struct mq_attr attributes = {.mq_maxmsg = 3, .mq_msgsize = 40};
+  return mq_open(name, flags, 0640, &attributes);
+}
+
+static void posix_queues(void) {
+  enter_new(CLONE_NEWIPC);
+  mqd_t open = posix_queue("/open", O_RDWR | O_CREAT | O_EXCL), again = posix_queue("/open", O_WRONLY | O_NONBLOCK);
+  mqd_t nameless = posix_queue("/nameless", O_RDWR | O_CREAT | O_EXCL);
+  mqd_t closed = posix_queue("/closed", O_RDWR | O_CREAT | O_EXCL);
+  if (open < 0)
+    SKIP("no message queues here");
+  MUST(again >= 0 && nameless >= 0 && closed >= 0 && !mq_unlink("/nameless") && !mq_close(closed));
+  cut();
+  struct mq_attr attributes;
+  closed = mq_open("/closed", O_RDWR);
+  CHECK(closed >= 0);
+  EQUAL(mq_getattr(closed, &attributes), 0);
+  EQUAL(attributes.mq_maxmsg, 3);
+  EQUAL(attributes.mq_msgsize, 40);
+  EQUAL(mq_getattr(again, &attributes), 0);
+  EQUAL(attributes.mq_flags, O_NONBLOCK);
+  CHECK(mq_open("/nameless", O_RDWR) < 0);
+  char text[40];
+  EQUAL(mq_send(again, "through", 8, 1), 0);
+  EQUAL(mq_receive(open, text, sizeof text, 0), 8);
+  EQUAL(mq_send(nameless, "too", 4, 1), 0);
+  EQUAL(mq_receive(nameless, text, sizeof text, 0), 4);
+}
+
+static int shared_id;
+static char *inherited;
+
+// The same ids in every namespace, other memory.
+static void ipc_child(long n) {
+  if (n) {
+    MUST(!shmdt(inherited)); // it is not of the new namespace
+    enter_new(CLONE_NEWIPC);
+  }
+  int id = shmget(0x1234, PAGE, IPC_CREAT | 0600);
+  int set = semget(0x1234, 1, IPC_CREAT | 0600);
+  MUST(id >= 0 && set >= 0);
+  char *memory = shmat(id, 0, 0);
+  MUST(memory != (void *)-1);
+  if (n)
+    fill(memory, PAGE, n);
+  arrive();
+  wait_go();
+  CHECK(filled(memory, PAGE, n ? n : 100));
+  EQUAL(shmget(0x1234, 0, 0), id);
+  EQUAL(semget(0x1234, 0, 0), set);
+  if (!n) {
+    EQUAL(id, shared_id);
+    struct sembuf give = {.sem_op = 1};
+    EQUAL(semop(set, &give, 1), 0); // somebody waits
+  }
+}
+
+static void ipc_apart(void) {
+  open_board();
+  enter_new(CLONE_NEWIPC);
+  shared_id = shmget(0x1234, PAGE, IPC_CREAT | 0600);
+  int set = semget(0x1234, 1, IPC_CREAT | 0600);
+  MUST(shared_id >= 0 && set >= 0);
+  char *memory = inherited = shmat(shared_id, 0, 0);
+  MUST(memory != (void *)-1);
+  fill(memory, PAGE, 100);
+  pid_t pids[3];
+  for (long n = 0; n < 3; n++)
+    pids[n] = child(ipc_child, n);
+  await_arrivals(3);
+  ready();
+  struct sembuf take = {.sem_op = -1};
+  while (semop(set, &take, 1))
+    EQUAL(errno, EINTR);
+  CHECK(filled(memory, PAGE, 100));
+  for (int n = 0; n < 3; n++)
+    await(pids[n]);
+}
+
+// --- clocks
+
+#ifndef CLONE_NEWTIME
+#define CLONE_NEWTIME 0x80
+#endif
+
+static int home = -1, offsets = -1;
+
+// A child whose clocks are ahead of its parent's.
+static pid_t child_ahead(void (*run)(long), long seconds) {
+  home = open("/proc/self/ns/time", O_RDONLY | O_CLOEXEC);
+  if (home < 0)
+    SKIP("no time namespaces here");
+  enter_new(CLONE_NEWTIME);
+  int fd = offsets = open("/proc/self/timens_offsets", O_RDWR | O_CLOEXEC);
+  MUST(fd >= 0);
+  // What is there is relative to the machine's clocks, as is what is written.
+  char text[200] = {0}, *at = text;
+  long monotonic = 0, boottime = 0;
+  MUST(read(fd, text, sizeof text - 1) > 0);
+  for (; at && *at; at = strchr(at, '\n'), at = at ? at + 1 : 0)
+    if (sscanf(at, "monotonic %ld", &monotonic) != 1)
+      sscanf(at, "boottime %ld", &boottime);
+  int length = snprintf(text, sizeof text, "monotonic %ld 0\nboottime %ld 0\n", monotonic + seconds, boottime + 2 * seconds);
+  MUST(!lseek(fd, 0, SEEK_SET) && write(fd, text, length) == length);
+  pid_t pid = child(run, seconds);
+  MUST(!setns(home, CLONE_NEWTIME));
+  close(fd);
+  close(home);
+  home = offsets = -1;
+  return pid;
+}
+
+static struct times {
+  double monotonic, boottime;
+} *times;
+
+static void tell_times(int n) {
+  times[n].monotonic = seconds(CLOCK_MONOTONIC);
+  times[n].boottime = seconds(CLOCK_BOOTTIME);
+}
+
+static void clock_child(long ahead) {
+  if (home >= 0)
+    MUST(!close(home) && !close(offsets));
+  double before = now();
+  int timer = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC);
+  struct itimerspec far = {.it_value = {1000}};
+  MUST(timer >= 0 && !timerfd_settime(timer, 0, &far, 0));
+  arrive();
+  wait_go();
+  CHECK(now() >= before && now() < before + 500);
+  EQUAL(timerfd_gettime(timer, &far), 0);
+  CHECK(far.it_value.tv_sec > 500 && far.it_value.tv_sec <= 1000);
+  tell_times(ahead ? ahead / 10000 : 3);
+  arrive();
+  while (__atomic_load_n(&board->arrived, __ATOMIC_SEQ_CST) < 8)
+    nap(0.0005);
+}
+
+static void clocks(void) {
+  open_board();
+  times = mmap(0, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  MUST(times != MAP_FAILED);
+  pid_t pids[3] = {child_ahead(clock_child, 10000), child_ahead(clock_child, 20000), child(clock_child, 0)};
+  await_arrivals(3);
+  cut();
+  await_arrivals(6);
+  tell_times(0);
+  // The children told the time before, and not long before.
+  for (int n = 1; n <= 3; n++) {
+    double ahead = n < 3 ? n * 10000 : 0;
+    double monotonic = times[n].monotonic - times[0].monotonic, boottime = times[n].boottime - times[0].boottime;
+    CHECK(monotonic <= ahead && monotonic > ahead - 500);
+    CHECK(boottime <= 2 * ahead && boottime > 2 * ahead - 500);
+  }
+  CHECK(space(pids[0], "time") != space(pids[1], "time"));
+  EQUAL(space(pids[2], "time"), space(getpid(), "time"));
+  __atomic_add_fetch(&board->arrived, 2, __ATOMIC_SEQ_CST);
+  for (int n = 0; n < 3; n++)
+    await(pids[n]);
+}
+
+// --- control groups
+
+static int at_the_root(void) {
+  char *text = contents("/proc/self/cgroup", 0);
+  int at = 1;
+  for (char *line = strtok(text, "\n"); line; line = strtok(0, "\n"))
+    at &= strlen(line) > 2 && !strcmp(line + strlen(line) - 2, ":/");
+  free(text);
+  return at;
+}
+
+static void control_group_child(long unused) {
+  (void)unused;
+  arrive();
+  wait_go();
+  CHECK(at_the_root());
+  EQUAL(space(getpid(), "cgroup"), space(getppid(), "cgroup"));
+}
+
+static void control_groups(void) {
+  open_board();
+  enter_new(0x02000000 /* CLONE_NEWCGROUP */);
+  MUST(at_the_root());
+  pid_t pid = child(control_group_child, 0);
+  await_arrivals(1);
+  cut();
+  CHECK(at_the_root());
+  await(pid);
+}
+
+// --- networks
+
+static int loopback(int up) {
+  struct ifreq request = {.ifr_name = "lo"};
+  int s = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  MUST(s >= 0 && !ioctl(s, SIOCGIFFLAGS, &request));
+  if (up) {
+    request.ifr_flags |= IFF_UP;
+    MUST(!ioctl(s, SIOCSIFFLAGS, &request));
+  }
+  close(s);
+  return request.ifr_flags & IFF_UP;
+}
+
+static int can_connect(void) {
+  struct sockaddr_in a = {.sin_family = AF_INET, .sin_addr = {htonl(INADDR_LOOPBACK)}};
+  socklen_t length = sizeof a;
+  int s = socket(AF_INET, SOCK_STREAM, 0), c = socket(AF_INET, SOCK_STREAM, 0);
+  MUST(s >= 0 && c >= 0);
+  int can = !bind(s, (void *)&a, sizeof a) && !listen(s, 1) && !getsockname(s, (void *)&a, &length) &&
+            !connect(c, (void *)&a, sizeof a);
+  close(s);
+  close(c);
+  return can;
+}
+
+static void network_child(long up) {
+  enter_new(CLONE_NEWNET);
+  MUST(!loopback(0));
+  if (up)
+    loopback(1);
+  arrive();
+  wait_go();
+  EQUAL(!!loopback(0), up);
+  EQUAL(can_connect(), up);
+  char *devices = contents("/proc/net/dev", 0);
+  CHECK(strstr(devices, "lo:"));
+  free(devices);
+}
+
+static void networks(void) {
+  open_board();
+  pid_t pids[2] = {child(network_child, 0), child(network_child, 1)};
+  await_arrivals(2);
+  cut();
+  for (int n = 0; n < 2; n++)
+    await(pids[n]);
+}
+
+// Connections of all kinds between processes in a network of their own.
+static void network_server(long unused) {
+  (void)unused;
+  struct sockaddr_in a = {.sin_family = AF_INET, .sin_port = htons(80), .sin_addr = {htonl(INADDR_LOOPBACK)}};
+  int door = socket(AF_INET, SOCK_STREAM, 0);
+  MUST(door >= 0 && !bind(door, (void *)&a, sizeof a) && !listen(door, 5));
+  arrive();
+  int c = accept(door, 0, 0);
+  MUST(c >= 0 && write(c, "greeting", 8) == 8);
+  arrive();
+  wait_go();
+  char text[8];
+  EQUAL(read(c, text, 8), 8);
+  CHECK(!memcmp(text, "question", 8));
+  EQUAL(write(c, "answered", 8), 8);
+  EQUAL(close(accept(door, 0, 0)), 0);
+}
+
+static void network_sockets(void) {
+  open_board();
+  enter_new(CLONE_NEWNET);
+  loopback(1);
+  int pair[2], abstract = socket(AF_UNIX, SOCK_STREAM, 0), datagrams = socket(AF_INET, SOCK_DGRAM, 0);
+  struct sockaddr_un name = {.sun_family = AF_UNIX, .sun_path = "\0in a network of its own"};
+  struct sockaddr_in udp = {.sin_family = AF_INET, .sin_port = htons(53), .sin_addr = {htonl(INADDR_LOOPBACK)}};
+  MUST(abstract >= 0 && datagrams >= 0 && !socketpair(AF_UNIX, SOCK_SEQPACKET, 0, pair));
+  MUST(!bind(abstract, (void *)&name, sizeof name) && !listen(abstract, 3));
+  MUST(!bind(datagrams, (void *)&udp, sizeof udp));
+  pid_t pid = child(network_server, 0);
+  await_arrivals(1);
+  struct sockaddr_in a = {.sin_family = AF_INET, .sin_port = htons(80), .sin_addr = {htonl(INADDR_LOOPBACK)}};
+  int s = socket(AF_INET, SOCK_STREAM, 0);
+  MUST(s >= 0 && !connect(s, (void *)&a, sizeof a));
+  await_arrivals(2);
+  MUST(write(pair[0], "packet", 6) == 6);
+  cut();
+  char text[8];
+  EQUAL(read(s, text, 8), 8);
+  CHECK(!memcmp(text, "greeting", 8));
+  EQUAL(write(s, "question", 8), 8);
+  EQUAL(read(s, text, 8), 8);
+  CHECK(!memcmp(text, "answered", 8));
+  EQUAL(read(pair[1], text, 8), 6);
+  int c = socket(AF_INET, SOCK_STREAM, 0), u = socket(AF_UNIX, SOCK_STREAM, 0);
+  EQUAL(connect(c, (void *)&a, sizeof a), 0);
+  EQUAL(connect(u, (void *)&name, sizeof name), 0);
+  EQUAL(sendto(c = socket(AF_INET, SOCK_DGRAM, 0), "to you", 6, 0, (void *)&udp, sizeof udp), 6);
+  EQUAL(recv(datagrams, text, 8, MSG_DONTWAIT), 6);
+  await(pid);
+}
+
+// A socket stays in the namespace that it was made in.
+static void network_of_sockets(void) {
+  int pair[2];
+  MUST(!socketpair(AF_UNIX, SOCK_STREAM, 0, pair));
+  enter_new(CLONE_NEWNET);
+  MUST(write(pair[0], "before", 6) == 6);
+  cut();
+  char text[6];
+  EQUAL(read(pair[1], text, 6), 6);
+  CHECK(!memcmp(text, "before", 6));
+}
+
+// --- what must be refused
+
+static void sockets_of_two_networks(void) {
+  int outside = socket(AF_INET, SOCK_DGRAM, 0);
+  enter_new(CLONE_NEWNET);
+  int inside = socket(AF_INET, SOCK_DGRAM, 0);
+  MUST(outside >= 0 && inside >= 0);
+  cut();
+  close(outside);
+  close(inside);
+}
+
+static void network_with_a_setting(void) {
+  enter_new(CLONE_NEWNET);
+  char *was = contents("/proc/sys/net/ipv4/ip_default_ttl", 0);
+  write_setting("net/ipv4/ip_default_ttl", atoi(was) == 33 ? "34" : "33");
+  free(was);
+  cut();
+  long ttl = setting("net/ipv4/ip_default_ttl");
+  CHECK(ttl == 33 || ttl == 34);
+}
+
+static void later_children(void) {
+  enter_new(CLONE_NEWTIME);
+  cut();
+}
+
+static void full_queue(void) {
+  enter_new(CLONE_NEWIPC);
+  mqd_t queue = posix_queue("/full", O_RDWR | O_CREAT | O_EXCL);
+  if (queue < 0)
+    SKIP("no message queues here");
+  MUST(!mq_send(queue, "message", 8, 2) && !mq_close(queue));
+  cut();
+  char text[40];
+  queue = mq_open("/full", O_RDWR);
+  EQUAL(mq_receive(queue, text, sizeof text, 0), 8);
+}
+
+static void semaphore_undo(void) {
+  enter_new(CLONE_NEWIPC);
+  int id = semget(IPC_PRIVATE, 1, IPC_CREAT | 0600);
+  struct sembuf give = {.sem_op = 1, .sem_flg = SEM_UNDO};
+  MUST(id >= 0 && !semop(id, &give, 1));
+  cut();
+  EQUAL(semctl(id, 0, GETVAL), 1);
+}
+
+// Memory that was attached before the namespace was entered, where another segment has its id.
+static void attached_before(void) {
+  enter_new(CLONE_NEWIPC);
+  int id = shmget(IPC_PRIVATE, PAGE, IPC_CREAT | 0600);
+  char *memory = shmat(id, 0, 0);
+  MUST(memory != (void *)-1);
+  enter_new(CLONE_NEWIPC);
+  EQUAL(shmget(IPC_PRIVATE, PAGE, IPC_CREAT | 0600), id);
+  cut();
+  memory[0] = 1;
+}
+
+// A process that is no descendant stays in the namespace.
+static void shared_outside(void) {
+  open_board();
+  enter_new(CLONE_NEWUTS);
+  name("both", "");
+  pid_t between = fork();
+  MUST(between >= 0);
+  if (!between) {
+    pid_t orphan = fork();
+    MUST(orphan >= 0);
+    if (!orphan) {
+      arrive();
+      wait_go();
+    }
+    _exit(0);
+  }
+  await(between);
+  await_arrivals(1);
+  cut();
+  named("both", "");
+}
+
+static void *in_a_namespace_alone(void *unused) {
+  (void)unused;
+  enter_new(CLONE_NEWUTS);
+  arrive();
+  wait_go();
+  return 0;
+}
+
+// Threads of one process in different namespaces.
+static void parted_threads(void) {
+  open_board();
+  pthread_t thread = spawn(in_a_namespace_alone, 0);
+  await_arrivals(1);
+  cut();
+  pthread_join(thread, 0);
+}
+
+SCENARIOS({"host_name", host_name}, {"host_names", host_names}, {"host_name_below", host_name_below},
+          {"ipc_objects", ipc_objects}, {"posix_queues", posix_queues}, {"ipc_apart", ipc_apart},
+          {"clocks", clocks}, {"control_groups", control_groups}, {"networks", networks},
+          {"network_of_sockets", network_of_sockets}, {"network_sockets", network_sockets}, {"sockets_of_two_networks", sockets_of_two_networks},
+          {"network_with_a_setting", network_with_a_setting}, {"later_children", later_children},
+          {"full_queue", full_queue}, {"semaphore_undo", semaphore_undo}, {"attached_before", attached_before},
+          {"shared_outside", shared_outside}, {"parted_threads", parted_threads})
