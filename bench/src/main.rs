@@ -6,7 +6,8 @@
 //! Environment:
 //!
 //! * `BENCH_ONLY`: names of experiments, with commas between: `pause`, `tree`, `durable`, `restore`, `restart`, `touchset`,
-//!   `streaming`, `incremental`, `slowdown`, `downtime`, `interval`, `chain`, `deadline`, `mirror`, `barrier` (all)
+//!   `streaming`, `incremental`, `slowdown`, `downtime`, `interval`, `chain`, `deadline`, `mirror`, `barrier`,
+//!   `redis`, `pgbench` (all)
 //! * `BENCH_SIZES`: MiB of the programs whose pauses are measured (`1024,4096,8192`)
 //! * `BENCH_WRITES`: their random page writes per second (`0,20000,200000`)
 //! * `BENCH_RUNS`: measurements of each kind (5)
@@ -21,6 +22,7 @@
 mod bench;
 mod experiments;
 mod heartbeat;
+mod latency;
 mod mirrored;
 mod plan;
 mod programs;

@@ -9,7 +9,9 @@ mod incremental;
 mod interval;
 mod mirror;
 mod pause;
+mod pgbench;
 mod published;
+mod redis;
 mod restart;
 mod restore;
 mod slowdown;
@@ -28,6 +30,8 @@ pub type Experiment = fn(&Bench) -> Result<Section>;
 pub const EXPERIMENTS: &[(&str, Experiment)] = &[
     ("pause", pause::run),
     ("tree", tree::run),
+    ("redis", redis::run),
+    ("pgbench", pgbench::run),
     ("durable", durable::run),
     ("restore", restore::run),
     ("restart", restart::run),

@@ -103,7 +103,8 @@ impl Real {
     }
 }
 
-fn is_installed(program: &str) -> bool {
+/// Whether a command is on `PATH`.
+pub fn is_installed(program: &str) -> bool {
     std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default()).any(|p| p.join(program).is_file())
 }
 
