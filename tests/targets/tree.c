@@ -1547,6 +1547,27 @@ static void *has_children(void *unused) {
   return 0; // and the first one is told
 }
 
+static void *has_dead_child(void *unused) {
+  (void)unused;
+  pid_t pid = child(end, 4);
+  await_zombie(pid);
+  __atomic_store_n(&turn, 1, __ATOMIC_SEQ_CST);
+  wait_go();
+  int status = -1;
+  EQUAL(waitpid(pid, &status, __WNOTHREAD), pid);
+  EQUAL(status, 4 << 8);
+  return 0;
+}
+
+static void thread_zombie(void) {
+  pthread_t thread = spawn(has_dead_child, 0);
+  while (!__atomic_load_n(&turn, __ATOMIC_SEQ_CST))
+    nap(0.001);
+  cut();
+  CHECK(waitpid(-1, 0, __WNOTHREAD | WNOHANG) < 0 && errno == ECHILD);
+  pthread_join(thread, 0);
+}
+
 static void thread_children(void) {
   open_board();
   pthread_t thread = spawn(has_children, 0);
@@ -1563,7 +1584,7 @@ static void thread_children(void) {
   await(own, 0);
 }
 
-SCENARIOS({"pair", pair}, {"shared_contexts", shared_contexts}, {"half_shared", half_shared}, {"left_context", left_context}, {"apart", apart}, {"thread_children", thread_children},
+SCENARIOS({"pair", pair}, {"shared_contexts", shared_contexts}, {"half_shared", half_shared}, {"left_context", left_context}, {"apart", apart}, {"thread_children", thread_children}, {"thread_zombie", thread_zombie},
           {"lost_session", lost_session}, {"dead_session", dead_session}, {"left_session", left_session}, {"generations", generations}, {"many", many}, {"programs", programs}, {"ended", ended},
           {"ended_pending", ended_pending}, {"exit_signals", exit_signals}, {"nobody_waits", nobody_waits},
           {"sessions", sessions}, {"groups", groups}, {"leaderless", leaderless}, {"dead_leader", dead_leader},

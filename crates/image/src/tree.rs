@@ -467,14 +467,17 @@ mod tests {
     fn sessions_are_inherited_or_begun() {
         let daemon =
             image(&[(1, None, None), (2, Some(0), Some(2)), (3, Some(1), Some(2)), (4, Some(1), None)]);
-        let steps_of = steps(&daemon).unwrap();
+        let steps_of = steps(&daemon).expect("there is a way");
         assert_eq!(
             steps_of[1],
             [bear(3), Step::BeginSession, bear(2)],
             "4 was born before 2 began its session"
         );
         let leader = image(&[(1, None, Some(1)), (2, Some(0), Some(2))]);
-        assert_eq!(steps(&leader).unwrap(), [vec![bear(1), Step::BeginSession], vec![Step::BeginSession]]);
+        assert_eq!(
+            steps(&leader).expect("there is a way"),
+            [vec![bear(1), Step::BeginSession], vec![Step::BeginSession]]
+        );
         let strange = image(&[(1, None, None), (2, Some(0), Some(2)), (3, Some(0), Some(2))]);
         assert_eq!(steps(&strange), Err(NotInherited { row: 0, what: Inherited::Session }));
     }
@@ -485,19 +488,19 @@ mod tests {
         let stand_in = |ended| Step::StandIn { session: 9, ended, exit_signal: None };
         let mut daemon =
             image(&[(1, None, None), (2, Some(0), Some(9)), (3, Some(0), Some(9)), (4, Some(1), Some(9))]);
-        let all = steps(&daemon).unwrap();
+        let all = steps(&daemon).expect("there is a way");
         let two = [by(Child::Living(1), 9), by(Child::Living(2), 9)];
         assert_eq!(all[0], [stand_in(None), two[0], two[1]]);
         assert_eq!(all[1], [bear(3)]);
         assert_eq!(lost_leaders(&daemon), BTreeSet::from([9]));
         daemon.processes[0].ended = Some(vec![Ended { pid: 9, session: Some(9), ..Ended::default() }]);
-        assert_eq!(steps(&daemon).unwrap()[0], [stand_in(Some(0)), two[0], two[1]]);
+        assert_eq!(steps(&daemon).expect("there is a way")[0], [stand_in(Some(0)), two[0], two[1]]);
         daemon.processes[2].exit_signal = Some(10);
         assert!(steps(&daemon).is_err(), "the two cannot have one maker");
         let apart =
             image(&[(1, None, None), (2, Some(0), Some(9)), (3, Some(0), Some(3)), (4, Some(2), Some(9))]);
         assert_eq!(
-            steps(&apart).unwrap(),
+            steps(&apart).expect("there is a way"),
             [
                 vec![stand_in(None), by(Child::Living(1), 9), by(Child::Living(2), 9)],
                 vec![],
@@ -506,6 +509,136 @@ mod tests {
             ],
             "3 was in that session when it made 4"
         );
+    }
+
+    /// What a process has, as a model of the kernel sees it; contexts by numbers that mean nothing.
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    struct Has {
+        pid: u32,
+        parent: usize,
+        session: Option<u32>,
+        contexts: [u32; 2],
+    }
+
+    /// A tree that has come about by chance: processes made, sharing or not, sessions begun, contexts left, ends, of which
+    /// orphans come to the root.
+    fn by_chance(mut seed: u64) -> (Vec<Has>, bool) {
+        let mut next = move |below: u64| {
+            seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (seed >> 33) % below
+        };
+        let mut all = vec![Has { pid: 1, parent: 0, session: None, contexts: [0, 1] }];
+        let (mut fresh, mut orphans) = (2, false);
+        for pid in 2..2 + 4 + next(20) as u32 {
+            let who = next(all.len() as u64) as usize;
+            match next(10) {
+                0 if who > 0 => all[who].session = Some(all[who].pid),
+                1 | 2 => {
+                    all[who].contexts[next(2) as usize] = fresh;
+                    fresh += 1;
+                }
+                3 if who > 0 => {
+                    orphans |= all.iter().skip(1).any(|p| p.parent == who);
+                    all.remove(who);
+                    for other in all.iter_mut().skip(1) {
+                        other.parent = match other.parent.cmp(&who) {
+                            std::cmp::Ordering::Less => other.parent,
+                            std::cmp::Ordering::Equal => 0,
+                            std::cmp::Ordering::Greater => other.parent - 1,
+                        };
+                    }
+                }
+                _ => {
+                    let mut child = Has { pid, parent: who, ..all[who] };
+                    for context in 0..2 {
+                        if next(2) == 0 {
+                            child.contexts[context] = fresh;
+                            fresh += 1;
+                        }
+                    }
+                    all.push(child);
+                }
+            }
+        }
+        (all, orphans)
+    }
+
+    fn described(all: &[Has]) -> Image {
+        let first = |row: usize, context: usize| {
+            all.iter().position(|other| other.contexts[context] == all[row].contexts[context])
+        };
+        let process = |(row, has): (usize, &Has)| Process {
+            pid: has.pid,
+            parent: (row > 0).then_some(has.parent as u32),
+            session: has.session,
+            table: first(row, 0).unwrap_or(row) as u32,
+            shares_fs: first(row, 1).filter(|&first| first != row).map(|first| first as u32),
+            ..Process::default()
+        };
+        Image { processes: all.iter().enumerate().map(process).collect(), ..Image::default() }
+    }
+
+    /// Does what the steps say.
+    fn replayed(image: &Image, steps: &[Vec<Step>]) -> Vec<Has> {
+        let mut all: Vec<Option<Has>> = vec![None; image.processes.len()];
+        all[0] = Some(Has { pid: image.processes[0].pid, parent: 0, session: None, contexts: [0, 1] });
+        let mut fresh = 2;
+        for row in 0..all.len() {
+            let mut stand_ins = HashSet::new();
+            for step in &steps[row] {
+                let own = all[row].as_mut().expect("its parent has made it");
+                match *step {
+                    Step::BeginSession => own.session = Some(own.pid),
+                    Step::Leave(context) => {
+                        own.contexts[usize::from(context == Context::FileSystem)] = fresh;
+                        fresh += 1;
+                    }
+                    Step::StandIn { session, .. } => assert!(stand_ins.insert(session)),
+                    Step::Bear { child: Child::Living(child), shares, by } => {
+                        let mut born = Has { pid: image.processes[child].pid, parent: row, ..*own };
+                        for context in (0..2).filter(|&c| !shares[c]) {
+                            born.contexts[context] = fresh;
+                            fresh += 1;
+                        }
+                        if let Some(session) = by {
+                            assert!(stand_ins.contains(&session) && shares == [false; 2]);
+                            born.session = Some(session);
+                        }
+                        assert!(all[child].replace(born).is_none());
+                    }
+                    Step::Bear { .. } => unreachable!("nobody has ended"),
+                }
+            }
+        }
+        all.into_iter().map(|has| has.expect("all are made")).collect()
+    }
+
+    #[test]
+    fn what_came_about_comes_about_again() {
+        let (mut made, mut refused) = (0, 0);
+        for seed in 0..20_000 {
+            let (mut all, orphans) = by_chance(seed);
+            // Rows stand behind their parents'.
+            let mut order: Vec<usize> = vec![0];
+            let mut at = 0;
+            while at < order.len() {
+                let parent = order[at];
+                order.extend((1..all.len()).filter(|&row| all[row].parent == parent));
+                at += 1;
+            }
+            let place = |row: usize| order.iter().position(|&o| o == row).expect("all are there");
+            all = order.iter().map(|&row| Has { parent: place(all[row].parent), ..all[row] }).collect();
+            let image = described(&all);
+            let Ok(steps) = steps(&image) else {
+                refused += 1;
+                assert!(orphans, "seed {seed}: {all:?}");
+                continue;
+            };
+            made += 1;
+            assert_eq!(described(&replayed(&image, &steps)), image, "seed {seed}: {steps:?}");
+        }
+        println!("{made} made, {refused} refused");
+        assert!(made > refused * 10);
     }
 
     #[test]
@@ -517,16 +650,19 @@ mod tests {
             process.shares_fs = (process.pid > 1).then_some(0);
         }
         let both = |row| sharing(row, true, true);
-        assert_eq!(steps(&all).unwrap(), [vec![both(1), both(2)], vec![both(3)], vec![], vec![]]);
+        assert_eq!(
+            steps(&all).expect("there is a way"),
+            [vec![both(1), both(2)], vec![both(3)], vec![], vec![]]
+        );
 
         let mut siblings = family();
         siblings.processes[2].table = 1;
         let made = [sharing(1, true, false), sharing(2, true, false), Step::Leave(Context::Files)];
-        assert_eq!(steps(&siblings).unwrap()[0], made);
+        assert_eq!(steps(&siblings).expect("there is a way")[0], made);
 
         let mut skipped = family(); // 1 and 4 share what 2 has left
         skipped.processes[3].shares_fs = Some(0);
-        let made = steps(&skipped).unwrap();
+        let made = steps(&skipped).expect("there is a way");
         assert_eq!(made[0], [sharing(1, false, true), bear(2)]);
         assert_eq!(made[1], [sharing(3, false, true), Step::Leave(Context::FileSystem)]);
 

@@ -154,6 +154,7 @@ fn use_it(image: &Image, map: &PageMap) {
         kinds.sort_unstable();
         assert!(kinds.windows(2).all(|two| two[0] != two[1]));
     }
+    let _ = tree::steps(image);
     for space in &image.spaces {
         let mut end = 0;
         for m in &space.mappings {

@@ -171,13 +171,31 @@ fn connections_come_back_as_they_were() {
 
 #[test]
 fn references_are_validated() {
-    let wrong: [Spoiler<Image>; 65] = [
+    let wrong: [Spoiler<Image>; 72] = [
         ("space", |i| i.processes[0].space = 1),
         ("table", |i| i.processes[0].table = 1),
         ("exe", |i| i.processes[0].exe = 1),
         ("cwd", |i| i.processes[0].cwd = u32::MAX),
         ("root", |i| i.processes[0].root = 1),
         ("threads", |i| i.processes[0].threads.clear()),
+        ("shared directories", |i| i.processes[0].shares_fs = Some(0)),
+        ("directories of a later one", |i| i.processes[0].shares_fs = Some(u32::MAX)),
+        ("child of a thread", |i| i.processes[0].parent_thread = Some(1)),
+        ("ended child of a thread", |i| {
+            let ended = Ended { pid: 77, parent_thread: Some(78), ..Ended::default() };
+            i.processes[0].ended = Some(vec![ended]);
+        }),
+        ("directories of the main thread", |i| {
+            i.processes[0].threads[0].directories = Some(Directories::default());
+        }),
+        ("directory of a thread", |i| {
+            let directories = Some(Directories { cwd: 99, ..Directories::default() });
+            i.processes[0].threads.push(Thread { tid: 79, directories, ..Thread::default() });
+        }),
+        ("directories of no thread", |i| {
+            let directories = Some(Directories { shares: Some(80), ..Directories::default() });
+            i.processes[0].threads.push(Thread { tid: 79, directories, ..Thread::default() });
+        }),
         ("mapping order", |i| i.spaces[0].mappings.swap(0, 1)),
         ("mapping end", |i| i.spaces[0].mappings[0].end = 0),
         ("guard", |i| i.spaces[0].mappings[0].guards[0].len = u64::MAX),
