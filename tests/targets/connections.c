@@ -1,6 +1,9 @@
 // Connections between two sockets of the program: what was on its way, halves that have ended, options; datagrams.
 #include "target.h"
 #include <arpa/inet.h>
+#include <linux/filter.h>
+#include <linux/if_packet.h>
+#include <net/if.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
@@ -532,6 +535,72 @@ static void groups(void) {
   EQUAL(ttl, 3);
 }
 
+// Sends a frame over the loopback device: its first byte behind the header is `what`.
+static void send_frame(int s, int interface, char what) {
+  struct sockaddr_ll to = {.sll_family = AF_PACKET, .sll_ifindex = interface, .sll_halen = 6};
+  char frame[60] = {0};
+  frame[12] = (char)0x88, frame[13] = (char)0xb5, frame[14] = what;
+  EQUAL(sendto(s, frame, sizeof frame, 0, (void *)&to, sizeof to), sizeof frame);
+}
+
+// Whether an interface has been asked for what is sent to an address.
+static int is_asked_for(const unsigned char *to) {
+  char line[20];
+  snprintf(line, sizeof line, "%02x%02x%02x%02x%02x%02x", to[0], to[1], to[2], to[3], to[4], to[5]);
+  char *text = contents("/proc/net/dev_mcast", 0);
+  int found = strstr(text, line) != 0;
+  free(text);
+  return found;
+}
+
+static void packets(void) {
+  int s = socket(AF_PACKET, SOCK_RAW, 0), other = socket(AF_PACKET, SOCK_DGRAM | SOCK_CLOEXEC, 0), one = 1;
+  if (s < 0 || other < 0)
+    SKIP("no right to packet sockets");
+  int interface = if_nametoindex("lo");
+  struct sock_filter only_y[] = {{0x30, 0, 0, 14}, {0x15, 0, 1, 'y'}, {0x06, 0, 0, 0xffff}, {0x06, 0, 0, 0}};
+  struct sock_fprog filter = {4, only_y};
+  MUST(setsockopt(s, SOL_SOCKET, SO_ATTACH_FILTER, &filter, sizeof filter) == 0);
+  MUST(setsockopt(s, SOL_SOCKET, SO_LOCK_FILTER, &one, sizeof one) == 0);
+  MUST(setsockopt(s, SOL_PACKET, PACKET_AUXDATA, &one, sizeof one) == 0);
+  uint64_t own = mix(seconds(CLOCK_REALTIME) * 1e6 + getpid()); // nobody else's
+  struct packet_mreq group = {interface, PACKET_MR_MULTICAST, 6, {3, 0, own, own >> 8, own >> 16, own >> 24}};
+  for (int i = 0; i < 2; i++)
+    MUST(setsockopt(s, SOL_PACKET, PACKET_ADD_MEMBERSHIP, &group, sizeof group) == 0);
+  struct sockaddr_ll name = {.sll_family = AF_PACKET, .sll_protocol = htons(0x88b5), .sll_ifindex = interface}, seen = {0};
+  if (bind(s, (void *)&name, sizeof name))
+    SKIP("the loopback device is down");
+  struct ifreq up = {.ifr_name = "lo"};
+  if (ioctl(s, SIOCGIFFLAGS, &up) || !(up.ifr_flags & IFF_UP))
+    SKIP("the loopback device is down");
+  cut();
+  socklen_t length = sizeof seen;
+  EQUAL(getsockname(s, (void *)&seen, &length), 0);
+  EQUAL(seen.sll_protocol, htons(0x88b5));
+  EQUAL(seen.sll_ifindex, interface);
+  length = sizeof seen;
+  EQUAL(getsockname(other, (void *)&seen, &length), 0);
+  EQUAL(seen.sll_protocol, 0);
+  EQUAL(seen.sll_ifindex, 0);
+  int on = 0;
+  length = sizeof on;
+  EQUAL(getsockopt(s, SOL_PACKET, PACKET_AUXDATA, &on, &length), 0);
+  EQUAL(on, 1);
+  EQUAL(setsockopt(s, SOL_SOCKET, SO_DETACH_FILTER, &on, sizeof on), -1);
+  EQUAL(errno, EPERM);
+  int raw = socket(AF_PACKET, SOCK_RAW, 0);
+  send_frame(raw, interface, 'n');
+  send_frame(raw, interface, 'y');
+  char frame[100] = {0};
+  EQUAL(recv(s, frame, sizeof frame, 0), 60);
+  EQUAL(frame[14], 'y');
+  for (int i = 0; i < 2; i++) { // it has asked twice
+    CHECK(is_asked_for(group.mr_address));
+    EQUAL(setsockopt(s, SOL_PACKET, PACKET_DROP_MEMBERSHIP, &group, sizeof group), 0);
+  }
+  CHECK(!is_asked_for(group.mr_address));
+}
+
 static void raw_and_netlink(void) {
   int ping = socket(AF_INET, SOCK_RAW, IPPROTO_ICMP), headers = socket(AF_INET, SOCK_RAW, IPPROTO_RAW), one = 1;
   int routes = socket(AF_NETLINK, SOCK_RAW, 0), strict = socket(AF_NETLINK, SOCK_RAW | SOCK_CLOEXEC, 0);
@@ -612,4 +681,4 @@ SCENARIOS({"pair4", pair4}, {"pair6", pair6}, {"pair_mapped", pair_mapped}, {"tw
           {"no_door", no_door}, {"full", full}, {"half_closed", half_closed}, {"other_end_closed", other_end_closed},
           {"with_options", with_options}, {"corked", corked}, {"watched", watched}, {"busy", busy},
           {"blocked", blocked}, {"many", many}, {"datagrams_unread", datagrams_unread},
-          {"groups", groups}, {"raw_and_netlink", raw_and_netlink}, {"serve", serve}, {"idle_door", idle_door})
+          {"groups", groups}, {"raw_and_netlink", raw_and_netlink}, {"packets", packets}, {"serve", serve}, {"idle_door", idle_door})

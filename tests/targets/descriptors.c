@@ -631,6 +631,45 @@ static void pty_modes(void) {
   EQUAL(c[0], TIOCPKT_FLUSHREAD);
 }
 
+static int unread_master, unread_slave;
+static volatile int has_read;
+static char was_unread[16];
+
+static void interrupted(int signal) {
+  (void)signal;
+}
+
+// Reads what there is as soon as it is interrupted: by the stop of a checkpoint, for one.
+static void *reads_when_interrupted(void *unused) {
+  int poller = epoll_create1(EPOLL_CLOEXEC);
+  struct epoll_event event;
+  (void)unused;
+  __atomic_store_n(&has_read, 1, __ATOMIC_SEQ_CST);
+  while (epoll_wait(poller, &event, 1, 600000) >= 0 || errno != EINTR)
+    ;
+  EQUAL(read(unread_master, was_unread, sizeof was_unread), 5);
+  wait_go();
+  return 0;
+}
+
+static void pty_unread(void) { // only for a moment
+  int unlock = 0;
+  unread_master = open("/dev/ptmx", O_RDWR | O_NOCTTY);
+  MUST(unread_master >= 0 && ioctl(unread_master, TIOCSPTLCK, &unlock) == 0);
+  MUST((unread_slave = ioctl(unread_master, TIOCGPTPEER, O_RDWR | O_NOCTTY)) >= 0);
+  struct sigaction action = {.sa_handler = interrupted};
+  MUST(sigaction(SIGUSR1, &action, 0) == 0);
+  MUST(write(unread_slave, "shown", 5) == 5);
+  pthread_t reader = spawn(reads_when_interrupted, 0);
+  while (!has_read)
+    nap(0.001);
+  nap(0.01);
+  cut();
+  pthread_kill(reader, SIGUSR1);
+  pthread_join(reader, 0);
+  CHECK(!memcmp(was_unread, "shown", 5));
+}
+
 static volatile int breaks, broken_fd;
 
 static void breaks_lease(int signal, siginfo_t *info, void *context) {
@@ -803,6 +842,6 @@ SCENARIOS({"regular", regular}, {"duplicates", duplicates}, {"deleted", deleted}
           {"pipes", pipes}, {"fifo", fifo}, {"stream_pair", stream_pair}, {"credentials_pair", credentials_pair}, {"message_pairs", message_pairs},
           {"half_closed_pair", half_closed_pair}, {"listening_tcp4", listening_tcp4},
           {"listening_tcp6", listening_tcp6}, {"listening_unix", listening_unix}, {"eventfds", eventfds},
-          {"signalfds", signalfds}, {"epolls", epolls}, {"inotifys", inotifys}, {"pidfds", pidfds}, {"ptys", ptys}, {"pty_modes", pty_modes}, {"leases", leases},
+          {"signalfds", signalfds}, {"epolls", epolls}, {"inotifys", inotifys}, {"pidfds", pidfds}, {"ptys", ptys}, {"pty_modes", pty_modes}, {"pty_unread", pty_unread}, {"leases", leases},
           {"devices", devices}, {"locks", locks}, {"signal_driven", signal_driven}, {"proc_files", proc_files},
           {"many_descriptors", many_descriptors})

@@ -68,10 +68,12 @@ static void connecting(void) { // to where there is no room for more
   CHECK(fcntl(l, F_GETFD) >= 0);
 }
 
-static void packets(void) {
+static void packet_ring(void) {
   int s = socket(AF_PACKET, SOCK_RAW, 0);
+  struct { unsigned block_size, blocks, frame_size, frames; } ring = {4096, 1, 2048, 2};
   if (s < 0)
     SKIP("no right to packet sockets");
+  MUST(setsockopt(s, 263, 5 /* PACKET_RX_RING */, &ring, sizeof ring) == 0);
   cut();
   CHECK(fcntl(s, F_GETFD) >= 0);
 }
@@ -557,7 +559,7 @@ static void own_host_name(void) {
   CHECK(!strcmp(name, "stillpoint-test"));
 }
 
-SCENARIOS({"established_tcp", established_tcp}, {"connecting", connecting}, {"packets", packets}, {"pending_connection", pending_connection},
+SCENARIOS({"established_tcp", established_tcp}, {"connecting", connecting}, {"packet_ring", packet_ring}, {"pending_connection", pending_connection},
           {"child_process", child_process}, {"dead_child", dead_child}, {"io_uring", io_uring},
           {"foreign_table", foreign_table},
           {"foreign_directory", foreign_directory}, {"foreign_segment", foreign_segment}, {"foreign_pipe", foreign_pipe}, {"foreign_socket", foreign_socket},

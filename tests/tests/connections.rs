@@ -52,6 +52,7 @@ scenarios! {
     datagrams_unread,
     groups,
     raw_and_netlink,
+    packets,
 }
 
 fn made_anew(scenario: &str) {

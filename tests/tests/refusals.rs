@@ -82,7 +82,7 @@ macro_rules! refused {
 
 refused! {
     connecting: "tcp" "being connected",
-    packets: "packet socket",
+    packet_ring: "PACKET_RX_RING",
     io_uring: "io_uring",
     foreign_table: "shares its descriptors",
     foreign_directory: "shares its current directory",

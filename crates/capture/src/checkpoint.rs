@@ -7,7 +7,7 @@ use crate::engine::tracking::Tracking;
 use crate::engine::{Base, Engine, Kept, Loading};
 use crate::target::Target;
 use crate::work::{Done, Member, Work, earlier_calls};
-use crate::{Error, Result, attributes, herd};
+use crate::{Error, Refusal, Result, attributes, herd};
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -138,7 +138,7 @@ impl Session {
     ) -> Result<Report> {
         let pid = self.pid;
         let mut result = self.attempt(store, options, progress);
-        let (mut programs, mut changes) = (0, 0);
+        let (mut programs, mut changes, mut waits) = (0, 0, 0);
         let began = Instant::now();
         loop {
             match &result {
@@ -150,6 +150,11 @@ impl Session {
                 Err(Error::Passing(_)) if changes < MOST_CHANGES => {
                     changes += 1;
                     std::thread::sleep(PASSING);
+                }
+                // Something that the program is just about to read, it may be.
+                Err(Error::Refused(all)) if waits < MOST_WAITS && all.iter().all(Refusal::will_pass) => {
+                    std::thread::sleep(PASSING * (1 << waits));
+                    waits += 1;
                 }
                 Err(Error::Replaced) if programs < MOST_PROGRAMS => {
                     programs += 1;
@@ -323,6 +328,8 @@ const BUSY: Duration = Duration::from_secs(1);
 const MOST_PROGRAMS: usize = 20;
 /// How often the tree may be in a state that passes, and for how long it is waited then.
 const MOST_CHANGES: usize = 20;
+/// As often it is tried again where the program has something to read first, after twice as long each time.
+const MOST_WAITS: u32 = 5;
 const PASSING: Duration = Duration::from_millis(10);
 
 fn tend(pid: u32, followed: &mut Followed) -> Result<bool> {

@@ -50,6 +50,16 @@ pub struct Refusal {
     pub hint: String,
 }
 
+impl Refusal {
+    /// What the hints begin with where nothing has to be done but to wait for the program.
+    const WAIT: &str = "try again when the program has";
+
+    /// Whether it is about a moment in which something was on its way within the program.
+    pub fn will_pass(&self) -> bool {
+        self.hint.starts_with(Self::WAIT)
+    }
+}
+
 impl std::fmt::Display for Refusal {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{}: {}", self.what, self.why)?;

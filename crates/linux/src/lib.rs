@@ -31,6 +31,7 @@ pub mod messages;
 pub mod mqueue;
 pub mod namespaces;
 pub mod network;
+pub mod packets;
 pub mod pagemap;
 pub mod pager;
 pub mod passing;

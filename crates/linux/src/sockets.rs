@@ -82,6 +82,50 @@ pub fn has_filter(socket: impl AsFd) -> Result<bool> {
     }
 }
 
+/// The packet filter of a socket: its instructions, 8 bytes each. `None` if it has none that can be read: there is none, or
+/// it is not a classic one.
+pub fn filter(socket: impl AsFd) -> Result<Option<Vec<u8>>> {
+    const MOST: usize = 4096; // BPF_MAXINSNS
+    let mut program = vec![0u8; MOST * 8];
+    let mut len = MOST as libc::socklen_t;
+    // SAFETY: the length counts instructions of 8 bytes, for as many of which there is room.
+    let r = unsafe {
+        let (fd, at) = (socket.as_fd().as_raw_fd(), program.as_mut_ptr().cast());
+        libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_GET_FILTER, at, &raw mut len)
+    };
+    match check(|| "read a packet filter".into(), r.into()) {
+        Ok(_) => {
+            program.truncate(len as usize * 8);
+            Ok(Some(program).filter(|p| !p.is_empty()))
+        }
+        Err(e) if e.errno() == Some(libc::EACCES) => Ok(None),
+        Err(e) => Err(e),
+    }
+}
+
+/// Attaches a packet filter as [`filter`] returned it.
+pub fn attach_filter(socket: impl AsFd, program: &[u8]) -> Result<()> {
+    let instructions: Vec<libc::sock_filter> = program
+        .chunks_exact(8)
+        .map(|i| libc::sock_filter {
+            code: u16::from_ne_bytes([i[0], i[1]]),
+            jt: i[2],
+            jf: i[3],
+            k: u32::from_ne_bytes([i[4], i[5], i[6], i[7]]),
+        })
+        .collect();
+    let len = u16::try_from(instructions.len());
+    let len = len.map_err(|_| Error::Other("a packet filter is too long".into()))?;
+    let filter = libc::sock_fprog { len, filter: instructions.as_ptr().cast_mut() };
+    // SAFETY: the kernel reads the record, and as many instructions as it tells, which live until then.
+    let r = unsafe {
+        let (fd, at) = (socket.as_fd().as_raw_fd(), (&raw const filter).cast());
+        let size = size_of::<libc::sock_fprog>() as libc::socklen_t;
+        libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_ATTACH_FILTER, at, size)
+    };
+    check(|| "attach a packet filter".into(), r.into()).map(drop)
+}
+
 /// Sets an option.
 pub fn set_option(socket: impl AsFd, level: u32, name: u32, value: &[u8]) -> Result<()> {
     // SAFETY: the kernel reads `value.len()` bytes.
@@ -275,7 +319,7 @@ pub(crate) fn receive(netlink: &OwnedFd, buffer: &mut [u8]) -> Result<usize> {
     Ok(check(|| "read an answer of sock_diag".into(), n as i64)? as usize)
 }
 
-fn u16_at(b: &[u8], at: usize) -> Option<u16> {
+pub(crate) fn u16_at(b: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_ne_bytes(b.get(at..at + 2)?.try_into().ok()?))
 }
 

@@ -61,6 +61,7 @@ mod descriptors {
         pidfds,
         ptys,
         pty_modes,
+        pty_unread.ignoring(&["thread", "map", "fd"]),
         leases,
         devices.ignoring(&["map"]), // a private mapping of /dev/zero is anonymous memory by another name
         locks,
@@ -210,6 +211,7 @@ mod trees {
         half_shared,
         left_context,
         apart,
+        thread_zombie,
         thread_children.ignoring(&["child"]), // whose main stack is that of nobody, and grows when they are asked
         lost_session,
         dead_session,

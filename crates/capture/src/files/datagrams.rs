@@ -1,4 +1,4 @@
-//! UDP, ICMP, raw and netlink sockets: what they are bound to, which groups they have joined, datagrams in their queues.
+//! UDP, ICMP, raw, packet and netlink sockets: what they are bound to, which groups they have joined, datagrams in their queues.
 
 use super::Scan;
 use super::descriptions::Description;
@@ -8,7 +8,7 @@ use std::os::fd::AsFd;
 use stillpoint_image::{Bytes, Socket, SocketOption};
 use stillpoint_linux::datagrams::{self, JOIN_GROUP, SOURCE_FILTER};
 use stillpoint_linux::descriptors::poll_now;
-use stillpoint_linux::sockets;
+use stillpoint_linux::{packets, sockets};
 
 /// `SOL_NETLINK`
 const NETLINK: u32 = 270;
@@ -56,6 +56,37 @@ pub(super) fn raw(scan: &mut Scan<'_>, d: &Description, sort: Sort) -> Result<Op
     let any = local.get(4..).is_none_or(|rest| rest.iter().all(|&byte| byte == 0));
     socket.local = if sort.1 == libc::SOCK_RAW && any { Bytes::default() } else { bound(local) };
     socket.remote = Bytes(sockets::peer_address(&d.file)?.unwrap_or_default());
+    Ok(Some(add(scan, d, socket)))
+}
+
+/// A socket of whole packets of an interface, or all. What comes while the program does not run is lost in any case, and so is
+/// what it has not read.
+pub(super) fn packets(scan: &mut Scan<'_>, d: &Description, sort: Sort) -> Result<Option<u32>> {
+    let Some(found) = packets::all()?.into_iter().find(|s| u64::from(s.ino) == d.stat.st_ino) else {
+        return scan.refuse(d, "sock_diag does not know it", CLOSE);
+    };
+    if found.has_ring {
+        return scan.refuse(d, "it is a packet socket with memory for packets (PACKET_RX_RING)", CLOSE);
+    }
+    if sockets::int_option(&d.file, packets::LEVEL, packets::FANOUT)?.is_some_and(|group| group != 0) {
+        return scan.refuse(d, "it is a packet socket of a group (PACKET_FANOUT)", CLOSE);
+    }
+    let Some(mut socket) = common(scan, d, sort)? else { return Ok(None) };
+    // It receives from the moment on at which it has a protocol, which it gets as it is bound.
+    socket.protocol = 0;
+    let memberships = found.memberships.into_iter().map(|value| SocketOption {
+        level: packets::LEVEL,
+        name: packets::ADD_MEMBERSHIP,
+        value: Bytes(value),
+    });
+    socket.options.extend(memberships);
+    // struct sockaddr_ll: family, protocol, interface; the rest is not for binding.
+    let mut local = sockets::local_address(&d.file)?;
+    local.truncate(8);
+    if local.iter().skip(2).any(|&byte| byte != 0) {
+        local.resize(20, 0);
+        socket.local = Bytes(local);
+    }
     Ok(Some(add(scan, d, socket)))
 }
 

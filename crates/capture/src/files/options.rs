@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::os::fd::{AsFd, OwnedFd};
 use stillpoint_image::{Bytes, SocketOption};
-use stillpoint_linux::sockets;
+use stillpoint_linux::{packets, sockets};
 
 const SOL_SOCKET: u32 = libc::SOL_SOCKET as u32;
 const IP: u32 = libc::IPPROTO_IP as u32;
@@ -128,6 +128,10 @@ const DATAGRAM: &[i32] = &[1, 103, 104];
 const NETLINK: &[i32] = &[3, 4, 5, 8, 10, 11, 12];
 const SOL_NETLINK: u32 = 270;
 
+/// Options of packet sockets: least length to be copied, auxiliary data, original device, version, room in front, losses, time
+/// stamps, offsets, no queueing, no outgoing packets, headers of virtual devices.
+const PACKETS: &[i32] = &[7, 8, 9, 10, 12, 14, 17, 19, 20, 23, 24];
+
 /// Options of raw sockets: headers by the program, filters of ICMP, checksums.
 const RAW: &[(u32, u32)] =
     &[(IP, libc::IP_HDRINCL as u32), (255, 1), (58, 1), (255, 7), (IPV6, 36 /* IPV6_HDRINCL */)];
@@ -145,6 +149,7 @@ fn known(family: i32, protocol: i32) -> impl Iterator<Item = (u32, u32)> {
         .chain(list(IPV6, GROUPS6, family == libc::AF_INET6 && protocol != libc::IPPROTO_TCP))
         .chain(list(TCP, TRANSMISSION, internet && protocol == libc::IPPROTO_TCP))
         .chain(list(SOL_NETLINK, NETLINK, family == libc::AF_NETLINK))
+        .chain(list(packets::LEVEL, PACKETS, family == libc::AF_PACKET))
         .chain(
             RAW.iter()
                 .copied()

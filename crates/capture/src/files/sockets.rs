@@ -8,7 +8,7 @@ use rustix::fs::FileType;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use stillpoint_image::{Bytes, FileKind, PathFile, Socket, Usage};
+use stillpoint_image::{Bytes, FileKind, PathFile, Socket, SocketOption, Usage};
 use stillpoint_linux::descriptors::{poll_now, readable};
 use stillpoint_linux::fdinfo::Detail;
 use stillpoint_linux::sockets::{self, UnixSocket};
@@ -74,6 +74,7 @@ pub(crate) fn capture(scan: &mut Scan<'_>, d: &Description) -> Result<Option<Fil
         | (libc::AF_INET, libc::SOCK_DGRAM, libc::IPPROTO_ICMP)
         | (libc::AF_INET6, libc::SOCK_DGRAM, libc::IPPROTO_ICMPV6) => datagrams::raw(scan, d, sort)?,
         (libc::AF_NETLINK, ..) => datagrams::netlink(scan, d, sort)?,
+        (libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_DGRAM, _) => datagrams::packets(scan, d, sort)?,
         other => {
             let why = format!("it is {}, which cannot be captured", name_of_sort(other));
             return scan.refuse(d, why, CLOSE);
@@ -108,10 +109,16 @@ pub(super) fn common(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)
     if scan.target.frozen && poll_now(&d.file, libc::POLLIN)? & libc::POLLERR != 0 {
         return scan.refuse(d, "it has an error that the program has not yet been told", WAIT);
     }
+    let mut options = scan.options.differing(&d.file, sort)?;
     if sockets::has_filter(&d.file)? {
-        return scan.refuse(d, "a packet filter is attached to it", CLOSE);
+        let Some(program) = sockets::filter(&d.file)?.filter(|_| is_of_packets(sort)) else {
+            return scan.refuse(d, "a packet filter is attached to it", CLOSE);
+        };
+        let option = |name: i32, value| SocketOption { level: SOL_SOCKET, name: name as u32, value };
+        options.push(option(libc::SO_ATTACH_FILTER, Bytes(program)));
+        let is_locked = sockets::int_option(&d.file, SOL_SOCKET, libc::SO_LOCK_FILTER as u32)? == Some(1);
+        options.extend(is_locked.then(|| option(libc::SO_LOCK_FILTER, Bytes(1i32.to_ne_bytes().to_vec()))));
     }
-    let options = scan.options.differing(&d.file, sort)?;
     Ok(Some(Socket {
         family: sort.0 as u32,
         kind: sort.1 as u32,
@@ -119,6 +126,12 @@ pub(super) fn common(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)
         options,
         ..Socket::default()
     }))
+}
+
+/// Whether what a socket receives comes packet by packet, of which a filter takes some.
+fn is_of_packets((family, kind, _): (i32, i32, i32)) -> bool {
+    let internet = matches!(family, libc::AF_INET | libc::AF_INET6);
+    family == libc::AF_PACKET || internet && matches!(kind, libc::SOCK_DGRAM | libc::SOCK_RAW)
 }
 
 pub(super) fn add(scan: &mut Scan<'_>, d: &Description, socket: Socket) -> u32 {

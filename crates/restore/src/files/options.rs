@@ -8,6 +8,7 @@ use stillpoint_linux::sockets;
 const SOL_SOCKET: u32 = libc::SOL_SOCKET as u32;
 const SNDBUF: u32 = libc::SO_SNDBUF as u32;
 const RCVBUF: u32 = libc::SO_RCVBUF as u32;
+const FILTER: u32 = libc::SO_ATTACH_FILTER as u32;
 
 /// Sets all options of a socket.
 pub(super) fn apply(fd: impl AsFd, socket: &Socket, what: &str) -> Result<()> {
@@ -25,6 +26,7 @@ pub(super) fn apply_some(
         let set = match (option.level, option.name) {
             (SOL_SOCKET, SNDBUF) => set_buffer(&fd, option, libc::SO_SNDBUFFORCE as u32),
             (SOL_SOCKET, RCVBUF) => set_buffer(&fd, option, libc::SO_RCVBUFFORCE as u32),
+            (SOL_SOCKET, FILTER) => sockets::attach_filter(&fd, &option.value.0),
             _ => sockets::set_option(&fd, option.level, option.name, &option.value.0),
         };
         set.map_err(|e| Error::Failed(format!("{what}: {e}")))?;

@@ -280,6 +280,7 @@ fn is_in_use(e: &Error) -> bool {
 pub(super) fn refusal(what: &str, e: &std::io::Error) -> Error {
     let why = match e.raw_os_error() {
         Some(libc::EADDRINUSE) => IN_USE.to_owned(),
+        Some(libc::ENODEV) => "this machine does not have this interface".to_owned(),
         Some(libc::EADDRNOTAVAIL) => "this machine does not have this address".to_owned(),
         Some(libc::EACCES) => "we are not permitted to use this address".to_owned(),
         _ => e.to_string(),
@@ -425,6 +426,11 @@ pub(super) fn name(image: &Image, socket: &Socket) -> String {
         libc::AF_UNIX if local.len() > 3 => format!("socket @{}", local[3..].escape_ascii()),
         libc::AF_UNIX => "an unnamed socket".into(),
         libc::AF_NETLINK => format!("a netlink socket of protocol {}", socket.protocol),
+        libc::AF_PACKET => {
+            let index =
+                local.get(4..8).and_then(|b| <[u8; 4]>::try_from(b).ok()).map_or(0, u32::from_ne_bytes);
+            format!("a packet socket of interface {index}")
+        }
         _ => format!("{kind} {}", address(local)),
     }
 }
