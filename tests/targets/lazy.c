@@ -1,5 +1,6 @@
 // Memory that comes while the program runs already: every way to touch a page that is not there yet.
 #include "target.h"
+#include <sys/prctl.h>
 #include <sys/uio.h>
 
 #define ROOM (48ul << 20)
@@ -211,4 +212,199 @@ static void children(void) {
     CHECK(is_filled_page(memory + page, page));
 }
 
-SCENARIOS({"whole", whole}, {"calls", calls}, {"changes", changes}, {"children", children}, {"grows", grows}, {"writes", writes})
+// --- a tree
+
+#define MEMBERS 7
+#define SHARE (8ul << 20)
+#define RANGE (1ul << 20)
+
+// Which contents a page has for a member, who has written every third of them itself, each others.
+static uint64_t seed_of(long member, size_t page) {
+  return page + (mix(page + (uint64_t)member) % 3 || !member ? 0 : (uint64_t)member << 32);
+}
+
+static void own_pages(long member) {
+  for (size_t page = 0; page < SHARE; page += PAGE)
+    if (seed_of(member, page) != page)
+      fill(memory + page, PAGE, seed_of(member, page));
+}
+
+static void check_range(long member, const char *at, size_t from, size_t bytes) {
+  for (size_t page = from; page < from + bytes; page += PAGE)
+    CHECK(filled(at + page - from, PAGE, seed_of(member, page)));
+}
+
+static long who;
+
+static void *check_member(void *argument) {
+  uint64_t step = 2 * (uint64_t)(long)argument + 2741, at = (uint64_t)(long)argument;
+  for (size_t n = 0; n < SHARE / PAGE; n++, at += step) {
+    size_t page = at % (SHARE / PAGE) * PAGE;
+    CHECK(filled(memory + page, PAGE, seed_of(who, page)));
+  }
+  return 0;
+}
+
+static void check_by_threads(void) {
+  pthread_t threads[THREADS];
+  for (long i = 0; i < THREADS; i++)
+    threads[i] = spawn(check_member, (void *)i);
+  for (int i = 0; i < THREADS; i++)
+    pthread_join(threads[i], 0);
+}
+
+// A child of a member, and so on: each sees what the first did, and writes where that is not seen.
+static int line_of(int depth) {
+  pid_t child = fork();
+  MUST(child >= 0);
+  if (child == 0) {
+    failures = 0;
+    check_range(who, memory + depth * RANGE, depth * RANGE, RANGE);
+    memset(memory + 5 * RANGE, depth, RANGE);
+    EQUAL(madvise(memory + 6 * RANGE, RANGE, MADV_DONTNEED), 0);
+    CHECK(all_zero(memory + 6 * RANGE, RANGE));
+    if (depth < 3)
+      EQUAL(line_of(depth + 1), 0);
+    _exit(failures != 0);
+  }
+  int status;
+  MUST(waitpid(child, &status, 0) == child);
+  return status;
+}
+
+static void moves_it(void) {
+  char *target = map_anon(RANGE);
+  EQUAL(mremap(memory + RANGE, RANGE, RANGE, MREMAP_MAYMOVE | MREMAP_FIXED, target), target);
+  char *kept = mremap(memory + 3 * RANGE, RANGE, RANGE, MREMAP_MAYMOVE | MREMAP_DONTUNMAP, 0);
+  MUST(kept != MAP_FAILED);
+  CHECK(all_zero(memory + 3 * RANGE, RANGE));
+  EQUAL(line_of(4), 0);
+  check_range(who, target, RANGE, RANGE);
+  check_range(who, kept, 3 * RANGE, RANGE);
+  EQUAL(mremap(target, RANGE, RANGE, MREMAP_MAYMOVE | MREMAP_FIXED, memory + RANGE), memory + RANGE);
+  EQUAL(mremap(kept, RANGE, RANGE, MREMAP_MAYMOVE | MREMAP_FIXED, memory + 3 * RANGE), memory + 3 * RANGE);
+}
+
+static void drops_it(void) {
+  EQUAL(madvise(memory + 2 * RANGE, RANGE, MADV_DONTNEED), 0);
+  EQUAL(munmap(memory + 4 * RANGE, RANGE), 0);
+  EQUAL(mmap(memory + 4 * RANGE, RANGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0),
+        memory + 4 * RANGE);
+  CHECK(all_zero(memory + 2 * RANGE, RANGE) && all_zero(memory + 4 * RANGE, RANGE));
+  for (size_t at = 2 * RANGE; at < 5 * RANGE; at += 2 * RANGE)
+    for (size_t page = at; page < at + RANGE; page += PAGE)
+      fill(memory + page, PAGE, seed_of(who, page));
+}
+
+// What its parent misses, into what it misses itself.
+static void reads_its_parent(void) {
+  char *here = memory + 7 * RANGE;
+  struct iovec mine = {here, RANGE / 2}, its = {memory, RANGE / 2};
+  EQUAL(process_vm_readv(getppid(), &mine, 1, &its, 1, 0), RANGE / 2);
+  check_range(0, here, 0, RANGE / 2);
+  own_pages(who);
+  for (size_t page = 7 * RANGE; page < SHARE; page += PAGE)
+    fill(memory + page, PAGE, seed_of(who, page));
+}
+
+static void executes(void) {
+  for (int i = 0; i < 4; i++) {
+    pid_t child = fork();
+    MUST(child >= 0);
+    if (child == 0) {
+      execl("/bin/true", "true", (char *)0);
+      _exit(9);
+    }
+    int status;
+    MUST(waitpid(child, &status, 0) == child);
+    EQUAL(status, 0);
+  }
+}
+
+static void member_of_tree(int *wiped, int *alone) {
+  switch (who) {
+  case 1:
+    drops_it();
+    break;
+  case 2:
+    moves_it();
+    break;
+  case 3:
+    EQUAL(line_of(1), 0);
+    break;
+  case 4:
+    reads_its_parent();
+    break;
+  case 5:
+    check_by_threads();
+    break;
+  case 6:
+    executes();
+    break;
+  default:
+    for (int i = 0; i < 3; i++)
+      EQUAL(line_of(1), 0);
+    EQUAL(*alone, 77);
+  }
+  EQUAL(*wiped, who ? 100 + who : 55);
+  check_range(who, memory, 0, SHARE);
+}
+
+// A tree of processes that have much of their memory in common, and then go different ways.
+static void tree(void) {
+  memory = map_anon(SHARE);
+  for (size_t at = 0; at < SHARE; at += PAGE)
+    fill(memory + at, PAGE, at);
+  int *arrived = mmap(0, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  int *wiped = map_anon(PAGE), *alone = map_anon(PAGE);
+  MUST(arrived != MAP_FAILED);
+  EQUAL(madvise(wiped, PAGE, MADV_WIPEONFORK), 0);
+  EQUAL(madvise(alone, PAGE, MADV_DONTFORK), 0);
+  *wiped = 55, *alone = 77;
+  pid_t members[MEMBERS] = {getpid()};
+  for (long i = 1; i < MEMBERS; i++) {
+    pid_t child = fork();
+    MUST(child >= 0);
+    members[i] = child;
+    if (child)
+      continue;
+    who = i;
+    failures = 0;
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    EQUAL(*wiped, 0);
+    *wiped = 100 + (int)i;
+    own_pages(i);
+    // Some have children of their own.
+    pid_t below = i % 2 ? fork() : 0;
+    MUST(below >= 0);
+    if (below == 0) {
+      prctl(PR_SET_PDEATHSIG, SIGKILL);
+      __atomic_add_fetch(arrived, 1, __ATOMIC_SEQ_CST);
+      wait_go();
+      if (i % 2) {
+        EQUAL(*wiped, 0);
+        check_range(who, memory, 0, SHARE);
+      } else {
+        member_of_tree(wiped, alone);
+      }
+      _exit(failures != 0);
+    }
+    wait_go();
+    member_of_tree(wiped, alone);
+    int status;
+    MUST(waitpid(below, &status, 0) == below);
+    EQUAL(status, 0);
+    _exit(failures != 0);
+  }
+  while (__atomic_load_n(arrived, __ATOMIC_SEQ_CST) < MEMBERS - 1)
+    nap(0.001);
+  cut();
+  member_of_tree(wiped, alone);
+  for (int i = 1; i < MEMBERS; i++) {
+    int status = -1;
+    EQUAL(waitpid(members[i], &status, 0), members[i]);
+    EQUAL(status, 0);
+  }
+}
+
+SCENARIOS({"tree", tree}, {"whole", whole}, {"calls", calls}, {"changes", changes}, {"children", children}, {"grows", grows}, {"writes", writes})

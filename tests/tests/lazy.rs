@@ -27,6 +27,8 @@ struct Saved {
     checkpoint: Checkpoint,
     directory: PathBuf,
     pid: u32,
+    /// Its other processes.
+    others: Vec<u32>,
 }
 
 impl Saved {
@@ -45,20 +47,32 @@ impl Saved {
             return None;
         }
         let stillpoint = scratch.stillpoint();
+        let others = below(running.pid);
         let checkpoint = stillpoint.checkpoint(running.pid, "job", &["--kill"]);
         running.reap();
         let pid = running.pid;
-        Some(Saved { scratch, stillpoint, checkpoint, directory, pid })
+        Some(Saved { scratch, stillpoint, checkpoint, directory, pid, others })
     }
 
     #[track_caller]
     fn restore(&self, extra: &[&str]) -> Running {
-        kernel::wait_free(self.pid);
+        self.wait_free();
         let _ = fs::remove_file(self.directory.join("go"));
         let options: Vec<&str> = LAZY.iter().chain(extra).copied().collect();
         let pid = self.stillpoint.restore_at_once(&self.checkpoint.name(), &options);
         Running::restored(pid, &self.directory)
     }
+
+    fn wait_free(&self) {
+        self.others.iter().chain([&self.pid]).for_each(|pid| kernel::wait_free(*pid));
+    }
+}
+
+/// All descendants of a process.
+fn below(pid: u32) -> Vec<u32> {
+    let children = kernel::children(pid);
+    let more: Vec<u32> = children.iter().flat_map(|&child| below(child)).collect();
+    [children, more].concat()
 }
 
 /// The page servers there are.
@@ -136,13 +150,35 @@ fn children() {
     touches("children");
 }
 
+/// A tree of processes, each of which has memory of its own to come.
+#[test]
+fn a_tree() {
+    touches("tree");
+}
+
+/// All but the smallest processes of a tree wait for their memory, without being told to.
+#[test]
+fn a_tree_comes_later() {
+    let Some(saved) = Saved::new("tree") else { return };
+    saved.wait_free();
+    let arguments = ["restore", &saved.checkpoint.name(), "--detach", "--json"];
+    let told = saved.stillpoint.run(&arguments).ok().json();
+    let bytes = saved.checkpoint.json["bytes"].as_u64().expect("bytes");
+    assert_eq!(told["lazy"], true, "{told}");
+    assert!(told["touch_set_pages"].as_u64().expect("pages") * 4096 < bytes / 4, "{told}");
+    assert!(told["loaded_ms"].as_f64() >= told["running_ms"].as_f64(), "{told}");
+    assert_eq!(told["notes"].as_array().map(Vec::len), Some(0), "{told}");
+    Running::restored(saved.pid, &saved.directory).finish("restored as usual");
+    saved.scratch.nothing_is_left("in the end");
+}
+
 /// The servers of a program are killed at random moments, one at a time: those that are left start others.
 #[test]
 fn killed_servers() {
-    for scenario in ["whole", "changes", "children"] {
+    for scenario in ["whole", "changes", "children", "tree"] {
         let Some(saved) = Saved::new(scenario) else { return };
         let mut killed = 0;
-        while killed < kills() / 3 {
+        while killed < kills() / 4 {
             let running = saved.restore(&["--limit-bandwidth", "60MB/s"]);
             let pid = running.pid;
             // Half of them while the program goes on, half of them before.
@@ -217,7 +253,7 @@ fn kill_all_servers(pid: u32) {
 /// it, it is ended, and they say why.
 #[test]
 fn killed_all_at_once() {
-    for scenario in ["whole", "changes", "children"] {
+    for scenario in ["whole", "changes", "children", "tree"] {
         let Some(saved) = Saved::new(scenario) else { return };
         let slowly = ["--limit-bandwidth", "3MB/s"];
         let said = || fs::read_to_string(saved.directory.join("out")).unwrap_or_default();
@@ -241,7 +277,7 @@ fn killed_all_at_once() {
         drop(running);
         saved.scratch.sweep();
         // Somebody does.
-        kernel::wait_free(pid);
+        saved.wait_free();
         let mut command = saved.stillpoint.command(&["restore", &saved.checkpoint.name(), LAZY[0], LAZY[1]]);
         command.args(slowly).stdin(std::process::Stdio::null());
         let killer = std::thread::spawn(move || {
@@ -361,7 +397,8 @@ fn core_dumps() {
     let stillpoint = scratch.stillpoint();
     let checkpoint = stillpoint.checkpoint(pid, "job", &["--kill"]);
     running.reap();
-    let saved = Saved { scratch, stillpoint, checkpoint, directory, pid };
+    let others = Vec::new();
+    let saved = Saved { scratch, stillpoint, checkpoint, directory, pid, others };
     let abort = |extra: &[&str], after: Duration| {
         kernel::wait_free(pid);
         let mut command = saved.stillpoint.command(&["restore", &saved.checkpoint.name()]);
@@ -448,6 +485,22 @@ fn removed_meanwhile() {
 #[test]
 fn checkpoint_meanwhile() {
     let Some(mut saved) = Saved::new("whole") else { return };
+    for target in ["job", "pid"] {
+        let running = saved.restore(&["--limit-bandwidth", "60MB/s"]);
+        let pid = running.pid.to_string();
+        let target = if target == "pid" { &pid } else { target };
+        let checkpoint = saved.stillpoint.checkpoint(target, "job", &[]);
+        running.kill();
+        saved.checkpoint = checkpoint;
+        saved.restore(&[]).finish("restored once more");
+    }
+    saved.scratch.nothing_is_left("in the end");
+}
+
+/// A checkpoint of a tree waits until all of its memory is there.
+#[test]
+fn checkpoint_of_a_tree_meanwhile() {
+    let Some(mut saved) = Saved::new("tree") else { return };
     for target in ["job", "pid"] {
         let running = saved.restore(&["--limit-bandwidth", "60MB/s"]);
         let pid = running.pid.to_string();

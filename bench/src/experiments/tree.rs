@@ -13,7 +13,7 @@ Twenty processes share a tree and the memory; each wakes every millisecond, writ
 tree is checkpointed again and again, by each engine in turn. `late` is the latest that any process woke; `stopped` leaves out
 the time for which that process was ready and waited for a processor; `own` is the command's stopwatch, from the first process
 that stood still to the last that went on. `none` is the tree left alone for a moment. Then it is killed at a checkpoint and
-restored again and again, its checkpoint in the page cache: `runs` is the time until all of it runs, with all of its memory. At
+restored again and again, its checkpoint in the page cache: `runs` is the time until all of it runs; most of its memory follows. At
 the end each process checks its memory.";
 
 /// Processes.

@@ -49,11 +49,13 @@ pub struct Known {
 
 /// How a process is to be looked at.
 #[derive(Clone, Copy, Debug)]
-pub struct Regard {
+pub struct Regard<'a> {
     /// Nothing that is assumed in the freeze may have to be confirmed after it.
     pub exact: bool,
     /// Its memory may still be on its way.
     pub is_loading: bool,
+    /// All processes of its tree.
+    pub tree: &'a [u32],
 }
 
 impl Known {
@@ -66,7 +68,7 @@ impl Known {
         builder: &mut Builder,
         target: &Arc<Target>,
         outsiders: &Outsiders,
-        regard: Regard,
+        regard: Regard<'_>,
         rehearsed: &mut Builder,
     ) -> Result<Self> {
         let (process, pagemap, pid) = (&target.process, &target.pagemap, target.pid);
@@ -81,7 +83,11 @@ impl Known {
         if builder.refusals.is_empty() {
             let mut mappings = Mappings::read(process, pagemap)?;
             if mappings.wait_for_pages() {
-                let servers = pager::servers_of(pid);
+                let mut servers = pager::servers_of(pid);
+                if servers.is_empty() {
+                    // Of a process that was made meanwhile those who serve it know nothing but its memory.
+                    servers = regard.tree.iter().flat_map(|&member| pager::servers_of(member)).collect();
+                }
                 known.is_loading = regard.is_loading;
                 if servers.contains(&Role::Lacks) {
                     let why =

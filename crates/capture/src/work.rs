@@ -730,7 +730,7 @@ fn learn(members: &[(Arc<Target>, bool)], options: &Options, exact: bool) -> Res
     let outsiders = Outsiders::scan(&pids, nameless);
     let mut known = Vec::with_capacity(members.len());
     for (index, (target, is_loading)) in members.iter().enumerate() {
-        let regard = Regard { exact, is_loading: *is_loading };
+        let regard = Regard { exact, is_loading: *is_loading, tree: &pids };
         match Known::learn(&mut builder, target, &outsiders, regard, &mut rehearsed) {
             // The freeze finds what there is.
             Err(_) if index > 0 && crate::attributes::target::has_ended(target.pid) => {}

@@ -3,6 +3,7 @@
 use crate::output;
 use crate::terminal::Line;
 use rustix::fd::{AsFd, BorrowedFd};
+use rustix::process::{Signal, pidfd_send_signal};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 use stillpoint_image::PAGE;
@@ -105,6 +106,14 @@ impl Loading {
         self.tell();
     }
 
+    /// The processes of a tree end.
+    pub fn kill_members(&self) {
+        // One that has ended meanwhile is no concern.
+        for (_, pidfd) in &self.pager.members {
+            let _ = pidfd_send_signal(pidfd, Signal::KILL);
+        }
+    }
+
     /// Whether all those that load it were killed, and the programs will wait for ever.
     pub fn is_abandoned(&mut self, programs: &[u32]) -> bool {
         // Those who have loaded all let go of it before they leave.
@@ -114,7 +123,8 @@ impl Loading {
         if !self.is_left_to_others || is_over || when.elapsed() < LOOK {
             return false;
         }
-        let is_served = programs.iter().any(|&program| !pager::servers_of(program).is_empty());
+        let mut members = self.pager.members.iter().map(|(pid, _)| pid).chain(programs);
+        let is_served = members.any(|&program| !pager::servers_of(program).is_empty());
         let times = if is_served { 0 } else { times + 1 };
         self.missed = (Instant::now(), times);
         times > 1

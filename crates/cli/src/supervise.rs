@@ -114,6 +114,7 @@ impl Supervisor {
             {
                 loading.complain(ABANDONED);
                 // It waits for ever.
+                loading.kill_members();
                 let _ = pidfd_send_signal(&self.pidfd, Signal::KILL);
             }
             if self.loading.as_ref().is_some_and(Loading::is_loaded) {

@@ -4,8 +4,7 @@
 //! closed. The files stay open until whoever has the ring takes them out, or that thread ends, or executes another program.
 //! Neither the process itself nor its copies (`fork(2)`) see anything of it.
 
-use crate::program::{Arg, Program, Run};
-use crate::remote::Remote;
+use crate::program::{Arg, Program, Step};
 use crate::{Error, Result, descriptors};
 use linux_raw_sys::io_uring::io_uring_register_op::{
     IORING_REGISTER_FILES, IORING_REGISTER_FILES_UPDATE, IORING_REGISTER_RING_FDS,
@@ -16,36 +15,39 @@ use rustix::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 /// In place of a descriptor: no file.
 const NONE: i32 = -1;
 
-/// Makes a process that is being built hold up to `room` files, none at first; returns the ring.
+/// Adds the making of a ring to what a process that is being built does; its result is a descriptor, or that there is none.
+pub fn make(program: &mut Program) -> Step {
+    let params = program.room(size_of::<io_uring_params>());
+    program.attempt("io_uring_setup", libc::SYS_io_uring_setup, [Arg::Value(1), params])
+}
+
+/// Takes the ring with this descriptor from the process, with room for so many files, none at first.
 ///
 /// # Errors
-/// That the kernel has no rings, or not for us (`kernel.io_uring_disabled`). The process is as before.
-pub fn make(remote: &mut Remote<'_>, pidfd: BorrowedFd<'_>, room: usize) -> Result<OwnedFd> {
-    let mut setup = Program::new();
-    let params = setup.room(size_of::<io_uring_params>());
-    let entries = Arg::Value(1);
-    setup.call("io_uring_setup", libc::SYS_io_uring_setup, [entries, params]);
-    let fd = remote.run(&setup)?.results[0] as u32;
-    let ring = descriptors::duplicate_from(pidfd, fd);
-    let mut register = Program::new();
-    // struct io_uring_rsrc_update: any place, the descriptor.
-    let mut update = Vec::from(u32::MAX.to_le_bytes());
-    update.resize(size_of::<io_uring_rsrc_update>() - 8, 0);
-    update.extend(u64::from(fd).to_le_bytes());
-    let update = register.data(&update);
-    let (fd, one) = (Arg::Value(fd.into()), Arg::Value(1));
-    let op = Arg::Value(IORING_REGISTER_RING_FDS as u64);
-    let registered = register.attempt("register it", libc::SYS_io_uring_register, [fd, op, update, one]);
-    register.call("close", libc::SYS_close, [fd]);
-    let done = remote.run(&register)?.results[registered.0 as usize];
-    if done != 1 {
-        return Err(Error::call("IORING_REGISTER_RING_FDS", std::io::Error::from_raw_os_error(-done as i32)));
-    }
-    let ring = ring?;
+/// That the kernel has no rings, or not for us (`kernel.io_uring_disabled`): then `made` is no descriptor.
+pub fn take(pidfd: BorrowedFd<'_>, made: i64, room: usize) -> Result<OwnedFd> {
+    let fd = u32::try_from(made);
+    let why = |_| Error::call("io_uring_setup", std::io::Error::from_raw_os_error(-made as i32));
+    let ring = descriptors::duplicate_from(pidfd, fd.map_err(why)?)?;
     let none = vec![NONE; room];
     // SAFETY: the kernel reads so many descriptors.
     unsafe { change(&ring, IORING_REGISTER_FILES as u32, none.as_ptr().cast(), room as u32) }?;
     Ok(ring)
+}
+
+/// Adds to what a process does that its main thread holds the ring from now on, without a descriptor. The result is 1 if it
+/// does.
+pub fn keep(program: &mut Program, made: u32) -> Step {
+    // struct io_uring_rsrc_update: any place, the descriptor.
+    let mut update = Vec::from(u32::MAX.to_le_bytes());
+    update.resize(size_of::<io_uring_rsrc_update>() - 8, 0);
+    update.extend(u64::from(made).to_le_bytes());
+    let update = program.data(&update);
+    let (fd, one) = (Arg::Value(made.into()), Arg::Value(1));
+    let op = Arg::Value(IORING_REGISTER_RING_FDS as u64);
+    let held = program.attempt("register it", libc::SYS_io_uring_register, [fd, op, update, one]);
+    program.call("close", libc::SYS_close, [fd]);
+    held
 }
 
 /// From now on, this file (or none) is held in a place, instead of the one before.

@@ -19,7 +19,7 @@
 use crate::{Error, Result, burial};
 use std::cell::{Cell, OnceCell, RefCell};
 use std::collections::HashMap;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use stillpoint_image::tree::{self, Child, Context, Step};
 use stillpoint_image::{Ended, Image, Process, Thread};
 use stillpoint_linux::memory::Memory;
@@ -49,12 +49,6 @@ impl Nursery {
     /// The root's id in our pid namespace.
     pub fn pid(&self) -> u32 {
         self.root.as_ref().map_or(0, |s| s.pid)
-    }
-
-    /// The root's pidfd.
-    pub fn pidfd(&self) -> Result<BorrowedFd<'_>> {
-        let root = self.root.as_ref().ok_or_else(|| Error::Failed("the process has been let go".into()))?;
-        Ok(root.pidfd.as_fd())
     }
 
     /// Brings the root to rest, ours and with us to die, as will be all that it makes.

@@ -131,20 +131,10 @@ pub fn restore(
     }
     open.detach();
     let skeleton = start.elapsed();
-    let pidfd = nursery.pidfd()?;
-    let mut later = match rows.as_slice() {
-        [only] => {
-            Later::begin(checkpoint, only.process, only.space, &mut members[0], pidfd, options, lazily)?
-        }
-        _ => Err(None),
-    };
-    match &mut later {
-        Ok(later) => later.load_first(members[0].memory(), progress)?,
-        Err(why) => {
-            notes.extend(why.as_ref().map(|why| format!("all of its memory was loaded first: {why}")));
-            load(checkpoint, &rows, &members, &pace, progress)?;
-        }
-    }
+    let processes: Vec<_> = rows.iter().map(|row| (row.process, row.space)).collect();
+    let (later, hasty) = Later::begin(checkpoint, &processes, &mut members, options, lazily)?;
+    notes.extend(hasty);
+    load(checkpoint, &rows, &members, later.as_ref(), &pace, progress)?;
     let visit = open.namespaces().visit_network(image)?;
     open.deliver(image)?;
     drop(visit);
@@ -158,10 +148,11 @@ pub fn restore(
         all.push(threads);
     }
     // Its processes have ids too, which are not to be those of the program's threads.
-    let coming = match later {
-        Ok(later) => Some(later.start(all[0][0].memory(), rows[0].process, nursery.pidfd()?, start)?),
-        Err(_) => None,
-    };
+    let begun = later.map(|later| {
+        let processes = all.iter().zip(&rows).map(|(threads, row)| (threads[0].memory(), row.process));
+        later.start(&processes.collect::<Vec<_>>(), start)
+    });
+    let coming = begun.transpose()?;
     open.finish(
         image,
         &mut all.iter_mut().map(|threads| &mut threads[0] as &mut dyn Run).collect::<Vec<_>>(),
@@ -194,7 +185,10 @@ pub fn restore(
         }
     }
     coming.iter().for_each(|(coming, _)| coming.runs(running));
-    let pager = coming.and_then(|(coming, child)| Some(Pager { child: child?, coming }));
+    let pager = coming.and_then(|(coming, served)| {
+        let (child, members) = served?;
+        Some(Pager { child, coming, members })
+    });
     let shell = nursery.leave().ok_or_else(|| Error::Failed("the process has been let go".into()))?;
     notes.extend(open.notes());
     Ok(Restored {
@@ -284,18 +278,27 @@ impl<'a> Row<'a> {
     }
 }
 
-/// Loads all private pages of all processes.
+/// Loads all private pages of all processes, but not those that come later.
 fn load(
     checkpoint: &Checkpoint,
     rows: &[Row<'_>],
     members: &[Remote<'_>],
+    later: Option<&Later<'_>>,
     pace: &Pace,
     progress: &dyn Progress,
 ) -> Result<()> {
-    progress.start(rows.iter().flat_map(|row| row.extents).map(Extent::len).sum());
+    let waits = |number: usize| later.filter(|later| later.has(number));
+    let bytes = |(number, row): (usize, &Row<'_>)| match waits(number) {
+        Some(later) => later.first_bytes(number),
+        None => row.extents.iter().map(Extent::len).sum(),
+    };
+    progress.start(rows.iter().enumerate().map(bytes).sum());
     let done = |bytes| progress.advance(bytes);
-    for (row, remote) in rows.iter().zip(members) {
-        loader::load(&checkpoint.reader, row.extents, remote.memory(), pace, &done)?;
+    for (number, (row, remote)) in rows.iter().zip(members).enumerate() {
+        match waits(number) {
+            Some(later) => later.load_first(number, remote.memory(), &done)?,
+            None => loader::load(&checkpoint.reader, row.extents, remote.memory(), pace, &done)?,
+        }
     }
     Ok(())
 }

@@ -50,11 +50,12 @@ pub fn start(work: &Work<'_>, followed: Vec<(usize, OwnedFd)>, elapsed: Option<D
         Split::Copy => {
             let _ = setsid(); // neither the terminal nor a shell's job control is its concern
             leave_streams(work.is_heard);
-            std::mem::forget(followed);
             if let Some(elapsed) = elapsed {
                 let began = monotonic_us().saturating_sub(elapsed.as_micros() as u64);
-                work.board.program(0).add(Tally::BeganUs, began);
+                let programs = followed.iter().map(|(program, _)| work.board.program(*program));
+                programs.for_each(|program| program.add(Tally::BeganUs, began));
             }
+            std::mem::forget(followed);
             keep(work)
         }
     }

@@ -6,22 +6,23 @@ use super::keepers;
 use super::plan::Plan;
 use super::template::Place;
 use super::turns::monotonic_us;
-use super::work::{Program, Touch, Work};
+use super::work::{self, Stock, Touch, Work};
 use crate::pace::Pace;
-use crate::rebuild::{Heard, Lazily, Options, Progress};
+use crate::rebuild::{Heard, Lazily, Options};
 use crate::{Error, Result, Stdio, loader};
-use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
+use rustix::fd::{AsFd, OwnedFd};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use stillpoint_image::{AddressSpace, Extent, FileKind, Image, Owner, PAGE, Process, Range};
 use stillpoint_linux::RemoteAddr;
-use stillpoint_linux::descriptors::duplicate_from;
+use stillpoint_linux::descriptors::{self, duplicate_from, pidfd_open};
 use stillpoint_linux::hold;
 use stillpoint_linux::line;
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::proc::Proc;
-use stillpoint_linux::program::Run;
+use stillpoint_linux::program::{Arg, Program, Run};
 use stillpoint_linux::remote::Remote;
 use stillpoint_linux::supervise::Child;
 use stillpoint_linux::userfault::{self, Mode, Put, Userfault};
@@ -36,17 +37,18 @@ const PART: u64 = 256 << 10;
 /// Most entries of a robust list that are followed (`ROBUST_LIST_LIMIT`).
 const ROBUST: usize = 2048;
 
-/// A process whose memory waits for pages, none of which is there yet.
+/// In a tree, a process with less than this part of what may be loaded first has all of it first.
+const SMALL: u64 = 8;
+/// So many descriptors of ours, and more, a process takes whose memory waits.
+const DESCRIPTORS: u64 = 16;
+
+/// Processes whose memory waits for pages, none of which is there yet.
 pub struct Later<'a> {
-    plan: Arc<Plan>,
+    /// All processes of the program, by row.
+    members: Vec<Option<Member>>,
     reader: &'a Reader,
     touch: Option<&'a TouchSet>,
-    userfault: Userfault,
-    /// With which the process holds it, too.
-    hold: Option<OwnedFd>,
     board: Arc<Board>,
-    /// Its number on the board.
-    program: usize,
     served: Served<'a>,
     limit: Option<u64>,
     pace: Pace,
@@ -54,7 +56,19 @@ pub struct Later<'a> {
     is_followed: bool,
     origin: (String, u64),
     /// Runs of the touch set that had to be there first.
-    head: usize,
+    head: AtomicUsize,
+}
+
+/// One of them.
+struct Member {
+    plan: Arc<Plan>,
+    userfault: Userfault,
+    /// With which the process holds it, too.
+    hold: Option<OwnedFd>,
+    /// Its pidfd.
+    handle: OwnedFd,
+    /// Its number on the board.
+    program: usize,
 }
 
 /// Who serves it.
@@ -69,19 +83,34 @@ enum Served<'a> {
 #[derive(Clone, Debug)]
 pub struct Coming {
     board: Arc<Board>,
-    program: usize,
+    /// Its processes that wait for pages, by their numbers on the board.
+    programs: Vec<usize>,
     /// Pages that were not there when the program began.
     pub pages: u64,
 }
 
 impl Coming {
-    pub(super) fn new(board: &Arc<Board>, program: usize, pages: u64) -> Self {
-        Coming { board: Arc::clone(board), program, pages }
+    pub(super) fn new(board: &Arc<Board>, programs: Vec<usize>, pages: u64) -> Self {
+        Coming { board: Arc::clone(board), programs, pages }
     }
 
-    /// Of this program.
+    /// Of all its processes together.
     pub fn tally(&self, tally: Tally) -> u64 {
-        self.board.program(self.program).get(tally)
+        let each = || self.programs.iter().map(|&number| self.board.program(number).get(tally));
+        match tally {
+            Tally::LoadedUs => {
+                let waits = |&number: &usize| {
+                    let is_loaded = self.board.program(number).get(tally) > 0;
+                    !is_loaded && self.board.space(number).descriptor().is_some()
+                };
+                each().max().filter(|_| !self.programs.iter().any(waits)).unwrap_or(0)
+            }
+            // One more than a number, if that is known.
+            Tally::InVain if each().any(|n| n == 0) => 0,
+            Tally::InVain => 1 + each().map(|n| n - 1).sum::<u64>(),
+            Tally::BeganUs | Tally::RanUs => each().max().unwrap_or(0),
+            _ => each().sum(),
+        }
     }
 
     /// Of all programs that are served together.
@@ -91,17 +120,28 @@ impl Coming {
 
     /// When somebody waited for pages: microseconds since the program ran, and how often since the time before.
     pub fn demand_times(&self) -> Vec<(u64, u64)> {
-        self.board.program(self.program).demand_times()
+        let mut times: Vec<(u64, u64)> = Vec::new();
+        let mut all: Vec<_> =
+            self.programs.iter().flat_map(|&number| self.board.program(number).demand_times()).collect();
+        all.sort_unstable();
+        for (until, often) in all {
+            match times.last_mut().filter(|last| last.0 == until) {
+                Some(last) => last.1 += often,
+                None => times.push((until, often)),
+            }
+        }
+        times
     }
 
     /// Why a page could not be had.
     pub fn failure(&self) -> Option<String> {
-        self.board.program(self.program).failure()
+        self.programs.iter().find_map(|&number| self.board.program(number).failure())
     }
 
     /// The program runs.
     pub(crate) fn runs(&self, since_began: Duration) {
-        self.board.program(self.program).add(Tally::RanUs, since_began.as_micros().max(1) as u64);
+        let us = since_began.as_micros().max(1) as u64;
+        self.programs.iter().for_each(|&number| self.board.program(number).add(Tally::RanUs, us));
         self.board.add(Count::Runs, 1);
     }
 }
@@ -113,107 +153,128 @@ pub struct Pager {
     pub child: Child,
     /// How far it is.
     pub coming: Coming,
+    /// The processes of a tree, root first: ids in our pid namespace, and pidfds.
+    pub members: Vec<(u32, OwnedFd)>,
 }
 
 impl<'a> Later<'a> {
-    /// Lets the memory of a new process, in which all is mapped and nothing filled, wait for its pages. `Err` tells why
-    /// that cannot be, if it would be of use.
+    /// Lets the memory of new processes, in which all is mapped and nothing filled, wait for its pages; `rows` and `remotes` are
+    /// all of the program. None if nothing is to wait; with notes that tell where that cannot be, if it would be of use.
     pub fn begin(
         checkpoint: &'a Checkpoint,
-        process: &Process,
-        space: &AddressSpace,
-        remote: &mut Remote<'_>,
-        pidfd: BorrowedFd<'_>,
+        rows: &[(&Process, &AddressSpace)],
+        remotes: &mut [Remote<'_>],
         options: &Options,
         lazily: Lazily<'a>,
-    ) -> Result<Result<Self, Option<String>>> {
-        let (plan, board, program, served) = match lazily {
-            Lazily::Not => return Ok(Err(None)),
+    ) -> Result<(Option<Self>, Vec<String>)> {
+        let (plans, board, first, served) = match lazily {
+            Lazily::Not => return Ok((None, Vec::new())),
             Lazily::Alone(heard) => {
-                let plan = Plan::lazy(space, process, checkpoint.pages.of(Owner::Space(process.space)));
-                (Arc::new(plan), None, 0, Served::Alone(heard))
+                let plan = |(process, space): &(&Process, &AddressSpace)| {
+                    let extents = checkpoint.pages.of(Owner::Space(process.space));
+                    Arc::new(Plan::lazy(space, process, extents))
+                };
+                (rows.iter().map(plan).collect::<Vec<_>>(), None, 0, Served::Alone(heard))
             }
             Lazily::Clone(template, number, place) => {
                 let (plan, board) = template.parts();
-                (plan, Some(board), number, Served::Together(place))
+                (vec![plan], Some(board), number, Served::Together(place))
             }
         };
-        if plan.later.is_empty() || plan.pages() * PAGE < options.eager_below {
-            return Ok(Err(None));
+        let pages: u64 = plans.iter().map(|plan| plan.pages()).sum();
+        if pages == 0 || pages * PAGE < options.eager_below {
+            return Ok((None, Vec::new()));
         }
         if holds_memory_file(&checkpoint.image) {
-            return Ok(Err(Some(
-                "it holds a memory file of /proc, through which nobody waits for pages".into(),
-            )));
+            let why = "all of its memory was loaded first: it holds a memory file of /proc, through which nobody waits \
+                       for pages";
+            return Ok((None, vec![why.into()]));
         }
-        let fd = remote.step(libc::SYS_userfaultfd, [userfault::OPEN_FLAGS, 0, 0, 0, 0, 0])?;
-        if fd < 0 {
-            let why = std::io::Error::from_raw_os_error(-fd as i32);
-            return Ok(Err(Some(format!("its memory cannot be made to wait (userfaultfd: {why})"))));
+        if descriptors::raise_descriptor_limit().is_ok_and(|(_, most)| rows.len() as u64 * DESCRIPTORS > most)
+        {
+            let why = "all of its memory was loaded first: so many processes take more descriptors than there may be";
+            return Ok((None, vec![why.into()]));
         }
-        let taken = duplicate_from(pidfd, fd as u32);
-        remote.step(libc::SYS_close, [fd as u64, 0, 0, 0, 0, 0])?;
-        let userfault = match taken.and_then(|fd| Userfault::new(fd, remote.pid(), Mode::Missing)) {
-            Ok(userfault) => userfault,
-            Err(e) => return Ok(Err(Some(e.to_string()))),
-        };
-        for mapping in &plan.mappings {
-            userfault.register_missing(RemoteAddr(mapping.start), RemoteAddr(mapping.end()))?;
-            userfault.make_dumpable(RemoteAddr(mapping.start), RemoteAddr(mapping.start + PAGE));
-        }
-        // Where that cannot be, those who load it hold it alone.
-        let hold = hold::make(remote, pidfd, 1 + COPIES).ok();
-        let hold = hold.filter(|hold| hold::put(hold, 0, Some(userfault.as_fd())).is_ok());
+        let least = if rows.len() > 1 { options.eager_below / SMALL } else { options.eager_below };
         let board = match board {
             Some(board) => board,
-            None => Arc::new(Board::new(plan.pages(), plan.mappings.len(), 1)?),
+            None => {
+                let pages = plans.iter().map(|plan| plan.pages()).max().unwrap_or(0);
+                let mappings = plans.iter().map(|plan| plan.mappings.len()).max().unwrap_or(0);
+                Arc::new(Board::new(pages, mappings, rows.len())?)
+            }
         };
-        let (reader, touch, limit) = (&checkpoint.reader, checkpoint.touch.as_ref(), options.limit);
-        let is_heard = options.stdio == Stdio::Current;
+        let (mut members, mut reasons) = (Vec::with_capacity(plans.len()), BTreeSet::new());
+        for ((row, plan), remote) in plans.into_iter().enumerate().zip(remotes) {
+            let waits = plan.pages() > 0 && plan.pages() * PAGE >= least;
+            let made = waits.then(|| Member::make(plan, first + row, remote)).transpose()?;
+            members.push(made.and_then(|made| made.map_err(|why| reasons.insert(why)).ok()));
+        }
+        let nothing_waits = members.iter().all(Option::is_none);
+        let how_much = if nothing_waits { "all" } else { "some" };
+        let note = |why| format!("{how_much} of its memory was loaded first: {why}");
+        let notes = reasons.into_iter().map(note).collect();
+        if nothing_waits {
+            return Ok((None, notes));
+        }
+        // What is wanted first is told apart by addresses only.
+        let touch = checkpoint.touch.as_ref().filter(|_| rows.len() == 1);
         let meta = &checkpoint.image.meta;
-        Ok(Ok(Later {
-            plan,
-            reader,
+        let later = Later {
+            members,
+            reader: &checkpoint.reader,
             touch,
-            userfault,
-            hold,
             board,
-            program,
             served,
-            limit,
-            pace: Pace::new(limit),
-            is_heard,
-            is_followed: options.is_followed,
+            limit: options.limit,
+            pace: Pace::new(options.limit),
+            is_heard: options.stdio == Stdio::Current,
+            is_followed: options.is_followed && rows.len() == 1,
             origin: (meta.job.clone(), meta.id),
-            head: 0,
-        }))
+            head: AtomicUsize::new(0),
+        };
+        Ok((Some(later), notes))
     }
 
-    /// Loads what must be there before the program runs.
-    pub fn load_first(&mut self, memory: &Memory, progress: &dyn Progress) -> Result<()> {
-        let (first, touch) = (&self.plan.first, &self.plan.touch);
-        progress.start(first.iter().chain(touch).map(Extent::len).sum());
-        if self.load_head(memory) {
-            self.head = first.len() + touch.len();
-            progress.advance(first.iter().chain(touch).map(Extent::len).sum());
+    /// Whether the memory of this process waits for pages.
+    pub fn has(&self, row: usize) -> bool {
+        self.members[row].is_some()
+    }
+
+    /// What must be there of a process before the program runs, bytes.
+    pub fn first_bytes(&self, row: usize) -> u64 {
+        let first = |member: &Member| {
+            let extents = member.plan.first.iter().chain(&member.plan.touch);
+            extents.map(Extent::len).sum()
+        };
+        self.members[row].as_ref().map_or(0, first)
+    }
+
+    /// Loads that. `done` hears how much is there.
+    pub fn load_first(&self, row: usize, memory: &Memory, done: &(dyn Fn(u64) + Sync)) -> Result<()> {
+        let Some(member) = &self.members[row] else { return Ok(()) };
+        let (first, touch) = (&member.plan.first, &member.plan.touch);
+        if self.load_head(member, memory) {
+            self.head.store(first.len() + touch.len(), Ordering::Relaxed);
+            done(first.iter().chain(touch).map(Extent::len).sum());
             return Ok(());
         }
-        loader::load(self.reader, first, memory, &self.pace, &|bytes| progress.advance(bytes))?;
+        loader::load(self.reader, first, memory, &self.pace, done)?;
         let mut bytes = Vec::new();
         for extent in touch {
             bytes.resize(extent.len() as usize, 0);
             self.pace.travel(extent.len());
             self.reader.read(extent, &mut bytes)?;
-            self.put(extent, &bytes)?;
-            progress.advance(extent.len());
+            member.put(extent, &bytes)?;
+            done(extent.len());
         }
         Ok(())
     }
 
     /// Loads it from the head of the touch set, where all of it lies together after an earlier restore; false if it does not.
-    fn load_head(&self, memory: &Memory) -> bool {
+    fn load_head(&self, member: &Member, memory: &Memory) -> bool {
         let Some(set) = self.touch else { return false };
-        let (first, touch) = (&self.plan.first, &self.plan.touch);
+        let (first, touch) = (&member.plan.first, &member.plan.touch);
         let head = first.len() + touch.len();
         let is_there = |(run, extent): (usize, &Extent)| {
             let Range { start, len } = set.run(run);
@@ -241,23 +302,17 @@ impl<'a> Later<'a> {
         touch.iter().all(|extent| {
             let (now, later) = rest.split_at(extent.len() as usize);
             rest = later;
-            self.put(extent, now).is_ok()
+            member.put(extent, now).is_ok()
         })
-    }
-
-    fn put(&self, extent: &Extent, bytes: &[u8]) -> Result<()> {
-        let at = RemoteAddr(extent.address);
-        match self.userfault.put(at, bytes)? {
-            Put::All | Put::Present(0) => Ok(()),
-            other => Err(Error::Failed(format!("pages cannot be put in at {at}: {other:?}"))),
-        }
     }
 
     /// Loads the beginning of what was wanted first the last time, on all processors, for as long as may be; returns the first
     /// run that it left. `began` is when the restore did.
     fn load_touched(&self, began: Instant) -> usize {
-        let Some(touch) = self.touch else { return 0 };
-        let parts = parts(touch, self.head);
+        let (Some(touch), Some(member)) = (self.touch, self.members.iter().flatten().next()) else {
+            return 0;
+        };
+        let parts = parts(touch, self.head.load(Ordering::Relaxed));
         let (next, loaded) = (AtomicUsize::new(0), AtomicU64::new(0));
         let work = || {
             let mut bytes = Vec::new();
@@ -267,7 +322,7 @@ impl<'a> Later<'a> {
                 self.pace.travel(len);
                 // One that cannot be read is no loss: all is in the checkpoint, too.
                 if touch.read(runs.clone(), &mut bytes).is_ok() {
-                    self.put_runs(touch, runs.clone(), &bytes);
+                    self.put_runs(member, touch, runs.clone(), &bytes);
                 }
                 loaded.fetch_add(len, Ordering::Relaxed);
             }
@@ -281,68 +336,152 @@ impl<'a> Later<'a> {
     }
 
     /// Puts in what of some runs is still missing; these are their contents.
-    fn put_runs(&self, touch: &TouchSet, runs: std::ops::Range<usize>, bytes: &[u8]) {
-        let settled = self.board.space(self.program).settled();
+    fn put_runs(&self, member: &Member, touch: &TouchSet, runs: std::ops::Range<usize>, bytes: &[u8]) {
+        let Member { plan, program, userfault, .. } = member;
+        let settled = self.board.space(*program).settled();
         let mut at = 0;
         for run in runs.map(|run| touch.run(run)) {
-            for index in self.plan.extents_in(run.start, run.end()) {
-                let extent = &self.plan.later[index];
+            for index in plan.extents_in(run.start, run.end()) {
+                let extent = &plan.later[index];
                 let (from, to) = (run.start.max(extent.address), run.end().min(extent.end()));
-                let pages = self.plan.page(index, from)..self.plan.page(index, to);
+                let pages = plan.page(index, from)..plan.page(index, to);
                 let here = &bytes[(at + from - run.start) as usize..(at + to - run.start) as usize];
                 if settled.unset(pages.clone()) == Some(pages.clone())
-                    && matches!(self.userfault.put(RemoteAddr(from), here), Ok(Put::All))
+                    && matches!(userfault.put(RemoteAddr(from), here), Ok(Put::All))
                 {
-                    self.board.program(self.program).add(Tally::Before, settled.set(pages));
+                    self.board.program(*program).add(Tally::Before, settled.set(pages));
                 }
             }
             at += run.len;
         }
     }
 
-    /// Begins to load the rest. `began` is when the restore did. Returns the first process that does, if it is ours.
+    /// Begins to load the rest of these processes, which are all of the program. `began` is when the restore did. Returns the
+    /// first process that does, if it is ours.
     pub fn start(
         self,
-        memory: &Memory,
-        process: &Process,
-        pidfd: BorrowedFd<'_>,
+        processes: &[(&Memory, &Process)],
         began: Instant,
-    ) -> Result<(Coming, Option<Child>)> {
+    ) -> Result<(Coming, Option<(Child, Vec<(u32, OwnedFd)>)>)> {
         let done = self.load_touched(began);
-        // What comes from now on is referenced from the beginning.
-        let _ = Proc::process(memory.pid()).and_then(|process| process.forget_references());
-        let Later { plan, reader, touch, userfault, hold, board, program, served, limit, .. } = self;
-        let (is_heard, is_followed, origin, head) = (self.is_heard, self.is_followed, self.origin, self.head);
-        board.space(program).set_placement(&plan.placement())?;
-        let coming = Coming::new(&board, program, plan.pages());
+        let Later { members, reader, touch, board, served, limit, .. } = self;
+        let (is_heard, is_followed, origin, head) =
+            (self.is_heard, self.is_followed, self.origin, self.head.into_inner());
+        let waiting = members.iter().flatten();
+        for (member, (memory, _)) in members.iter().zip(processes) {
+            let Some(member) = member else { continue };
+            // What comes from now on is referenced from the beginning.
+            let _ = Proc::process(memory.pid()).and_then(|process| process.forget_references());
+            board.space(member.program).set_placement(&member.plan.placement())?;
+        }
+        let pages = waiting.clone().map(|member| member.plan.pages()).sum();
+        let coming = Coming::new(&board, waiting.map(|member| member.program).collect(), pages);
+        let waits: Vec<bool> = members.iter().map(Option::is_some).collect();
         let child = match served {
             Served::Alone(heard) => {
-                let handle = pidfd.try_clone_to_owned().map_err(|e| Error::Failed(format!("dup: {e}")))?;
+                let is_tree = members.len() > 1;
+                let everybody = match is_tree {
+                    true => everybody(processes)?,
+                    false => Vec::new(),
+                };
+                // Whose core dumps are seen to.
+                let root = processes.first().filter(|_| waits[0]);
+                let dumps = root.map(|(memory, process)| cores::Origin::new(memory.pid(), process.pid));
+                let alone = members.first().and_then(Option::as_ref).filter(|_| !is_tree);
+                let line = alone.and_then(|member| line::listen(member.handle.as_fd()));
                 let touch = touch.map(|set| Touch { set, head, done });
-                let (order, line) = (plan.order(), line::listen(pidfd));
-                let dumps = Some(cores::Origin::new(memory.pid(), process.pid));
-                let programs = vec![Some(Program { handle, hold })];
+                let (mut stocks, mut programs, mut followed) = (Vec::new(), Vec::new(), Vec::new());
+                for member in members {
+                    let program = member.map(|Member { plan, userfault, hold, handle, program }| {
+                        let stock = stocks.len();
+                        stocks.push(Stock::new(plan, touch));
+                        followed.push((program, userfault.into_fd()));
+                        work::Program { stock, handle, hold }
+                    });
+                    programs.push(program);
+                }
                 #[rustfmt::skip]
                 let work = Work {
-                    plan, order, reader, touch, limit, board, dumps, programs, heard, is_heard, is_followed, origin, line,
+                    stocks, reader, limit, board, dumps, programs, heard, is_heard, is_followed, origin, line, is_tree,
                 };
-                Some(keepers::start(&work, vec![(0, userfault.into_fd())], Some(began.elapsed()))?)
+                Some((keepers::start(&work, followed, Some(began.elapsed()))?, everybody))
             }
             Served::Together(place) => {
-                let tallies = board.program(program);
-                tallies.add(Tally::Head, head as u64);
-                tallies.add(Tally::Touched, done as u64);
-                tallies
-                    .add(Tally::BeganUs, monotonic_us().saturating_sub(began.elapsed().as_micros() as u64));
-                place.be_served(userfault.as_fd(), pidfd, hold.as_ref().map(AsFd::as_fd))?;
-                // From now on it is theirs.
-                drop((userfault, hold));
+                for Member { userfault, hold, handle, program, .. } in members.into_iter().flatten() {
+                    let tallies = board.program(program);
+                    tallies.add(Tally::Head, head as u64);
+                    tallies.add(Tally::Touched, done as u64);
+                    let elapsed = began.elapsed().as_micros() as u64;
+                    tallies.add(Tally::BeganUs, monotonic_us().saturating_sub(elapsed));
+                    place.be_served(userfault.as_fd(), handle.as_fd(), hold.as_ref().map(AsFd::as_fd))?;
+                    // From now on it is theirs.
+                }
                 None
             }
         };
-        touch_robust_lists(memory, process)?;
+        for ((memory, process), _) in processes.iter().zip(waits).filter(|(_, waits)| *waits) {
+            touch_robust_lists(memory, process)?;
+        }
         Ok((coming, child))
     }
+}
+
+impl Member {
+    /// Lets the memory of a process wait; or tells why that cannot be.
+    fn make(
+        plan: Arc<Plan>,
+        program: usize,
+        remote: &mut Remote<'_>,
+    ) -> Result<std::result::Result<Self, String>> {
+        let handle = match pidfd_open(remote.tid(), 0) {
+            Ok(handle) => handle,
+            Err(e) => return Ok(Err(e.to_string())),
+        };
+        let mut making = Program::new();
+        let followed =
+            making.attempt("userfaultfd", libc::SYS_userfaultfd, [Arg::Value(userfault::OPEN_FLAGS)]);
+        let ring = hold::make(&mut making);
+        let made = remote.run(&making)?.results;
+        let [fd, ring] = [followed, ring].map(|step| made[step.0 as usize]);
+        let taken = u32::try_from(fd).map(|fd| duplicate_from(handle.as_fd(), fd));
+        // Where that cannot be, those who load it hold it alone.
+        let hold = hold::take(handle.as_fd(), ring, 1 + COPIES).ok();
+        let mut closing = Program::new();
+        let held = u32::try_from(ring).ok().map(|ring| hold::keep(&mut closing, ring));
+        if fd >= 0 {
+            closing.call("close", libc::SYS_close, [Arg::Value(fd as u64)]);
+        }
+        let closed = remote.run(&closing)?.results;
+        let is_held = held.is_some_and(|held| closed[held.0 as usize] == 1);
+        let Ok(taken) = taken else {
+            let why = std::io::Error::from_raw_os_error(-fd as i32);
+            return Ok(Err(format!("its memory cannot be made to wait (userfaultfd: {why})")));
+        };
+        let userfault = match taken.and_then(|fd| Userfault::new(fd, remote.tid(), Mode::Missing)) {
+            Ok(userfault) => userfault,
+            Err(e) => return Ok(Err(e.to_string())),
+        };
+        for mapping in &plan.mappings {
+            userfault.register_missing(RemoteAddr(mapping.start), RemoteAddr(mapping.end()))?;
+            userfault.make_dumpable(RemoteAddr(mapping.start), RemoteAddr(mapping.start + PAGE));
+        }
+        let hold = hold.filter(|hold| is_held && hold::put(hold, 0, Some(userfault.as_fd())).is_ok());
+        Ok(Ok(Member { plan, userfault, hold, handle, program }))
+    }
+
+    fn put(&self, extent: &Extent, bytes: &[u8]) -> Result<()> {
+        let at = RemoteAddr(extent.address);
+        match self.userfault.put(at, bytes)? {
+            Put::All | Put::Present(0) => Ok(()),
+            other => Err(Error::Failed(format!("pages cannot be put in at {at}: {other:?}"))),
+        }
+    }
+}
+
+/// Handles to all processes of a tree.
+fn everybody(processes: &[(&Memory, &Process)]) -> Result<Vec<(u32, OwnedFd)>> {
+    let handle = |(memory, _): &(&Memory, &Process)| Ok((memory.pid(), pidfd_open(memory.pid(), 0)?));
+    processes.iter().map(handle).collect()
 }
 
 /// The runs of a touch set behind `head`, in order, some together.

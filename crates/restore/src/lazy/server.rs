@@ -7,9 +7,10 @@ use super::board::{Bits, Count, EVENTS, Tally};
 use super::claim::{Claim, Moves};
 use super::cores::{Core, Cores};
 use super::placement::{Piece, Placement};
+use super::plan::Plan;
 use super::turns::{Prompt, Turn, at_once, monotonic_us};
 use super::wanted::{Wanted, around};
-use super::work::{Touch, Work};
+use super::work::{Program, Stock, Touch, Work};
 use crate::pace::Pace;
 use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -72,16 +73,16 @@ pub fn serve(work: &Work<'_>, by: &[BorrowedFd<'_>], claim: &mut Claim) -> Resul
     let sees_all = work.board.get(Count::Servers) == 1;
     let (urgent, leave) = (AtomicUsize::new(0), AtomicBool::new(false));
     let pace = Pace::new(work.limit);
-    let first = work.touch.map_or(0, |touch| touch.done);
-    let (touched, wanted) = (AtomicUsize::new(first), Mutex::default());
+    let wanted = Mutex::default();
     let lacking = AtomicBool::new(false);
     let demanded_us = AtomicU64::new(0);
-    let met = work.plan.later.iter().map(|_| AtomicU8::new(NEW)).collect();
-    let known = work.touch.map(Touch::by_address).unwrap_or_default();
-    // More than a quarter of the memory is not a matter of what comes first.
-    let room = (work.plan.pages() * PAGE / 4).saturating_sub(work.touch.map_or(0, Touch::bytes));
+    let room = work.noted_stock().map_or(0, |stock| {
+        // More than a quarter of the memory is not a matter of what comes first.
+        (stock.plan.pages() * PAGE / 4).saturating_sub(stock.touch.map_or(0, Touch::bytes))
+    });
     let server = Server {
         work,
+        shelves: work.stocks.iter().map(Shelf::of).collect(),
         spaces: RwLock::default(),
         urgent,
         leave,
@@ -90,13 +91,10 @@ pub fn serve(work: &Work<'_>, by: &[BorrowedFd<'_>], claim: &mut Claim) -> Resul
         sees_all,
         pace,
         yielding: Mutex::default(),
-        touched,
         wanted,
-        next: AtomicUsize::new(0),
-        records: AtomicBool::new(false),
+        // What the processes of a tree want is not told apart.
+        records: AtomicBool::new(work.is_tree),
         moves: claim.moves().clone(),
-        met,
-        known,
         room,
     };
     for number in work.board.spaces() {
@@ -123,6 +121,8 @@ pub fn serve(work: &Work<'_>, by: &[BorrowedFd<'_>], claim: &mut Claim) -> Resul
 
 struct Server<'a> {
     work: &'a Work<'a>,
+    /// How far the stocks have been put in.
+    shelves: Vec<Shelf<'a>>,
     spaces: RwLock<Vec<Arc<Space<'a>>>>,
     /// How many wait.
     urgent: AtomicUsize,
@@ -137,21 +137,35 @@ struct Server<'a> {
     pace: Pace,
     /// Threads that leave their processors to others for a while.
     yielding: Mutex<Vec<u32>>,
-    /// The next run of the touch set to be put in.
-    touched: AtomicUsize,
     /// What was waited for, in order.
     wanted: Mutex<Wanted>,
-    /// The next extent to be put in ahead where the programs miss it.
-    next: AtomicUsize,
-    /// What was waited for is told, or has been.
+    /// What was waited for is told, or has been, or need not be.
     records: AtomicBool,
     moves: Moves,
+    /// So much more may be noted of what is waited for, bytes.
+    room: u64,
+}
+
+/// A stock, and how far it has been put in.
+struct Shelf<'a> {
+    stock: &'a Stock<'a>,
+    /// The next run of the touch set to be put in.
+    touched: AtomicUsize,
+    /// The next extent to be put in ahead where the programs miss it.
+    next: AtomicUsize,
     /// For each extent, whether it was read before, and whether that took long.
     met: Vec<AtomicU8>,
     /// Runs of the touch set that need not have been there before the program ran, by address: start, end, number.
     known: Vec<(u64, u64, usize)>,
-    /// So much more may be noted of what is waited for, bytes.
-    room: u64,
+}
+
+impl<'a> Shelf<'a> {
+    fn of(stock: &'a Stock<'a>) -> Self {
+        let touched = AtomicUsize::new(stock.touch.map_or(0, |touch| touch.done));
+        let met = stock.plan.later.iter().map(|_| AtomicU8::new(NEW)).collect();
+        let known = stock.touch.map(Touch::by_address).unwrap_or_default();
+        Shelf { stock, touched, next: AtomicUsize::new(0), met, known }
+    }
 }
 
 /// An extent was not read yet …
@@ -166,8 +180,12 @@ struct Space<'a> {
     number: usize,
     /// Whose it is.
     program: usize,
+    /// The stock that its pages come from.
+    stock: usize,
     /// The program, where this is its own.
     handle: Option<BorrowedFd<'a>>,
+    /// Others like it are served with it: its handle is closed when it is done.
+    is_clone: bool,
     userfault: SharedUserfault,
     /// Nobody needs it any more.
     done: AtomicBool,
@@ -189,7 +207,8 @@ impl Drop for Space<'_> {
         if self.done.load(Ordering::Acquire) {
             split::close_shared(self.userfault.as_fd().as_raw_fd());
             // Whoever looks for servers of the program finds none from now on.
-            self.handle.iter().for_each(|handle| split::close_shared(handle.as_raw_fd()));
+            let handle = self.handle.filter(|_| self.is_clone);
+            handle.iter().for_each(|handle| split::close_shared(handle.as_raw_fd()));
         }
     }
 }
@@ -233,11 +252,14 @@ impl<'a> Server<'a> {
         let Some(descriptor) = space.descriptor() else { return Ok(()) };
         let userfault = Userfault::from_shared(descriptor);
         let (placement, settled, program) = (space.placement(), space.settled(), space.program());
+        let stock = self.work.programs[program].as_ref().map_or(0, |program: &Program| program.stock);
         let handle = self.work.program(number);
         let space = Arc::new(Space {
             number,
             program,
+            stock,
             handle,
+            is_clone: self.work.has_clones(),
             userfault,
             placement: RwLock::new(placement),
             settled,
@@ -251,6 +273,10 @@ impl<'a> Server<'a> {
         space.userfault.wake(RemoteAddr(ADDRESS_SPACE.0), RemoteAddr(ADDRESS_SPACE.1))?;
         self.write_spaces().push(space);
         Ok(())
+    }
+
+    fn plan(&self, space: &Space<'a>) -> &'a Plan {
+        &self.shelves[space.stock].stock.plan
     }
 
     fn read_spaces(&self) -> Vec<Arc<Space<'a>>> {
@@ -287,7 +313,7 @@ impl<'a> Server<'a> {
                     self.loaded(&space, scope);
                 }
                 if space.has_ended() || is_complete && self.may_leave(&space, claim) {
-                    match cores.as_ref().filter(|_| space.is_own()) {
+                    match cores.as_ref().filter(|_| space.number == self.work.noted()) {
                         Some(cores) if space.has_ended() => {
                             // What cannot be written is as it would be without us.
                             let _ = cores.find().map(|core| self.complete(&core, &space));
@@ -435,7 +461,7 @@ impl<'a> Server<'a> {
 
     fn state(&self, space: &Space<'a>) -> State {
         let placement = space.read();
-        let plan = &self.work.plan;
+        let plan = self.plan(space);
         let mut missing: Vec<Piece> = Vec::new();
         for piece in placement.pieces() {
             for index in plan.extents_in(piece.then, piece.then_end()) {
@@ -511,7 +537,7 @@ impl<'a> Server<'a> {
 
     /// Puts into a core dump what was missing when it was written.
     fn complete(&self, core: &Core, space: &Space<'a>) -> Result<()> {
-        let (plan, placement) = (&self.work.plan, space.read());
+        let (plan, placement) = (self.plan(space), space.read());
         let forgotten = Range::joined(self.wanted().forgotten.clone());
         // What is settled may have come, or been done away with.
         let was_missing = |page: u64, then: u64, at: u64| {
@@ -545,7 +571,8 @@ impl<'a> Server<'a> {
     fn record(&self) {
         let wanted = std::mem::take(&mut *self.wanted());
         self.wanted().forgotten.clone_from(&wanted.forgotten);
-        let (plan, touch) = (&self.work.plan, self.work.touch);
+        let Some(Stock { plan, touch, .. }) = self.work.noted_stock() else { return };
+        let touch = *touch;
         let before = touch.into_iter().flat_map(|t| (t.head..t.set.len()).map(move |run| t.set.run(run)));
         // What must be there first is read in one piece then.
         let first = plan.first.iter().chain(&plan.touch).map(|e| Range { start: e.address, len: e.len() });
@@ -563,7 +590,7 @@ impl<'a> Server<'a> {
 
     /// The pages of `[from, to)` of the checkpoint are there, or not wanted.
     fn settle(&self, space: &Space<'a>, from: u64, to: u64) -> u64 {
-        let plan = &self.work.plan;
+        let plan = self.plan(space);
         let mut new = 0;
         for index in plan.extents_in(from, to) {
             let extent = &plan.later[index];
@@ -601,7 +628,7 @@ impl<'a> Server<'a> {
     }
 
     fn is_complete(&self, space: &Space<'a>) -> bool {
-        let low = space.settled.unset(space.low.load(Ordering::Relaxed)..self.work.plan.pages());
+        let low = space.settled.unset(space.low.load(Ordering::Relaxed)..self.plan(space).pages());
         if let Some(low) = &low {
             space.low.store(low.start, Ordering::Relaxed);
         }
@@ -625,7 +652,7 @@ impl<'a> Server<'a> {
 
     /// Puts in a page that is waited for, and those beside it.
     fn serve(&self, space: &Arc<Space<'a>>, page: RemoteAddr) -> Result<Did> {
-        let plan = &self.work.plan;
+        let plan = self.plan(space);
         let then = space.read().then(page.0);
         let wanted = then.and_then(|then| {
             let index = plan.extent_at(then)?;
@@ -641,7 +668,7 @@ impl<'a> Server<'a> {
         }
         let mut bytes = vec![0; plan.later[index].len() as usize];
         let asked = Instant::now();
-        let met = &self.met[index];
+        let met = &self.shelves[space.stock].met[index];
         if met.load(Ordering::Relaxed) == NEW {
             self.travel(bytes.len() as u64, true);
         }
@@ -681,9 +708,10 @@ impl<'a> Server<'a> {
     /// Puts in a page that is waited for, and those of its run in the touch set: little is to be read for it. `None` if it is not
     /// there.
     fn serve_known(&self, space: &Space<'a>, page: RemoteAddr, then: u64) -> Result<Option<Did>> {
-        let Some(touch) = self.work.touch else { return Ok(None) };
-        let behind = self.known.partition_point(|(start, ..)| *start <= then);
-        let found = behind.checked_sub(1).map(|at| self.known[at]).filter(|(_, end, _)| then < *end);
+        let Shelf { stock, known, .. } = &self.shelves[space.stock];
+        let Some(touch) = stock.touch else { return Ok(None) };
+        let behind = known.partition_point(|(start, ..)| *start <= then);
+        let found = behind.checked_sub(1).map(|at| known[at]).filter(|(_, end, _)| then < *end);
         let Some((.., number)) = found else { return Ok(None) };
         let range = touch.set.run(number);
         self.travel(range.len, true);
@@ -705,7 +733,8 @@ impl<'a> Server<'a> {
             return Ok(());
         }
         for other in self.read_spaces() {
-            if other.is_own() && other.number != space.number && !other.has_ended() {
+            let is_alike = other.is_own() && other.stock == space.stock;
+            if is_alike && other.number != space.number && !other.has_ended() {
                 // One in which something happens that has to be read first will ask for it.
                 self.install(&other, range, bytes, Tally::Ahead)?;
             }
@@ -722,11 +751,14 @@ impl<'a> Server<'a> {
         self.pace.travel_unless(bytes, urgent, &|| self.leave.load(Ordering::Relaxed));
     }
 
+    /// Reads an extent of the stock of some spaces.
     fn read_patiently(&self, spaces: &[Arc<Space<'a>>], index: usize, bytes: &mut [u8]) -> Result<()> {
+        let Some(first) = spaces.first() else { return Ok(()) };
+        let extent = &self.plan(first).later[index];
         let began = Instant::now();
         let is_wanted = || began.elapsed() < PATIENCE && spaces.iter().any(|space| !space.has_ended());
         loop {
-            match self.work.reader.read(&self.work.plan.later[index], bytes) {
+            match self.work.reader.read(extent, bytes) {
                 Err(_) if is_wanted() => std::thread::sleep(PAUSE),
                 other => return Ok(other?),
             }
@@ -747,7 +779,7 @@ impl<'a> Server<'a> {
     /// Puts in pages of zeros: the one that is waited for, and some behind it.
     fn put_zeros(&self, space: &Space<'a>, page: RemoteAddr) -> Result<Did> {
         let placement = space.read();
-        let plan = &self.work.plan;
+        let plan = self.plan(space);
         let end = (page.0 / PAGE / ZEROS * ZEROS + ZEROS) * PAGE;
         // The first one behind it that is stored, and all that is none of the checkpoint's memory.
         let is_zero = |at: &u64| placement.then(*at).is_some_and(|then| plan.extent_at(then).is_none());
@@ -772,7 +804,7 @@ impl<'a> Server<'a> {
     /// Puts in what of a range of the checkpoint, whose contents these are, is still wanted.
     fn install(&self, space: &Space<'a>, range: Range, bytes: &[u8], tally: Tally) -> Result<Did> {
         let placement = space.read();
-        let plan = &self.work.plan;
+        let plan = self.plan(space);
         for index in plan.extents_in(range.start, range.end()) {
             let extent = &plan.later[index];
             let page_of = |address: u64| plan.page(index, address);
@@ -838,13 +870,13 @@ impl<'a> Server<'a> {
                 let _prompt = (turn != Turn::Ours).then(|| Prompt::begin(turn));
                 self.unfilled()
             };
-            let Some(whose) = whose else {
+            let Some((shelf, whose)) = whose else {
                 std::thread::sleep(PAUSE);
                 self.begin_again(&mut idle_since);
                 continue;
             };
             let is_own = whose[0].is_own();
-            if is_own && self.fill_touched(&whose, &mut bytes)? {
+            if is_own && self.fill_touched(shelf, &whose, &mut bytes)? {
                 continue;
             }
             // Who only takes what others leave never comes to an end on a machine that is always busy.
@@ -858,10 +890,10 @@ impl<'a> Server<'a> {
                 std::thread::sleep(PAUSE / 20);
                 continue;
             }
-            let next = if is_own { &self.next } else { &whose[0].next };
+            let next = if is_own { &shelf.next } else { &whose[0].next };
             let place = next.fetch_add(1, Ordering::Relaxed);
-            let Some(&index) = self.work.order.get(place) else { continue };
-            self.fill_in(turn, &whose, index, &mut bytes)?;
+            let Some(&index) = shelf.stock.order.get(place) else { continue };
+            self.fill_in(turn, shelf, &whose, index, &mut bytes)?;
         }
         Ok(())
     }
@@ -898,28 +930,36 @@ impl<'a> Server<'a> {
         }
         *since = Instant::now();
         if self.lacking.swap(false, Ordering::Relaxed) {
-            self.next.store(0, Ordering::Relaxed);
+            self.shelves.iter().for_each(|shelf| shelf.next.store(0, Ordering::Relaxed));
             self.read_spaces().iter().for_each(|space| space.next.store(0, Ordering::Relaxed));
         }
     }
 
-    /// The spaces of which there are extents that nobody has taken on: those of the programs, or one of a copy.
-    fn unfilled(&self) -> Option<Vec<Arc<Space<'a>>>> {
-        let is_left = |next: &AtomicUsize| next.load(Ordering::Relaxed) < self.work.order.len();
+    /// The spaces of one stock of which there are extents that nobody has taken on: those of the programs, or one of a copy.
+    fn unfilled(&self) -> Option<(&Shelf<'a>, Vec<Arc<Space<'a>>>)> {
+        let is_left =
+            |shelf: &Shelf<'_>, next: &AtomicUsize| next.load(Ordering::Relaxed) < shelf.stock.order.len();
         let mut spaces = self.read_spaces();
         spaces.retain(|space| !space.has_ended());
-        if is_left(&self.next) && spaces.iter().any(|space| space.is_own()) {
-            spaces.retain(|space| space.is_own());
-            return Some(spaces);
+        for (number, shelf) in
+            self.shelves.iter().enumerate().filter(|(_, shelf)| is_left(shelf, &shelf.next))
+        {
+            let own = spaces.iter().filter(|space| space.is_own() && space.stock == number);
+            let own: Vec<_> = own.cloned().collect();
+            if !own.is_empty() {
+                return Some((shelf, own));
+            }
         }
-        let copy = spaces.into_iter().find(|space| !space.is_own() && is_left(&space.next));
-        copy.map(|copy| vec![copy])
+        let shelf_of = |space: &Space<'_>| &self.shelves[space.stock];
+        let copy =
+            spaces.into_iter().find(|space| !space.is_own() && is_left(shelf_of(space), &space.next))?;
+        Some((shelf_of(&copy), vec![copy]))
     }
 
     /// Puts in some of the touch set; false if all of it has been taken on.
-    fn fill_touched(&self, whose: &[Arc<Space<'a>>], bytes: &mut Vec<u8>) -> Result<bool> {
-        let Some(touch) = self.work.touch.map(|touch| touch.set) else { return Ok(false) };
-        let from = self.touched.fetch_add(TOGETHER, Ordering::Relaxed);
+    fn fill_touched(&self, shelf: &Shelf<'a>, whose: &[Arc<Space<'a>>], bytes: &mut Vec<u8>) -> Result<bool> {
+        let Some(touch) = shelf.stock.touch.map(|touch| touch.set) else { return Ok(false) };
+        let from = shelf.touched.fetch_add(TOGETHER, Ordering::Relaxed);
         if from >= touch.len() {
             return Ok(false);
         }
@@ -985,8 +1025,15 @@ impl<'a> Server<'a> {
     }
 
     /// Reads an extent once, and puts it in wherever it is missing.
-    fn fill_in(&self, turn: Turn, whose: &[Arc<Space<'a>>], index: usize, bytes: &mut Vec<u8>) -> Result<()> {
-        let plan = &self.work.plan;
+    fn fill_in(
+        &self,
+        turn: Turn,
+        shelf: &Shelf<'a>,
+        whose: &[Arc<Space<'a>>],
+        index: usize,
+        bytes: &mut Vec<u8>,
+    ) -> Result<()> {
+        let plan = &shelf.stock.plan;
         let extent = &plan.later[index];
         let pages = plan.page(index, extent.address)..plan.page(index, extent.end());
         let missing: Vec<_> = whose.iter().filter(|space| space.misses(pages.clone())).cloned().collect();
@@ -994,7 +1041,7 @@ impl<'a> Server<'a> {
             return Ok(());
         }
         bytes.resize(extent.len() as usize, 0);
-        let met = &self.met[index];
+        let met = &shelf.met[index];
         if met.load(Ordering::Relaxed) == NEW {
             self.travel(extent.len(), false);
             let _ = met.compare_exchange(NEW, QUICK, Ordering::Relaxed, Ordering::Relaxed);

@@ -8,7 +8,7 @@ use super::board::{Board, Tally};
 use super::keepers;
 use super::later::{Coming, Pager};
 use super::plan::Plan;
-use super::work::{Program, Touch, Work};
+use super::work::{Program, Stock, Touch, Work};
 use crate::rebuild::{Heard, Options, only_process};
 use crate::{Result, Stdio};
 use rustix::fd::{BorrowedFd, OwnedFd};
@@ -69,7 +69,7 @@ impl Template {
     ) -> Result<Option<Pager>> {
         let (mut programs, mut followed) = (Vec::new(), Vec::new());
         for (number, clone) in clones.into_iter().enumerate() {
-            let split = |c: Waiting| (c.userfault, Program { handle: c.program, hold: c.hold });
+            let split = |c: Waiting| (c.userfault, Program { stock: 0, handle: c.program, hold: c.hold });
             let (userfault, program) = clone.map(split).unzip();
             followed.extend(userfault.map(|userfault| (number, userfault)));
             programs.push(program);
@@ -85,19 +85,20 @@ impl Template {
         let touch = checkpoint.touch.as_ref().map(|set| Touch { set, head, done });
         let (reader, limit) = (&checkpoint.reader, options.limit);
         let is_heard = options.stdio == Stdio::Current;
-        let order = plan.order();
+        let stocks = vec![Stock::new(plan, touch)];
         let meta = &checkpoint.image.meta;
         let (origin, line, is_followed, dumps) = ((meta.job.clone(), meta.id), None, false, None);
+        let is_tree = false;
         #[rustfmt::skip]
         let work = Work {
-            plan, order, reader, touch, limit, board, dumps, programs, heard, is_heard, is_followed, origin, line,
+            stocks, reader, limit, board, dumps, programs, heard, is_heard, is_followed, origin, line, is_tree,
         };
         let child = keepers::start(&work, followed, None)?;
-        Ok(Some(Pager { child, coming: self.coming(first) }))
+        Ok(Some(Pager { child, coming: self.coming(first), members: Vec::new() }))
     }
 
     /// How far the memory of a clone is.
     pub fn coming(&self, number: usize) -> Coming {
-        Coming::new(&self.board, number, self.plan.pages())
+        Coming::new(&self.board, vec![number], self.plan.pages())
     }
 }

@@ -14,14 +14,10 @@ use stillpoint_store::{Reader, TouchSet};
 
 /// All that page servers work with.
 pub struct Work<'a> {
-    /// What comes later.
-    pub plan: Arc<Plan>,
-    /// Its extents, in the order in which they are put in ahead.
-    pub order: Vec<usize>,
+    /// What comes later of each address space of the checkpoint.
+    pub stocks: Vec<Stock<'a>>,
     /// Reads it.
     pub reader: &'a Reader,
-    /// What was wanted first the last time.
-    pub touch: Option<Touch<'a>>,
     /// So much of it is read at most, bytes a second, if that is limited.
     pub limit: Option<u64>,
     /// What outlives a server.
@@ -40,11 +36,33 @@ pub struct Work<'a> {
     pub line: Option<UnixListener>,
     /// Whether somebody is going to.
     pub is_followed: bool,
+    /// The programs are processes of one tree: who waits for the memory of one waits for that of all.
+    pub is_tree: bool,
+}
+
+/// The memory of one process of a checkpoint.
+pub struct Stock<'a> {
+    /// What comes later.
+    pub plan: Arc<Plan>,
+    /// Its extents, in the order in which they are put in ahead.
+    pub order: Vec<usize>,
+    /// What was wanted first the last time.
+    pub touch: Option<Touch<'a>>,
+}
+
+impl<'a> Stock<'a> {
+    /// Of this plan.
+    pub fn new(plan: Arc<Plan>, touch: Option<Touch<'a>>) -> Self {
+        let order = plan.order();
+        Stock { plan, order, touch }
+    }
 }
 
 /// A program that waits for pages.
 #[derive(Debug)]
 pub struct Program {
+    /// The number of the stock from which they come.
+    pub stock: usize,
     /// Its pidfd.
     pub handle: OwnedFd,
     /// With which it holds what follows its memory, and that of its copies ([`stillpoint_linux::hold`]), where that can be.
@@ -84,8 +102,8 @@ impl Work<'_> {
     /// The descriptors it needs.
     pub fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
         let mut all = self.reader.descriptors();
-        all.extend(self.touch.map(|touch| touch.set.descriptor()));
-        all.extend((0..self.programs.len()).filter_map(|number| self.program(number)));
+        all.extend(self.stocks.iter().filter_map(|stock| stock.touch.map(|touch| touch.set.descriptor())));
+        all.extend((0..self.programs.len()).filter_map(|number| self.handle(number)));
         all.extend(
             self.programs.iter().flatten().filter_map(|program| program.hold.as_ref()).map(AsFd::as_fd),
         );
@@ -93,10 +111,24 @@ impl Work<'_> {
         all
     }
 
-    /// A program, until its memory is all there: its handle is closed then.
+    /// A program, until its memory is all there.
     pub fn program(&self, number: usize) -> Option<BorrowedFd<'_>> {
         self.board.space(number).descriptor()?;
         self.programs.get(number)?.as_ref().map(|program| program.handle.as_fd())
+    }
+
+    /// Whether the programs are clones, each of which is on its own.
+    pub fn has_clones(&self) -> bool {
+        self.programs.len() > 1 && !self.is_tree
+    }
+
+    /// The handle of a program: of a clone, until its memory is all there, as it is closed then. Others are found by it until
+    /// that of their whole tree is, also of processes that were made meanwhile.
+    fn handle(&self, number: usize) -> Option<BorrowedFd<'_>> {
+        match self.has_clones() {
+            true => self.program(number),
+            false => self.programs[number].as_ref().map(|program| program.handle.as_fd()),
+        }
     }
 
     /// Lets a program hold what follows a space of it, or none any more: should all of us be killed, nobody goes on with zeros.
@@ -110,6 +142,12 @@ impl Work<'_> {
     /// Of which program it is noted what it wants: the first that waits for pages.
     pub fn noted(&self) -> usize {
         self.programs.iter().position(Option::is_some).unwrap_or(0)
+    }
+
+    /// From which stock that one's pages come.
+    pub fn noted_stock(&self) -> Option<&Stock<'_>> {
+        let program = self.programs.get(self.noted())?.as_ref()?;
+        self.stocks.get(program.stock)
     }
 
     /// A program must not go on without what cannot be had.
@@ -137,6 +175,6 @@ impl Work<'_> {
 
 impl std::fmt::Debug for Work<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} pages to come", self.plan.pages())
+        write!(f, "{} pages to come", self.stocks.iter().map(|stock| stock.plan.pages()).sum::<u64>())
     }
 }
