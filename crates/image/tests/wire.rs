@@ -302,7 +302,7 @@ fn uts(host: &[u8]) -> Namespace {
 }
 
 fn segment(image: &mut Image) -> &mut Segment {
-    image.objects[1].segment.as_mut().unwrap()
+    image.objects[1].segment.as_mut().expect("a segment")
 }
 
 fn ipc(image: &mut Image) -> &mut Ipc {

@@ -185,10 +185,7 @@ pub fn restore(
         }
     }
     coming.iter().for_each(|(coming, _)| coming.runs(running));
-    let pager = coming.and_then(|(coming, served)| {
-        let (child, members) = served?;
-        Some(Pager { child, coming, members })
-    });
+    let pager = coming.and_then(|(_, pager)| pager);
     let shell = nursery.leave().ok_or_else(|| Error::Failed("the process has been let go".into()))?;
     notes.extend(open.notes());
     Ok(Restored {

@@ -201,9 +201,12 @@ pub fn examine(builder: &mut Builder, target: &Proc, others: Option<&[u32]>) -> 
 /// Refuses a process whose main thread has ended, and of which its files tell nothing.
 ///
 /// # Errors
-/// As [`examine`].
+/// That all of it has ended; as [`examine`].
 pub fn leader_ended(builder: &mut Builder, target: &Proc) -> Result<bool> {
     let ended = matches!(target.stat()?.state, b'Z' | b'X');
+    if ended && has_ended(target.pid()) {
+        return Err(Error::Target(format!("process {} ended", target.pid())));
+    }
     if ended {
         let why =
             "it has ended while other threads go on; a process cannot be rebuilt without its main thread";

@@ -356,13 +356,9 @@ impl<'a> Later<'a> {
         }
     }
 
-    /// Begins to load the rest of these processes, which are all of the program. `began` is when the restore did. Returns the
-    /// first process that does, if it is ours.
-    pub fn start(
-        self,
-        processes: &[(&Memory, &Process)],
-        began: Instant,
-    ) -> Result<(Coming, Option<(Child, Vec<(u32, OwnedFd)>)>)> {
+    /// Begins to load the rest of these processes, which are all of the program. `began` is when the restore did. Returns also
+    /// who does, if they are ours.
+    pub fn start(self, processes: &[(&Memory, &Process)], began: Instant) -> Result<(Coming, Option<Pager>)> {
         let done = self.load_touched(began);
         let Later { members, reader, touch, board, served, limit, .. } = self;
         let (is_heard, is_followed, origin, head) =
@@ -377,7 +373,7 @@ impl<'a> Later<'a> {
         let pages = waiting.clone().map(|member| member.plan.pages()).sum();
         let coming = Coming::new(&board, waiting.map(|member| member.program).collect(), pages);
         let waits: Vec<bool> = members.iter().map(Option::is_some).collect();
-        let child = match served {
+        let pager = match served {
             Served::Alone(heard) => {
                 let is_tree = members.len() > 1;
                 let everybody = match is_tree {
@@ -404,7 +400,8 @@ impl<'a> Later<'a> {
                 let work = Work {
                     stocks, reader, limit, board, dumps, programs, heard, is_heard, is_followed, origin, line, is_tree,
                 };
-                Some((keepers::start(&work, followed, Some(began.elapsed()))?, everybody))
+                let child = keepers::start(&work, followed, Some(began.elapsed()))?;
+                Some(Pager { child, coming: coming.clone(), members: everybody })
             }
             Served::Together(place) => {
                 for Member { userfault, hold, handle, program, .. } in members.into_iter().flatten() {
@@ -422,7 +419,7 @@ impl<'a> Later<'a> {
         for ((memory, process), _) in processes.iter().zip(waits).filter(|(_, waits)| *waits) {
             touch_robust_lists(memory, process)?;
         }
-        Ok((coming, child))
+        Ok((coming, pager))
     }
 }
 
