@@ -57,7 +57,10 @@ fn state_in(path: &str) -> Option<char> {
 
 /// Whether there is such a process and it is no zombie: a thread of it lives, be it not the first.
 pub fn alive(pid: u32) -> bool {
-    threads(pid).into_iter().any(|tid| thread_state(pid, tid).is_some_and(|s| s != 'Z' && s != 'X'))
+    // A main thread may have made another one since they were listed, and have ended.
+    let look =
+        |_| threads(pid).into_iter().any(|tid| thread_state(pid, tid).is_some_and(|s| s != 'Z' && s != 'X'));
+    (0..2).any(look)
 }
 
 /// Sends a signal; a process that is gone is fine.

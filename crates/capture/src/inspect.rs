@@ -150,7 +150,7 @@ impl Known {
         self.earlier = earlier.calls_at(now_ns);
     }
 
-    /// Looks again who shares something with processes: following memory may have taken long.
+    /// Looks again who shares something with processes.
     pub fn refresh(all: &mut [Known]) {
         target::refresh(all.iter_mut().map(|known| (&*known.target.process, &mut known.examined)));
     }

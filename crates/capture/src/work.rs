@@ -413,13 +413,14 @@ impl<'a> Work<'a> {
         // Files that do not change until the cut need not be read in it.
         reuse_digests(&mut learned.rehearsed, self.last);
         files::take_digests_of(&mut learned.rehearsed, Usage::Write, Moment::Running);
-        Known::refresh(&mut learned.known);
         for index in 0..self.members.len() {
             match self.running(index, |engine, running| engine.converge(running)) {
                 Err(_) if index > 0 && self.has_left(index) => {}
                 converged => converged?,
             }
         }
+        // Following memory may have taken long.
+        Known::refresh(&mut learned.known);
         learned.known.iter_mut().for_each(Known::observe);
         let ready = Ready::new(learned.known.iter().map(Known::threads).sum());
         let hurry = Hurry::begin();
