@@ -4,6 +4,7 @@ use crate::observe::Facts;
 use crate::target::{Build, Running, Target};
 use crate::{Output, Scratch, Stillpoint, kernel};
 use std::path::Path;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// A scenario and what is special about it.
@@ -17,7 +18,11 @@ pub struct Feature {
     ignored: Vec<&'static str>,
     restarts: bool,
     refusal: Option<&'static str>,
+    takes_turns: bool,
 }
+
+/// Whose turn it is.
+static TURN: Mutex<()> = Mutex::new(());
 
 impl Feature {
     /// A scenario of `targets/PROGRAM.c`.
@@ -31,7 +36,15 @@ impl Feature {
             ignored: Vec::new(),
             restarts: true,
             refusal: None,
+            takes_turns: false,
         }
+    }
+
+    /// Not beside others of which the same is said: it has a number again only while nobody else takes that, such as of a
+    /// pseudo-terminal.
+    pub fn in_turn(mut self) -> Self {
+        self.takes_turns = true;
+        self
     }
 
     /// Built in another way.
@@ -70,6 +83,7 @@ impl Feature {
     /// and so must whoever looks from outside.
     #[track_caller]
     pub fn survives(&self) {
+        let _turn = self.takes_turns.then(|| TURN.lock().unwrap_or_else(PoisonError::into_inner));
         let scratch = Scratch::new();
         let Some(target) = Target::new(self.program, self.scenario, self.build) else {
             return crate::skipped(&format!("no compiler for {:?}", self.build));

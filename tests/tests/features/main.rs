@@ -59,9 +59,9 @@ mod descriptors {
         epolls,
         inotifys,
         pidfds,
-        ptys,
-        pty_modes,
-        pty_unread.ignoring(&["thread", "map", "fd"]),
+        ptys.in_turn(),
+        pty_modes.in_turn(),
+        pty_unread.in_turn().ignoring(&["thread", "map", "fd"]),
         leases,
         devices.ignoring(&["map"]), // a private mapping of /dev/zero is anonymous memory by another name
         locks,
