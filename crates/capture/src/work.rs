@@ -245,7 +245,7 @@ impl<'a> Work<'a> {
                 return Err(impossible(name, &why));
             }
             self.tell(member, format!("{name} is not possible: {why}"));
-            self.choose(member)?;
+            self.choose_or_leave_out(member)?;
             return self.again(None);
         }
         self.again(Some(member))
@@ -258,13 +258,13 @@ impl<'a> Work<'a> {
             let (kind, tries) = (engine.engine(), failed != Some(index) || engine.try_again());
             if !tries {
                 self.tell(index, format!("{} does not get ahead of the program", kind.name()));
-                self.choose(index)?;
+                self.choose_or_leave_out(index)?;
             } else if kind == Engine::Wp && failed != Some(index) && self.members.len() > 1 {
                 // Its writers wait for what nobody is going to save: it begins once more.
                 self.members[index].left.push_front(kind);
-                self.choose(index)?;
+                self.choose_or_leave_out(index)?;
             } else if !self.prepare_again(index)? {
-                self.choose(index)?;
+                self.choose_or_leave_out(index)?;
             }
         }
         Ok(())
@@ -273,18 +273,22 @@ impl<'a> Work<'a> {
     /// Prepares the first engine that can for every member. One that has ended meanwhile is left out.
     fn prepare_all(&mut self) -> Result<()> {
         let mut index = 0;
-        while index < self.members.len() {
-            match self.choose(index) {
-                Err(_) if index > 0 && self.has_left(index) => {
-                    self.members.remove(index);
-                }
-                chosen => {
-                    chosen?;
-                    index += 1;
-                }
-            }
+        while let Some(pid) = self.members.get(index).map(|m| m.target.pid) {
+            self.choose_or_leave_out(index)?;
+            index += usize::from(self.members.get(index).is_some_and(|m| m.target.pid == pid));
         }
         Ok(())
+    }
+
+    /// Gives a member the next engine that can be prepared. One that has ended meanwhile is no member any more.
+    fn choose_or_leave_out(&mut self, index: usize) -> Result<()> {
+        match self.choose(index) {
+            Err(_) if index > 0 && self.has_left(index) => {
+                self.members.remove(index);
+                Ok(())
+            }
+            chosen => chosen,
+        }
     }
 
     /// Whether a process has ended, or become another program: the freeze will find what there is.
