@@ -1,17 +1,9 @@
 //! Connections that no program has any more, as `sock_diag(7)` tells them, and making the kernel forget them (`SOCK_DESTROY`).
 
-use crate::sockets::{self, receive, u32_at};
+use crate::netlink::{self, Request, receive, u32_at};
 use crate::{Error, Result};
-use std::os::fd::OwnedFd;
 
-const NETLINK_SOCK_DIAG: i32 = 4;
-const SOCK_DIAG_BY_FAMILY: u16 = 20;
 const SOCK_DESTROY: u16 = 21;
-const REQUEST: u16 = 1;
-const ACKNOWLEDGE: u16 = 4;
-const DUMP: u16 = 0x300;
-const ERROR: u16 = 2;
-const DONE: u16 = 3;
 /// `FIN_WAIT2` and `TIME_WAIT`: all data has been acknowledged.
 const OVER: u32 = 1 << 5 | 1 << 6;
 /// Length of `struct inet_diag_sockid`.
@@ -33,57 +25,32 @@ pub fn forget(port: [u8; 2]) -> Result<usize> {
     Ok(forgotten)
 }
 
-fn request(kind: u16, flags: u16, family: i32, states: u32, id: &[u8]) -> Result<OwnedFd> {
-    let netlink = sockets::socket(libc::AF_NETLINK, libc::SOCK_RAW, NETLINK_SOCK_DIAG)?;
-    let head = 16 + 8 + ID as u32;
-    let mut bytes = Vec::with_capacity(head as usize);
-    bytes.extend_from_slice(&head.to_ne_bytes());
-    bytes.extend_from_slice(&kind.to_ne_bytes());
-    bytes.extend_from_slice(&(REQUEST | flags).to_ne_bytes());
-    bytes.extend_from_slice(&[0; 8]); // sequence, port
-    bytes.extend_from_slice(&[family as u8, libc::IPPROTO_TCP as u8, 0, 0]); // struct inet_diag_req_v2
-    bytes.extend_from_slice(&states.to_ne_bytes());
-    bytes.extend_from_slice(id);
-    sockets::send(&netlink, &bytes).map_err(|e| Error::call("ask sock_diag for connections", e))?;
-    Ok(netlink)
+/// `struct inet_diag_req_v2`
+fn about(family: i32, id: &[u8]) -> Vec<u8> {
+    let mut body = vec![family as u8, libc::IPPROTO_TCP as u8, 0, 0];
+    body.extend_from_slice(&OVER.to_ne_bytes());
+    body.extend_from_slice(id);
+    body
+}
+
+fn request(kind: u16, flags: u16, body: &[u8]) -> Request<'_> {
+    Request { family: netlink::SOCK_DIAG, kind, flags, body, what: "ask sock_diag for connections" }
 }
 
 /// Connections of a port that are over and belong to nobody: `struct inet_diag_sockid` each.
 fn remembered(family: i32, port: [u8; 2]) -> Result<Vec<Vec<u8>>> {
-    let mut id = vec![0; ID];
-    id[..2].copy_from_slice(&port);
-    let netlink = request(SOCK_DIAG_BY_FAMILY, DUMP, family, OVER, &id)?;
-    let (mut found, mut buffer) = (Vec::new(), vec![0; 1 << 16]);
-    loop {
-        let n = receive(&netlink, &mut buffer)?;
-        if !parse(&buffer[..n], port, &mut found)? {
-            return Ok(found);
-        }
-    }
-}
-
-/// Returns whether more messages follow.
-fn parse(mut rest: &[u8], port: [u8; 2], found: &mut Vec<Vec<u8>>) -> Result<bool> {
-    let damaged = || Error::Other("an answer of sock_diag does not parse".into());
     // In `struct inet_diag_msg`, behind the head of 16 bytes.
     const INODE: usize = 4 + ID + 16;
-    while !rest.is_empty() {
-        let len = u32_at(rest, 0).ok_or_else(damaged)? as usize;
-        let kind = rest.get(4..6).map(|k| u16::from_ne_bytes([k[0], k[1]])).ok_or_else(damaged)?;
-        let body = rest.get(16..len).ok_or_else(damaged)?;
-        match kind {
-            DONE => return Ok(false),
-            ERROR => return Err(refused(body)),
-            _ => {
-                let id = body.get(4..4 + ID).ok_or_else(damaged)?;
-                if u32_at(body, INODE) == Some(0) && id[..2] == port {
-                    found.push(id.to_vec());
-                }
-            }
-        }
-        rest = rest.get(len.next_multiple_of(4)..).unwrap_or(&[]);
-    }
-    Ok(true)
+    let mut id = vec![0; ID];
+    id[..2].copy_from_slice(&port);
+    let body = about(family, &id);
+    let request = request(netlink::SOCK_DIAG_BY_FAMILY, netlink::DUMP, &body);
+    let mut found = Vec::new();
+    request.answers(&request.send()?, &mut found, |body| {
+        let id = body.get(4..4 + ID)?;
+        Some((u32_at(body, INODE) == Some(0) && id[..2] == port).then(|| id.to_vec()))
+    })?;
+    Ok(found.into_iter().flatten().collect())
 }
 
 fn refused(body: &[u8]) -> Error {
@@ -92,7 +59,7 @@ fn refused(body: &[u8]) -> Error {
 }
 
 fn destroy(family: i32, id: &[u8]) -> Result<()> {
-    let netlink = request(SOCK_DESTROY, ACKNOWLEDGE, family, OVER, id)?;
+    let netlink = request(SOCK_DESTROY, netlink::ACKNOWLEDGE, &about(family, id)).send()?;
     let mut buffer = [0; 512];
     let n = receive(&netlink, &mut buffer)?;
     match buffer[..n].get(16..).and_then(|body| u32_at(body, 0)) {
@@ -107,6 +74,7 @@ fn destroy(family: i32, id: &[u8]) -> Result<()> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::sockets;
     use std::io::Read;
     use std::net::{TcpListener, TcpStream};
 

@@ -30,6 +30,7 @@ pub mod memory;
 pub mod messages;
 pub mod mqueue;
 pub mod namespaces;
+mod netlink;
 pub mod network;
 pub mod packets;
 pub mod pagemap;

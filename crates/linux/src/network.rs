@@ -3,15 +3,12 @@
 //! `network_namespaces(7)`.
 
 use crate::descriptors::check;
-use crate::sockets::{self, receive, u32_at};
+use crate::netlink::{DUMP, Request};
+use crate::sockets;
 use crate::{Error, Result};
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 
-const REQUEST: u16 = 1;
-const DUMP: u16 = 0x300;
-const ERROR: u16 = 2;
-const DONE: u16 = 3;
 const NETLINK_XFRM: i32 = 6;
 const NETLINK_NETFILTER: i32 = 12;
 /// `SIOCGSKNS`.
@@ -128,52 +125,19 @@ fn add_settings(folder: &str, state: &mut State) {
 
 /// The rows of a table, in the kernel's order; none if this kernel does not have it.
 fn dump(table: &Table) -> Result<Vec<Vec<u8>>> {
-    let netlink = match sockets::socket(libc::AF_NETLINK, libc::SOCK_RAW, table.family) {
+    let Table { family, request: kind, flags, .. } = *table;
+    let (body, what) = (vec![0; table.head], format!("ask for every {}", table.name));
+    let request = Request { family, kind, flags, body: &body, what: &what };
+    let netlink = match request.send() {
         Err(e) if e.errno() == Some(libc::EPROTONOSUPPORT) => return Ok(Vec::new()),
         netlink => netlink?,
     };
-    let len = 16 + table.head;
-    let mut bytes = Vec::with_capacity(len);
-    bytes.extend_from_slice(&(len as u32).to_ne_bytes());
-    bytes.extend_from_slice(&table.request.to_ne_bytes());
-    bytes.extend_from_slice(&(REQUEST | table.flags).to_ne_bytes());
-    bytes.resize(len, 0);
-    let failed = |e| Error::call(format!("ask for every {}", table.name), e);
-    sockets::send(&netlink, &bytes).map_err(failed)?;
-    let (mut rows, mut buffer) = (Vec::new(), vec![0; 1 << 17]);
-    loop {
-        let n = receive(&netlink, &mut buffer)?;
-        if !parse(table, &buffer[..n], &mut rows)? || table.flags != DUMP {
-            return Ok(rows);
-        }
+    let mut rows = Vec::new();
+    match request.answers(&netlink, &mut rows, |body| lasting(table, body)) {
+        // Nothing of the kind is built in, or loaded.
+        Err(e) if matches!(e.errno(), Some(libc::EOPNOTSUPP | libc::EINVAL | libc::ENOENT)) => Ok(rows),
+        answered => answered.map(|()| rows),
     }
-}
-
-/// Returns whether more messages follow.
-fn parse(table: &Table, mut rest: &[u8], rows: &mut Vec<Vec<u8>>) -> Result<bool> {
-    let damaged = || Error::Other("an answer of netlink does not parse".into());
-    while !rest.is_empty() {
-        let len = u32_at(rest, 0).ok_or_else(damaged)? as usize;
-        let kind = rest.get(4..6).map(|k| u16::from_ne_bytes([k[0], k[1]])).ok_or_else(damaged)?;
-        let body = rest.get(16..len).ok_or_else(damaged)?;
-        match kind {
-            DONE => return Ok(false),
-            ERROR => {
-                let errno = -(u32_at(body, 0).ok_or_else(damaged)? as i32);
-                // Nothing of the kind is built in, or loaded.
-                return match errno {
-                    libc::EOPNOTSUPP | libc::EINVAL | libc::ENOENT => Ok(false),
-                    _ => {
-                        let source = std::io::Error::from_raw_os_error(errno);
-                        Err(Error::call(format!("ask for every {}", table.name), source))
-                    }
-                };
-            }
-            _ => rows.push(lasting(table, body).ok_or_else(damaged)?),
-        }
-        rest = rest.get(len.next_multiple_of(4)..).unwrap_or(&[]);
-    }
-    Ok(true)
 }
 
 /// A row without attributes that pass.

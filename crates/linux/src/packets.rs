@@ -1,7 +1,7 @@
 //! Sockets of whole packets (`packet(7)`): what `sock_diag(7)` tells of them.
 
-use crate::sockets::{receive, send, socket, u16_at, u32_at};
-use crate::{Error, Result};
+use crate::Result;
+use crate::netlink::{self, attributes, u32_at};
 
 /// `SOL_PACKET`.
 pub const LEVEL: u32 = 263;
@@ -10,11 +10,6 @@ pub const ADD_MEMBERSHIP: u32 = 1;
 /// `PACKET_FANOUT`.
 pub const FANOUT: u32 = 18;
 
-const SOCK_DIAG_BY_FAMILY: u16 = 20;
-/// `NLM_F_REQUEST | NLM_F_DUMP`
-const DUMP: u16 = 0x301;
-const NLMSG_ERROR: u16 = 2;
-const NLMSG_DONE: u16 = 3;
 /// Memberships, rings.
 const SHOW: u32 = 2 | 4;
 /// Length of `struct packet_diag_mclist` and of `struct packet_mreq_max`.
@@ -37,56 +32,23 @@ pub struct PacketSocket {
 /// # Errors
 /// That the kernel does not tell (`CONFIG_PACKET_DIAG`).
 pub fn all() -> Result<Vec<PacketSocket>> {
-    let netlink = socket(libc::AF_NETLINK, libc::SOCK_RAW, 4 /* NETLINK_SOCK_DIAG */)?;
-    let mut request = Vec::with_capacity(36);
-    request.extend_from_slice(&36u32.to_ne_bytes()); // nlmsg_len
-    request.extend_from_slice(&SOCK_DIAG_BY_FAMILY.to_ne_bytes());
-    request.extend_from_slice(&DUMP.to_ne_bytes());
-    request.extend_from_slice(&[0; 8]); // sequence, port
-    request.extend_from_slice(&[libc::AF_PACKET as u8, 0, 0, 0]); // struct packet_diag_req
-    request.extend_from_slice(&0u32.to_ne_bytes()); // inode
-    request.extend_from_slice(&SHOW.to_ne_bytes());
-    request.extend_from_slice(&[0; 8]); // cookie
-    let asked = |e| Error::call("ask sock_diag for packet sockets", e);
-    send(&netlink, &request).map_err(asked)?;
+    let mut body = vec![libc::AF_PACKET as u8, 0, 0, 0]; // struct packet_diag_req
+    body.extend_from_slice(&0u32.to_ne_bytes()); // inode
+    body.extend_from_slice(&SHOW.to_ne_bytes());
+    body.extend_from_slice(&[0; 8]); // cookie
+    let (kind, flags, what) =
+        (netlink::SOCK_DIAG_BY_FAMILY, netlink::DUMP, "ask sock_diag for packet sockets");
+    let request = netlink::Request { family: netlink::SOCK_DIAG, kind, flags, body: &body, what };
     let mut found = Vec::new();
-    let mut buffer = vec![0u8; 1 << 16];
-    loop {
-        let n = receive(&netlink, &mut buffer)?;
-        if !parse_messages(&buffer[..n], &mut found)? {
-            return Ok(found);
-        }
-    }
-}
-
-/// Returns whether more messages follow.
-fn parse_messages(mut rest: &[u8], found: &mut Vec<PacketSocket>) -> Result<bool> {
-    let damaged = || Error::Other("an answer of sock_diag does not parse".into());
-    while !rest.is_empty() {
-        let len = u32_at(rest, 0).ok_or_else(damaged)? as usize;
-        let kind = u16_at(rest, 4).ok_or_else(damaged)?;
-        let body = rest.get(16..len).ok_or_else(damaged)?;
-        match kind {
-            NLMSG_DONE => return Ok(false),
-            NLMSG_ERROR => {
-                let errno = u32_at(body, 0).ok_or_else(damaged)? as i32;
-                let source = std::io::Error::from_raw_os_error(-errno);
-                return Err(Error::call("ask sock_diag for packet sockets", source));
-            }
-            _ => found.push(parse(body).ok_or_else(damaged)?),
-        }
-        rest = rest.get(len.next_multiple_of(4)..).unwrap_or(&[]);
-    }
-    Ok(true)
+    request.answers(&request.send()?, &mut found, parse)?;
+    Ok(found)
 }
 
 /// `struct packet_diag_msg` and its attributes.
 fn parse(body: &[u8]) -> Option<PacketSocket> {
     let mut socket = PacketSocket { ino: u32_at(body, 4)?, ..PacketSocket::default() };
-    let mut rest = body.get(16..)?;
-    while rest.len() >= 4 {
-        let (len, kind) = (u16_at(rest, 0)? as usize, u16_at(rest, 2)?);
-        let value = rest.get(4..len)?;
+    for attribute in attributes(body.get(16..)?) {
+        let (kind, value) = attribute?;
         match kind {
             1 => {
                 for one in value.chunks_exact(MEMBERSHIP) {
@@ -101,7 +63,6 @@ fn parse(body: &[u8]) -> Option<PacketSocket> {
             2 | 3 => socket.has_ring = true,
             _ => {}
         }
-        rest = rest.get(len.next_multiple_of(4)..).unwrap_or(&[]);
     }
     Some(socket)
 }

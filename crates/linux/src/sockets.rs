@@ -2,6 +2,7 @@
 //! sockets.
 
 use crate::descriptors::check;
+use crate::netlink::{self, attributes, u32_at};
 use crate::{Error, Result};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 
@@ -281,81 +282,29 @@ pub struct UnixSocket {
     pub pending: Vec<u32>,
 }
 
-const SOCK_DIAG_BY_FAMILY: u16 = 20;
-const NLM_F_REQUEST: u16 = 1;
-const NLM_F_DUMP: u16 = 0x300;
-const NLMSG_ERROR: u16 = 2;
-const NLMSG_DONE: u16 = 3;
 /// Name, file, peer, waiting connections, queue lengths.
 const UDIAG_SHOW: u32 = 1 | 2 | 4 | 8 | 16;
 
 /// All unix sockets of our network namespace.
 pub fn unix_sockets() -> Result<Vec<UnixSocket>> {
-    let netlink = socket(libc::AF_NETLINK, libc::SOCK_RAW, 4 /* NETLINK_SOCK_DIAG */)?;
-    let mut request = Vec::with_capacity(40);
-    request.extend_from_slice(&40u32.to_ne_bytes()); // nlmsg_len
-    request.extend_from_slice(&SOCK_DIAG_BY_FAMILY.to_ne_bytes());
-    request.extend_from_slice(&(NLM_F_REQUEST | NLM_F_DUMP).to_ne_bytes());
-    request.extend_from_slice(&[0; 8]); // sequence, port
-    request.extend_from_slice(&[libc::AF_UNIX as u8, 0, 0, 0]); // struct unix_diag_req
-    request.extend_from_slice(&u32::MAX.to_ne_bytes()); // states
-    request.extend_from_slice(&0u32.to_ne_bytes()); // inode
-    request.extend_from_slice(&UDIAG_SHOW.to_ne_bytes());
-    request.extend_from_slice(&[0; 8]); // cookie
-    send(&netlink, &request).map_err(|e| Error::call("ask sock_diag for unix sockets", e))?;
+    let mut body = vec![libc::AF_UNIX as u8, 0, 0, 0]; // struct unix_diag_req
+    body.extend_from_slice(&u32::MAX.to_ne_bytes()); // states
+    body.extend_from_slice(&0u32.to_ne_bytes()); // inode
+    body.extend_from_slice(&UDIAG_SHOW.to_ne_bytes());
+    body.extend_from_slice(&[0; 8]); // cookie
+    let (kind, flags, what) = (netlink::SOCK_DIAG_BY_FAMILY, netlink::DUMP, "ask sock_diag for unix sockets");
+    let request = netlink::Request { family: netlink::SOCK_DIAG, kind, flags, body: &body, what };
     let mut found = Vec::new();
-    let mut buffer = vec![0u8; 1 << 16];
-    loop {
-        let n = receive(&netlink, &mut buffer)?;
-        if !parse_messages(&buffer[..n], &mut found)? {
-            return Ok(found);
-        }
-    }
-}
-
-pub(crate) fn receive(netlink: &OwnedFd, buffer: &mut [u8]) -> Result<usize> {
-    // SAFETY: the kernel writes at most `buffer.len()` bytes.
-    let n = unsafe { libc::recv(netlink.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), 0) };
-    Ok(check(|| "read an answer of sock_diag".into(), n as i64)? as usize)
-}
-
-pub(crate) fn u16_at(b: &[u8], at: usize) -> Option<u16> {
-    Some(u16::from_ne_bytes(b.get(at..at + 2)?.try_into().ok()?))
-}
-
-pub(crate) fn u32_at(b: &[u8], at: usize) -> Option<u32> {
-    Some(u32::from_ne_bytes(b.get(at..at + 4)?.try_into().ok()?))
-}
-
-/// Returns whether more messages follow.
-fn parse_messages(mut rest: &[u8], found: &mut Vec<UnixSocket>) -> Result<bool> {
-    let damaged = || Error::Other("an answer of sock_diag does not parse".into());
-    while !rest.is_empty() {
-        let len = u32_at(rest, 0).ok_or_else(damaged)? as usize;
-        let kind = u16_at(rest, 4).ok_or_else(damaged)?;
-        let body = rest.get(16..len).ok_or_else(damaged)?;
-        match kind {
-            NLMSG_DONE => return Ok(false),
-            NLMSG_ERROR => {
-                let errno = u32_at(body, 0).ok_or_else(damaged)? as i32;
-                let source = std::io::Error::from_raw_os_error(-errno);
-                return Err(Error::call("ask sock_diag for unix sockets", source));
-            }
-            _ => found.push(parse_unix(body).ok_or_else(damaged)?),
-        }
-        rest = rest.get(len.next_multiple_of(4)..).unwrap_or(&[]);
-    }
-    Ok(true)
+    request.answers(&request.send()?, &mut found, parse_unix)?;
+    Ok(found)
 }
 
 /// `struct unix_diag_msg` and its attributes.
 fn parse_unix(body: &[u8]) -> Option<UnixSocket> {
     let mut socket =
         UnixSocket { kind: *body.get(1)?, state: *body.get(2)?, ino: u32_at(body, 4)?, ..Default::default() };
-    let mut rest = body.get(16..)?;
-    while rest.len() >= 4 {
-        let (len, kind) = (u16_at(rest, 0)? as usize, u16_at(rest, 2)?);
-        let value = rest.get(4..len)?;
+    for attribute in attributes(body.get(16..)?) {
+        let (kind, value) = attribute?;
         match kind {
             0 => socket.name = value.to_vec(),
             1 => socket.vfs = Some((u32_at(value, 0)?, u32_at(value, 4)?)),
@@ -368,7 +317,6 @@ fn parse_unix(body: &[u8]) -> Option<UnixSocket> {
             6 => socket.shutdown = *value.first()?,
             _ => {}
         }
-        rest = rest.get(len.next_multiple_of(4)..).unwrap_or(&[]);
     }
     Some(socket)
 }
