@@ -10,13 +10,12 @@ use stillpoint_linux::proc::Proc;
 /// here) has no settings.
 pub fn record(image: &mut Image) {
     let ours = Proc::process(std::process::id()).and_then(|own| own.cgroup()).unwrap_or_default();
-    let ours: Vec<String> = ours.iter().map(|line| String::from_utf8_lossy(line).into_owned()).collect();
     let mounts = cgroups::mounts().unwrap_or_default();
     let lines = image.processes.iter().flat_map(|process| &process.cgroup);
     let mut all: BTreeSet<(String, String)> = BTreeSet::new();
     for (controllers, path) in lines.filter_map(|line| cgroups::parse(line)) {
         // Ancestors are prefixes, and so come first.
-        let above = Path::new(path).ancestors().filter_map(Path::to_str).filter(|path| *path != "/");
+        let above = cgroups::ancestors(path).filter(|path| *path != "/");
         all.extend(above.map(|path| (controllers.to_owned(), path.to_owned())));
     }
     let is_ours = |controllers: &str, path: &str| {

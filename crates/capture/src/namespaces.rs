@@ -6,6 +6,7 @@
 mod ipc;
 
 use crate::attributes::target::{has_ended, named};
+use crate::relations::descends;
 use crate::target::Target;
 use crate::{Builder, Error, Result};
 use std::os::fd::{AsFd, OwnedFd};
@@ -18,8 +19,6 @@ use stillpoint_linux::{Error as Kernel, Result as KernelResult, network, sysv};
 /// Kinds that can be captured, but time, of which there is nothing in a namespace that anybody could change.
 const KINDS: [NamespaceKind; 4] =
     [NamespaceKind::Uts, NamespaceKind::Ipc, NamespaceKind::Cgroup, NamespaceKind::Network];
-/// Of more new processes than this not each is looked at, but all there are.
-const MANY: u32 = 1000;
 
 /// The namespaces of the program's own.
 #[derive(Clone, Debug, Default)]
@@ -256,23 +255,6 @@ fn of_threads(pid: u32, kinds: &[NamespaceKind]) -> KernelResult<Vec<Namespace>>
     Ok(all)
 }
 
-/// Whether a process is a descendant of one of these.
-fn descends(pid: u32, members: &[u32]) -> bool {
-    const DEEP: usize = 100_000;
-    let mut pid = pid;
-    for _ in 0..DEEP {
-        let Ok(stat) = Proc::process(pid).and_then(|p| p.stat()) else { return false };
-        if members.contains(&stat.ppid) {
-            return true;
-        }
-        pid = stat.ppid;
-        if pid <= 1 {
-            return false;
-        }
-    }
-    false
-}
-
 /// Describes the namespaces of the tree, which stands still; `pids` are all of its processes, of which the rows are
 /// returned in their order.
 pub(crate) fn describe(builder: &mut Builder, pids: &[u32], exact: bool) -> Result<Vec<Vec<u32>>> {
@@ -281,7 +263,9 @@ pub(crate) fn describe(builder: &mut Builder, pids: &[u32], exact: bool) -> Resu
         return Ok(vec![Vec::new(); pids.len()]);
     }
     let mut found = std::mem::take(&mut builder.namespaces);
-    refuse_shared(builder, &found, pids, newer(&found));
+    // Those that were made since it was looked who else is in them.
+    let newer = proc::made_since([found.last_pid]).unwrap_or_default();
+    refuse_shared(builder, &found, pids, newer);
     found.own.iter_mut().for_each(|own| own.pids.clear());
     for &pid in pids {
         for space in Proc::process(pid)?.namespaces_of(&KINDS)? {
@@ -299,15 +283,6 @@ pub(crate) fn describe(builder: &mut Builder, pids: &[u32], exact: bool) -> Resu
     let rows = pids.iter().map(of_process).collect();
     builder.namespaces = found;
     Ok(rows)
-}
-
-/// Processes that were made since it was looked who else is in them, and perhaps more.
-fn newer(found: &Namespaces) -> Vec<u32> {
-    match found.last_pid.zip(proc::last_pid()) {
-        Some((before, now)) if before == now => Vec::new(),
-        Some((before, now)) if now > before && now - before < MANY => (before + 1..=now).collect(),
-        _ => proc::processes().unwrap_or_default(),
-    }
 }
 
 /// What is in a namespace.
@@ -342,8 +317,7 @@ fn refuse_below(builder: &mut Builder, own: &Own) -> Result<()> {
         }
         Ok::<_, Error>(all)
     })?;
-    for (pid, line) in lines.iter().filter(|(_, line)| !line.ends_with(b":/")) {
-        let line = String::from_utf8_lossy(line);
+    for (pid, line) in lines.iter().filter(|(_, line)| !line.ends_with(":/")) {
         let why = format!(
             "it is in another control group ({line}) than that which is the root of its cgroup namespace"
         );

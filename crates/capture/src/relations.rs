@@ -145,7 +145,7 @@ pub fn check(builder: &mut Builder, pids: &[u32]) {
 /// Refuses processes outside of the tree (whose processes are `pids`) with which it shares descriptors or directories. While
 /// it `runs`, it may have others by now.
 pub fn refuse_sharers(builder: &mut Builder, pids: &[u32], runs: bool) {
-    let inside = |pid: u32| pids.contains(&pid) || runs && descends(pid, pids);
+    let inside = |pid: u32| if runs { descends(pid, pids) } else { pids.contains(&pid) };
     let outside = |s: &&Sharing| !inside(s.other);
     for found in builder.sharing.iter().filter(outside).copied().collect::<Vec<_>>() {
         // It may have ended meanwhile, or have left what it shared.
@@ -176,7 +176,8 @@ fn refuse_sharers_of_threads(builder: &mut Builder) {
     }
 }
 
-fn descends(mut pid: u32, from: &[u32]) -> bool {
+/// Whether a process is one of these, or a descendant of one.
+pub(crate) fn descends(mut pid: u32, from: &[u32]) -> bool {
     while pid > 1 && !from.contains(&pid) {
         pid = Proc::process(pid).and_then(|p| p.stat()).map_or(0, |stat| stat.ppid);
     }

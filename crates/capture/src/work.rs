@@ -35,8 +35,6 @@ const FRESH: Duration = Duration::from_millis(30);
 const READ_AT_THE_CUT: u64 = 4 << 20;
 /// Of a process that has just been made, so much is copied in the cut rather than read from a twin, bytes.
 const SMALL: u64 = 4 << 20;
-/// Of more new processes than this not each is looked at, but all there are.
-const MANY: u32 = 1000;
 
 /// One process of the tree, with the engine that saves its memory.
 pub(crate) struct Member {
@@ -708,11 +706,7 @@ fn all_hold(assumed: &[Assumed], known: &[Known]) -> Result<bool> {
 /// Outsiders, without those that were made by the program since they were looked for, and with all others that were.
 fn with_newer(mut outsiders: Outsiders, last_pid: Option<u32>, tree: &FrozenTree) -> Outsiders {
     outsiders.leave_out(&tree.processes.iter().map(|p| p.pid).collect::<Vec<_>>());
-    let newer: Vec<u32> = match last_pid.zip(proc::last_pid()) {
-        Some((before, now)) if before == now => return outsiders,
-        Some((before, now)) if now > before && now - before < MANY => (before + 1..=now).collect(),
-        _ => proc::processes().unwrap_or_default(),
-    };
+    let newer = proc::made_since([last_pid]).unwrap_or_default();
     let whose = |pid: &u32| Proc::process(*pid).and_then(|p| p.status()).map(|s| s.tgid).ok();
     let is_ours = |tgid: u32| tgid == std::process::id() || tree.processes.iter().any(|p| p.pid == tgid);
     outsiders.look_at(

@@ -45,6 +45,11 @@ pub fn parse(line: &str) -> Option<(&str, &str)> {
     rest.split_once(':').filter(|(_, path)| path.starts_with('/'))
 }
 
+/// A group's path and those of the groups that it lies in, the longest first.
+pub fn ancestors(path: &str) -> impl Iterator<Item = &str> {
+    Path::new(path).ancestors().filter_map(Path::to_str)
+}
+
 /// Lines of `/proc/self/mountinfo`.
 ///
 /// # Errors

@@ -19,7 +19,6 @@ pub fn headroom(process: &Proc) -> Result<u64> {
     let mut left = of_machine(&text);
     let mounts = cgroups::mounts()?;
     for line in process.cgroup()? {
-        let line = String::from_utf8_lossy(&line).into_owned();
         let Some((controllers, path)) = cgroups::parse(&line) else { continue };
         let names = match controllers {
             "" => VERSION_2,

@@ -4,7 +4,6 @@
 //! nothing to be had from it, and the process stays where we are, as it does if whoever took the checkpoint was in the same group:
 //! then it was not the program's own. Where something is not permitted the program runs without, and a note says so.
 
-use std::path::Path;
 use stillpoint_image::{ControlGroup, Image};
 use stillpoint_linux::cgroups::{self, Group};
 use stillpoint_linux::proc::Proc;
@@ -16,7 +15,6 @@ pub(crate) fn join(image: &Image, pids: &[u32]) -> Vec<String> {
     let mut gone: Vec<(&str, &str)> = Vec::new();
     for (process, &pid) in image.processes.iter().zip(pids) {
         let here = Proc::process(pid).and_then(|p| p.cgroup()).unwrap_or_default();
-        let here: Vec<String> = here.iter().map(|line| String::from_utf8_lossy(line).into_owned()).collect();
         for (controllers, path) in process.cgroup.iter().filter_map(|line| cgroups::parse(line)) {
             let is_there =
                 here.iter().filter_map(|line| cgroups::parse(line)).any(|at| at == (controllers, path));
@@ -45,7 +43,7 @@ fn is_wanted(image: &Image, controllers: &str, path: &str) -> bool {
 
 /// Whether a group or one that it lies in limits anything.
 fn limits(image: &Image, controllers: &str, path: &str) -> bool {
-    ancestors(path)
+    cgroups::ancestors(path)
         .filter_map(|path| recorded(image, controllers, path))
         .any(|group| !group.settings.is_empty())
 }
@@ -62,7 +60,7 @@ fn join_one(image: &Image, controllers: &str, path: &str, mounts: &str, pid: u32
         if !limits(image, controllers, path) {
             return Ok(()); // nothing is to be had from it
         }
-        let above: Vec<&str> = ancestors(path).collect();
+        let above: Vec<&str> = cgroups::ancestors(path).collect();
         for path in above.into_iter().rev() {
             let Some(group) = find(path).filter(|group| !group.exists()) else { continue };
             let settings =
@@ -71,9 +69,4 @@ fn join_one(image: &Image, controllers: &str, path: &str, mounts: &str, pid: u32
         }
     }
     group.join(pid).map_err(|e| e.to_string())
-}
-
-/// A path and those above it, the longest first.
-fn ancestors(path: &str) -> impl Iterator<Item = &str> {
-    Path::new(path).ancestors().filter_map(Path::to_str)
 }

@@ -24,7 +24,6 @@ pub fn process(target: &Proc, stat: &Stat, status: &Status) -> Result<Process> {
     let limits = limits::all(target)?.into_iter().enumerate();
     let rlimits =
         limits.map(|(resource, (soft, hard))| Rlimit { resource: resource as u32, soft, hard }).collect();
-    let lines = target.cgroup()?;
     Ok(Process {
         pid,
         leads_session: inner(&status.ns_sid, stat.session) == pid,
@@ -34,7 +33,7 @@ pub fn process(target: &Proc, stat: &Stat, status: &Status) -> Result<Process> {
         rlimits,
         oom_score_adj: target.oom_score_adj()?,
         stopped: (stat.state == b'T').then_some(libc::SIGSTOP as u32),
-        cgroup: lines.iter().map(|l| String::from_utf8_lossy(l).into_owned()).collect(),
+        cgroup: target.cgroup()?,
         ..Process::default()
     })
 }

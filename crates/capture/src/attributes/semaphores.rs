@@ -6,19 +6,19 @@
 
 use crate::{Builder, Result};
 use stillpoint_linux::sharing::{self, Shared};
-use stillpoint_linux::{spawn, sysv};
+use stillpoint_linux::{spawn, sysv, sysv::SemaphoreSet};
 
 /// Refuses processes that may have operations to be undone.
 pub fn refuse_undo(builder: &mut Builder, pids: &[u32]) -> Result<()> {
-    let mut ours = None;
+    let ours = sysv::semaphores()?;
     let mut users = Vec::new();
     for &pid in pids {
-        let sets = match (builder.namespaces.has_ipc_of(pid), &ours) {
-            (true, _) => builder.namespaces.in_ipc_of(pid, sysv::semaphores)?,
-            (false, Some(known)) => Vec::clone(known),
-            (false, None) => ours.insert(sysv::semaphores()?).clone(),
+        let used = |set: &&SemaphoreSet| set.last_users.contains(&pid);
+        let set = match builder.namespaces.has_ipc_of(pid) {
+            true => builder.namespaces.in_ipc_of(pid, sysv::semaphores)?.iter().find(used).cloned(),
+            false => ours.iter().find(used).cloned(),
         };
-        users.extend(sets.into_iter().find(|set| set.last_users.contains(&pid)).map(|set| (pid, set)));
+        users.extend(set.map(|set| (pid, set)));
     }
     if users.is_empty() {
         return Ok(());

@@ -417,24 +417,9 @@ fn may_change_namespaces(status: &Status) -> bool {
 /// # Errors
 /// That `/proc` cannot be read.
 pub fn newer<'a>(examined: impl IntoIterator<Item = &'a Examined>) -> Result<Vec<u32>> {
-    const MANY: u32 = 1000;
-    let mut before: Option<u32> = None;
-    let now = proc::last_pid();
-    for examined in examined {
-        match examined.last_pid.zip(now) {
-            Some((last, now)) if now >= last && examined.since.elapsed() < NO_ROUND => {
-                before = Some(before.map_or(last, |before| before.min(last)));
-            }
-            _ => return Ok(proc::processes()?),
-        }
-    }
-    match before.zip(now) {
-        Some((before, now)) if now - before < MANY => {
-            Ok((before + 1..=now).filter(|pid| Proc::thread_by_tid(*pid).is_ok()).collect())
-        }
-        Some(_) => Ok(proc::processes()?),
-        None => Ok(Vec::new()),
-    }
+    let looks = examined.into_iter().map(|e| e.last_pid.filter(|_| e.since.elapsed() < NO_ROUND));
+    let made = proc::made_since(looks)?;
+    Ok(made.into_iter().filter(|pid| Proc::thread_by_tid(*pid).is_ok()).collect())
 }
 
 /// Judges the namespaces of a thread; `alone`: it stands still, and the process has no other.

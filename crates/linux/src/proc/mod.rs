@@ -259,9 +259,9 @@ impl Proc {
     }
 
     /// Lines of `cgroup`: hierarchy, controllers and path, separated by colons.
-    pub fn cgroup(&self) -> Result<Vec<Vec<u8>>> {
+    pub fn cgroup(&self) -> Result<Vec<String>> {
         let text = self.read("cgroup")?;
-        Ok(text::lines(&text).map(<[u8]>::to_vec).collect())
+        Ok(text::lines(&text).map(|line| String::from_utf8_lossy(line).into_owned()).collect())
     }
 
     /// Timer slack of this thread, nanoseconds; `None` where we may not know.
@@ -327,6 +327,29 @@ pub fn processes() -> Result<Vec<u32>> {
 pub fn last_pid() -> Option<u32> {
     let text = std::fs::read("/proc/sys/kernel/ns_last_pid").ok()?;
     number(&text)?.try_into().ok()
+}
+
+/// Processes and threads that may have been made since each of these was the last one ([`last_pid`]): the numbers since then, some
+/// of which nobody has, or all processes where that cannot be told or there are many.
+///
+/// # Errors
+/// As [`processes`].
+pub fn made_since(looks: impl IntoIterator<Item = Option<u32>>) -> Result<Vec<u32>> {
+    const MANY: u32 = 1000;
+    let now = last_pid();
+    let mut oldest = now;
+    for look in looks {
+        match look.zip(now) {
+            Some((last, now)) if last <= now => oldest = oldest.min(look),
+            // The numbers have come round since.
+            _ => return processes(),
+        }
+    }
+    match oldest.zip(now) {
+        Some((oldest, now)) if now - oldest < MANY => Ok((oldest + 1..=now).collect()),
+        Some(_) => processes(),
+        None => Ok(Vec::new()),
+    }
 }
 
 /// A decimal number on a line of its own.
