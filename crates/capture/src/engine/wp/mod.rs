@@ -301,9 +301,8 @@ impl Armed {
     /// were that page protected just then, the word would stay, and whoever joins the thread would wait for ever. While
     /// the program runs, threads come that we do not know, so mappings that may be their stacks are left to the cut.
     fn arm_span(&mut self, span: Range) -> Result<()> {
-        let there = self.scan(span, there())?;
-        self.own.extend(there.iter().map(range));
-        let bytes: u64 = there.iter().map(|r| r.end - r.start).sum();
+        let pages = self.scan(span, there())?;
+        let bytes: u64 = pages.iter().map(|r| r.end - r.start).sum();
         let has_thread = self.exempt.iter().any(|e| (span.start..span.end()).contains(e));
         if bytes <= if has_thread { SMALL_WITH_THREAD } else { SMALL } {
             self.small.push(span);
@@ -312,7 +311,9 @@ impl Armed {
         if !self.follow(span) {
             return Ok(());
         }
-        for covered in cover(&there, span) {
+        // Only from here on it is told what is dropped: what was there a moment ago may be gone.
+        self.own.extend(self.scan(span, there())?.iter().map(range));
+        for covered in cover(&pages, span) {
             let mut at = covered.start;
             while at < covered.end() {
                 let end = (at / PIECE * PIECE + PIECE).min(covered.end());
@@ -511,8 +512,26 @@ impl Armed {
         Ok(own)
     }
 
-    /// Where every page is noted that appears, each one that is not protected must have been.
+    /// Where every page is noted that appears, each one that is not protected must have been. And each one of which the contents
+    /// are in the store must be there still: who drops pages goes on when that was noted, and drops them when it gets to run,
+    /// which may be after all was protected although it was noted before.
     fn nothing_unnoticed(&self) -> Result<()> {
+        for covered in &self.covered {
+            let there: Vec<Range> = self.scan(*covered, there())?.iter().map(range).collect();
+            for own in within(&self.own, *covered) {
+                for missing in without(own, within(&there, own)) {
+                    let held = self.desk.hold();
+                    let mut pages = (missing.start..missing.end()).step_by(PAGE as usize);
+                    let kept = |page: u64| {
+                        held.pages.state(page) == State::Kept
+                            && !held.changed.iter().any(|c| (c.start..c.end()).contains(&page))
+                    };
+                    if let Some(page) = pages.find(|p| kept(*p)) {
+                        return Err(Error::Lost(format!("the page at {page:#x} was dropped unnoticed")));
+                    }
+                }
+            }
+        }
         let bare = Category::PRESENT | Category::WRITTEN;
         let query = Query { all: bare, none: Category::ZERO, ..Query::default() };
         for covered in &self.covered {
