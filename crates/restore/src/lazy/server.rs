@@ -107,6 +107,11 @@ pub fn serve(work: &Work<'_>, by: &[BorrowedFd<'_>], claim: &mut Claim) -> Resul
         let served = server.attend(scope, by, claim);
         server.leave.store(true, Ordering::Relaxed);
         lifter.thread().unpark();
+        // One that leaves its processor to others just now would take long to hear of it.
+        while !fillers.iter().all(|filler| filler.is_finished()) {
+            server.give_back();
+            std::thread::sleep(PAUSE / 20);
+        }
         let mut result = served;
         for filler in fillers {
             let filled = filler.join().unwrap_or_else(|_| Err(Error::Failed("a loader failed".into())));
@@ -857,7 +862,15 @@ impl<'a> Server<'a> {
     /// Puts in ahead what nobody waits for yet: what was wanted first the last time, then the rest of the programs' own
     /// pages, each for all of them at once, then those of their copies.
     fn fill(&self) -> Result<()> {
-        self.yielding().push(rustix::thread::gettid().as_raw_nonzero().get() as u32);
+        let tid = rustix::thread::gettid().as_raw_nonzero().get() as u32;
+        self.yielding().push(tid);
+        let filled = self.fill_until_left();
+        // Somebody else may have the number soon.
+        self.yielding().retain(|other| *other != tid);
+        filled
+    }
+
+    fn fill_until_left(&self) -> Result<()> {
         // Where processors are few, the program should not have to wait for one, but for what it is sure to want. Whoever may
         // not take a processor at once might not get one back that they have left to others.
         let yields = at_once();
@@ -920,6 +933,10 @@ impl<'a> Server<'a> {
         while began.elapsed() < after && !self.leave.load(Ordering::Relaxed) {
             std::thread::park_timeout(after.saturating_sub(began.elapsed()));
         }
+        self.give_back();
+    }
+
+    fn give_back(&self) {
         self.yielding().iter().for_each(|tid| Turn::Ours.take_for(*tid));
     }
 
