@@ -66,6 +66,13 @@ under! { stop precopy wp fork auto: {
         wide.within(&["16MiB", "256KiB"]),
         everything,
     ;
+    shared_memory:
+        by_two.with_children(),
+        by_children.with_children(),
+        dropped.with_children(),
+        remapped.with_children(),
+        attached.with_children(),
+    ;
     storms:
         heap,
         stacks,

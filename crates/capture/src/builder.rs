@@ -131,6 +131,11 @@ impl Builder {
         (row, true)
     }
 
+    /// Row of a memory object that was found.
+    pub(crate) fn object_row(&self, (dev, ino): (u64, u64)) -> Option<u32> {
+        self.objects.get(&(dev, ino)).copied()
+    }
+
     /// Files that need a digest: those whose contents a restore will check.
     pub fn wants_digest(&self) -> impl Iterator<Item = (u32, &PathFile)> {
         let rows = self.image.paths.iter().enumerate();

@@ -1,6 +1,7 @@
 //! A running process becomes a checkpoint: freeze, inspect, memory engines.
 #![forbid(unsafe_code)]
 
+mod ahead;
 pub mod attributes;
 pub mod blocked;
 mod brief;

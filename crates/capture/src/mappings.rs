@@ -175,6 +175,11 @@ fn flags(smap: &Smap) -> MappingFlags {
     flags
 }
 
+/// Whether a mapping is of shared anonymous memory, by its name.
+pub(crate) fn is_shared_anonymous(vma: &Vma) -> bool {
+    vma.shared && (vma.name == SHARED_ANONYMOUS || vma.name.starts_with(b"[anon_shmem:"))
+}
+
 /// What stands behind a mapping; `None` if it need not be recreated.
 fn backing(
     builder: &mut Builder,
@@ -201,8 +206,7 @@ fn backing(
         return Ok(Some(Backing::Anonymous));
     }
     let memfd = name.strip_prefix(b"/memfd:").map(files::memory::memfd_name);
-    let shared_anonymous = vma.shared && (name == SHARED_ANONYMOUS || name.starts_with(b"[anon_shmem:"));
-    if memfd.is_some() || (shared_anonymous && vma.deleted) || name.starts_with(b"/anon_hugepage") {
+    if memfd.is_some() || (is_shared_anonymous(vma) && vma.deleted) || name.starts_with(b"/anon_hugepage") {
         let what = describe(smap);
         if let Some(holder) = outsiders.memory(vma.ino) {
             builder.refuse(what, format!("its memory is shared with {holder}"), "end the other process");

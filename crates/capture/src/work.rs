@@ -1,5 +1,6 @@
 //! A checkpoint being taken: of every process of a tree its memory engine, and of all of them one instant.
 
+use crate::ahead::Ahead;
 use crate::blocked::Earlier;
 use crate::engine::fork::Fork;
 use crate::engine::precopy::{Behind, Precopy};
@@ -35,6 +36,9 @@ const FRESH: Duration = Duration::from_millis(30);
 const READ_AT_THE_CUT: u64 = 4 << 20;
 /// Of a process that has just been made, so much is copied in the cut rather than read from a twin, bytes.
 const SMALL: u64 = 4 << 20;
+
+/// To look at the memory of so many processes is worth another thread.
+const MANY: usize = 4;
 
 /// One process of the tree, with the engine that saves its memory.
 pub(crate) struct Member {
@@ -109,6 +113,8 @@ pub(crate) struct Work<'a> {
     learned: Option<(Instant, Learned)>,
     /// Until the commit.
     writer: Option<Writer>,
+    /// Shared memory that is copied while the program runs.
+    ahead: Ahead,
     /// Whose contents the writer has, besides memory's: objects and files by their numbers at one instant.
     stored: Vec<Owner>,
     /// So many processes have been numbered, also those that have ended since: the writer may have pages of them.
@@ -178,6 +184,7 @@ impl<'a> Work<'a> {
             exact: options.kill,
             learned: None,
             writer: Some(writer),
+            ahead: Ahead::default(),
             stored: Vec::new(),
             rows,
         }
@@ -205,6 +212,7 @@ impl<'a> Work<'a> {
             self.learned = Some((Instant::now(), self.learn()?));
             self.prepare_all()?;
         }
+        self.copy_ahead()?;
         loop {
             let mut held = self.freeze()?;
             if let Some(not_taken) = self.cut(&mut held)? {
@@ -230,6 +238,24 @@ impl<'a> Work<'a> {
             }
             // What was only assumed wrongly is no reason for another engine.
             self.again(lost.filter(|_| self.exact == exact))?;
+        }
+    }
+
+    /// Copies shared memory while the program runs, if its processes have enough of it.
+    fn copy_ahead(&mut self) -> Result<()> {
+        let Some((_, learned)) = self.learned.as_ref().filter(|_| self.options.engine != Engine::Stop) else {
+            return Ok(());
+        };
+        let (writer, members) = (writer(&mut self.writer)?, &mut self.members);
+        match self.ahead.begin(members, &learned.builder, writer, self.progress, &mut self.log) {
+            Err(Error::Store(e)) => Err(Error::Store(e)),
+            // A process of it may just have ended. The cut copies what there is.
+            Err(e) => {
+                self.log.tell(format!("shared memory is not copied ahead: {e}"));
+                self.ahead.give_up();
+                Ok(())
+            }
+            begun => begun,
         }
     }
 
@@ -421,6 +447,7 @@ impl<'a> Work<'a> {
                 converged => converged?,
             }
         }
+        self.ahead.converge(writer(&mut self.writer)?, self.progress, &mut self.log)?;
         // Following memory may have taken long.
         Known::refresh(&mut learned.known);
         learned.known.iter_mut().for_each(Known::observe);
@@ -482,12 +509,14 @@ impl<'a> Work<'a> {
     ) -> Result<Vec<Assumed>> {
         let pids: Vec<u32> = tree.processes.iter().map(|p| p.pid).collect();
         let spaces = namespaces::describe(builder, &pids, self.exact)?;
+        let many = pids.len() >= MANY;
         let (mut maps, mut works) = (Vec::with_capacity(pids.len()), Vec::new());
+        works.extend(self.ahead.rest());
         for member in &mut self.members {
             let Member { target, engine, .. } = member;
             let of_it = target.process.maps()?;
             let engine = engine.as_deref_mut().ok_or_else(|| Error::Failed("there is no engine".into()))?;
-            works.extend(engine.rest(target, &of_it)?);
+            works.extend(engine.rest(target, &of_it, many)?);
             maps.push(of_it);
         }
         let mut describe = || inspect(builder, &mut tree.processes, known, outsiders, &maps);
@@ -593,10 +622,12 @@ impl<'a> Work<'a> {
     /// Stores what is behind descriptors and shared mappings; forgets what was stored of an instant that was lost.
     fn store_contents(&mut self, builder: &Builder) -> Result<()> {
         let of_a_lost_instant = std::mem::take(&mut self.stored);
-        self.stored = builder.contents.iter().map(|c| c.owner).collect();
+        self.ahead.cut(builder, &self.members, self.options.buffer, &mut self.log)?;
+        let left = || builder.contents.iter().filter(|c| !self.ahead.has(c.owner));
+        self.stored = left().map(|c| c.owner).collect();
         let (writer, progress) = (writer(&mut self.writer)?, self.progress);
         of_a_lost_instant.into_iter().for_each(|owner| writer.keep_only(owner, Vec::new()));
-        for content in &builder.contents {
+        for content in left() {
             files::copy_content(content, writer, &mut |bytes| progress.advance(bytes))?;
             writer.keep_only(content.owner, content.ranges.clone());
         }
@@ -608,7 +639,10 @@ impl<'a> Work<'a> {
             let finished = self.running(index, |engine, running| engine.finish(running));
             finished.map_err(|e| (Some(index), e))?;
         }
-        let settle = |writer: &mut Writer| Ok(writer.settle()?);
+        let settle = |writer: &mut Writer| {
+            self.ahead.put(writer)?;
+            Ok(writer.settle()?)
+        };
         writer(&mut self.writer).and_then(settle).map_err(|e| (None, e))
     }
 
@@ -670,6 +704,7 @@ impl<'a> Work<'a> {
         groups::record(&mut builder.image);
         builder.image.meta.pause_ns = pause.as_nanos() as u64;
         let mut writer = self.writer.take().ok_or_else(|| Error::Failed("there is no writer".into()))?;
+        self.ahead.settle(&mut writer);
         for gone in (0..self.rows).filter(|row| self.members.iter().all(|m| m.target.space != *row)) {
             writer.keep_only(Owner::Space(gone), Vec::new());
         }

@@ -34,6 +34,8 @@ pub struct Segment {
     pub marked: bool,
     /// Attachments: one for each mapping of it, in all processes.
     pub attachments: u64,
+    /// When it was last attached, and last detached, seconds since the epoch; 0 for never.
+    pub attached_s: (i64, i64),
 }
 
 /// `shmctl`.
@@ -65,6 +67,7 @@ pub fn segment(id: i32) -> Result<Option<Segment>> {
         locked: mode & LOCKED != 0,
         marked: mode & MARKED != 0,
         attachments: raw.shm_nattch,
+        attached_s: (raw.shm_atime, raw.shm_dtime),
     }))
 }
 

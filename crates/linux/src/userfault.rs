@@ -53,6 +53,8 @@ pub enum Mode {
     /// The kernel notes the first write to a protected page and lets the writer go on; [`crate::pagemap`] tells which pages
     /// were written.
     Noted,
+    /// As `Noted`; and whoever drops or moves pages (`madvise`, `mremap`) waits until that has been read.
+    Told,
     /// Whoever writes to a protected page waits until it is released; [`Userfault::events`] tells of it. Whoever drops or
     /// moves pages (`madvise`, `munmap`, `mremap`) waits until that has been read too.
     Waits,
@@ -233,6 +235,7 @@ impl Userfault {
         let common = Features::WP_SHMEM | Features::WP_UNPOPULATED;
         let features = match mode {
             Mode::Noted => common | Features::WP_ASYNC,
+            Mode::Told => common | Features::WP_ASYNC | Features::EVENT_REMOVE | Features::EVENT_REMAP,
             Mode::Waits => {
                 let events = Features::EVENT_REMOVE | Features::EVENT_REMAP | Features::EVENT_UNMAP;
                 common | events | Features::FAULT_FLAG_WP | Features::THREAD_ID

@@ -65,6 +65,13 @@ impl Layers {
         }
     }
 
+    /// Makes all pages of an owner those of another one, whatever that had before. Rows are others afterwards.
+    pub fn give(&mut self, from: Owner, to: Owner) {
+        self.log.retain(|layer| layer.extent.owner != to);
+        let given = self.log.iter_mut().filter(|layer| layer.extent.owner == from);
+        given.for_each(|layer| layer.extent.owner = to);
+    }
+
     /// Of an owner's pages, only those in these ranges (ascending) will be in the result.
     pub fn keep_only(&mut self, owner: Owner, ranges: Vec<Range>) {
         self.kept.insert(owner, ranges);

@@ -30,6 +30,8 @@ pub struct Writer {
     folder: Folder,
     medium: Medium,
     pipeline: Pipeline,
+    /// Whose pages will be whose.
+    given: Vec<(Owner, Owner)>,
     /// Older segments known to be there.
     reused: BTreeSet<u64>,
     committed: bool,
@@ -62,8 +64,8 @@ impl Writer {
         ledger.write(&medium, &folder)?;
         let segment = Segment::create(&medium, &folder, ledger.segment)?;
         let pipeline = Pipeline::new(medium.clone(), segment);
-        let reused = BTreeSet::new();
-        Ok(Writer { id, folder, medium, pipeline, reused, committed: false, _lock: lock })
+        let (given, reused) = (Vec::new(), BTreeSet::new());
+        Ok(Writer { id, folder, medium, pipeline, given, reused, committed: false, _lock: lock })
     }
 
     /// Number that the checkpoint will have within its job.
@@ -211,6 +213,12 @@ impl Writer {
         self.pipeline.layers.keep_only(owner, ranges);
     }
 
+    /// When the checkpoint is committed, all pages that were put for `from` will be those of `to`, and whatever was put for that
+    /// one is forgotten: for pages that are put before it is known whose they are.
+    pub fn give(&mut self, from: Owner, to: Owner) {
+        self.given.push((from, to));
+    }
+
     /// Commits the checkpoint: page data durable, then the manifest durable under a temporary name, then its name,
     /// then the folder. Sets `job`, `id`, `pages` and `written_bytes` of the image's [`stillpoint_image::Meta`].
     ///
@@ -219,6 +227,7 @@ impl Writer {
     /// [`Error::Failed`].
     pub fn commit(mut self, mut image: Image) -> Result<Committed> {
         self.pipeline.finish()?;
+        self.given.iter().for_each(|&(from, to)| self.pipeline.layers.give(from, to));
         let pages = std::mem::take(&mut self.pipeline.layers).flatten();
         let own = self.pipeline.segment().id;
         let points_to_own = |e: &Extent| matches!(e.place, Place::Stored { segment, .. } if segment == own);

@@ -187,8 +187,8 @@ pub(crate) trait MemoryEngine {
     }
 
     /// The program has just come to rest, with these mappings: what can be done for the cut while all else is described, if
-    /// that is worth another thread.
-    fn rest<'s>(&'s mut self, _: &'s Target, _: &[Vma]) -> Result<Option<AtRest<'s>>> {
+    /// that is worth another thread. `many`: there are many processes, and so there is one.
+    fn rest<'s>(&'s mut self, _: &'s Target, _: &[Vma], _many: bool) -> Result<Option<AtRest<'s>>> {
         Ok(None)
     }
 

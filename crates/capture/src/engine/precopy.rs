@@ -188,9 +188,9 @@ impl MemoryEngine for Precopy {
         }
     }
 
-    fn rest<'s>(&'s mut self, target: &'s Target, maps: &[Vma]) -> Result<Option<AtRest<'s>>> {
+    fn rest<'s>(&'s mut self, target: &'s Target, maps: &[Vma], many: bool) -> Result<Option<AtRest<'s>>> {
         let spans = spans_of_maps(maps);
-        let worth_it = spans.iter().map(|s| s.range.len).sum::<u64>() >= WORTH_HELPERS;
+        let worth_it = many || spans.iter().map(|s| s.range.len).sum::<u64>() >= WORTH_HELPERS;
         let Some(tracking) = self.tracking.as_mut().filter(|_| worth_it && self.unfit.is_none()) else {
             return Ok(None);
         };

@@ -537,7 +537,7 @@ pub(crate) fn open_inside(target: &Target, frozen: &mut Frozen, mode: Mode) -> R
     let number = lowest_free(&fdinfo::list(target.pid)?);
     // A program without CAP_SYS_PTRACE may only make one that does not stop the kernel itself. Where writes are only
     // noted, nothing stops anyway.
-    let user_mode_only = if mode == Mode::Noted { 1 } else { 0 };
+    let user_mode_only = if matches!(mode, Mode::Noted | Mode::Told) { 1 } else { 0 };
     let open = |flags: u64| (libc::SYS_userfaultfd, [userfault::OPEN_FLAGS | flags, 0, 0, 0, 0, 0]);
     let close = (libc::SYS_close, [number, 0, 0, 0, 0, 0]);
     let lender = Lender { process: &target.process, memory: &target.memory, gadgets: target.gadgets };

@@ -1,6 +1,7 @@
 //! Files behind mappings.
 
 use super::paths;
+use crate::regions::union;
 use crate::{Builder, Content, Result};
 use rustix::fs::{FileType, Mode, OFlags};
 use std::os::fd::OwnedFd;
@@ -92,31 +93,5 @@ fn save_range(builder: &mut Builder, path: u32, source: OwnedFd, range: Range, w
     match builder.contents.iter_mut().find(|c| c.owner == owner) {
         Some(content) => content.ranges = ranges,
         None => builder.contents.push(Content { owner, source, ranges, what }),
-    }
-}
-
-/// The same bytes in ascending ranges that do not touch.
-fn union(mut ranges: Vec<Range>) -> Vec<Range> {
-    ranges.sort_unstable_by_key(|r| r.start);
-    let mut out: Vec<Range> = Vec::with_capacity(ranges.len());
-    for r in ranges {
-        match out.last_mut() {
-            Some(last) if last.end() >= r.start => last.len = last.len.max(r.end() - last.start),
-            _ => out.push(r),
-        }
-    }
-    out
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn ranges_are_united() {
-        let r = |start, len| Range { start, len };
-        let all = vec![r(8, 4), r(0, 4), r(4, 2), r(9, 1), r(20, 1)];
-        assert_eq!(union(all), vec![r(0, 6), r(8, 4), r(20, 1)]);
     }
 }

@@ -51,6 +51,8 @@ pub struct Stat {
     pub tpgid: i32,
     /// Kernel flags.
     pub flags: TaskFlags,
+    /// Page faults, minor and major, of children that have ended and been waited for.
+    pub child_faults: u64,
     /// CPU time in user mode, clock ticks.
     pub utime: u64,
     /// CPU time in the kernel, clock ticks.
@@ -146,6 +148,7 @@ fn parse_line(text: &[u8]) -> Option<Stat> {
         tty: signed(7)? as u32,
         tpgid: signed(8)?,
         flags: TaskFlags::from_bits_retain(small(9)?),
+        child_faults: unsigned(11)?.saturating_add(unsigned(13)?),
         utime: unsigned(14)?,
         stime: unsigned(15)?,
         nice: signed(19)?,

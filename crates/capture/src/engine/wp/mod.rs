@@ -24,7 +24,7 @@ use super::{Base, Copied, Cut, Engine, Kept, MemoryEngine, Running, Still, polit
 use crate::brief::stop_briefly;
 use crate::checkpoint::Progress;
 use crate::freeze::Frozen;
-use crate::regions::{Span, own_pages, range, spans, spans_of_maps};
+use crate::regions::{Span, own_pages, range, spans, spans_of_maps, union};
 use crate::target::Target;
 use crate::{Error, Result};
 use around::Around;
@@ -685,19 +685,6 @@ fn within(ranges: &[Range], span: Range) -> impl Iterator<Item = Range> {
         let (start, end) = (r.start.max(span.start), r.end().min(span.end()));
         Range { start, len: end - start }
     })
-}
-
-/// All ranges, ascending and apart.
-fn union(mut ranges: Vec<Range>) -> Vec<Range> {
-    ranges.sort_unstable_by_key(|r| r.start);
-    let mut union: Vec<Range> = Vec::new();
-    for range in ranges {
-        match union.last_mut() {
-            Some(last) if range.start <= last.end() => last.len = last.len.max(range.end() - last.start),
-            _ => union.push(range),
-        }
-    }
-    union
 }
 
 /// The parts of a span that are in none of some ranges within it (ascending, apart).

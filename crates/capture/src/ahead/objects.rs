@@ -1,0 +1,226 @@
+//! Objects of shared memory, who has them mapped, and how they are copied.
+
+use super::Member;
+use crate::engine::{politely, put_error};
+use crate::files::memory::internal_device;
+use crate::files::segments::is_attachment;
+use crate::mappings::is_shared_anonymous;
+use crate::regions::within;
+use crate::{Builder, Error, Progress, Result};
+use rustix::fs::{Stat, fstat};
+use std::collections::{BTreeMap, HashMap};
+use std::os::fd::OwnedFd;
+use std::time::{Duration, SystemTime};
+use stillpoint_image::{Backing, Image, Owner, PAGE, Range};
+use stillpoint_linux::{Error as Kernel, digest, sysv};
+use stillpoint_store::{Writer, Zeros};
+
+/// Less than this, bytes, is copied in the cut: that takes about as long as to begin to follow a process.
+const LITTLE: u64 = 1 << 20;
+/// Page tables that following may cost, in all processes: an eighth of what is copied, and so many bytes more.
+const TABLES: u64 = 16 << 20;
+/// The times of a System V segment are in seconds: after a younger change another one may have the same time.
+const SECOND: Duration = Duration::from_secs(2);
+
+/// Device and inode of an object, or the number that stands for System V segments and an id, as in [`Builder::object`].
+pub(super) type Key = (u64, u64);
+
+/// A mapping of an object.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Mapping {
+    pub pid: u32,
+    pub start: u64,
+    pub end: u64,
+    /// Where in the object it begins, bytes.
+    pub offset: u64,
+}
+
+impl Mapping {
+    /// Where it lies in memory.
+    pub fn span(&self) -> Range {
+        Range { start: self.start, len: self.end - self.start }
+    }
+}
+
+/// What an object was like at some moment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Stamp {
+    size: i64,
+    /// Of a segment: when it was attached and detached last.
+    attached: Option<(i64, i64)>,
+}
+
+/// An object that is copied ahead.
+#[derive(Debug)]
+pub(super) struct Object {
+    /// Under which its pages are stored until it has a row.
+    pub owner: Owner,
+    pub source: OwnedFd,
+    pub stamp: Stamp,
+    pub mappings: Vec<Mapping>,
+    /// All that may write it are followed.
+    pub is_followed: bool,
+    /// Written since it was copied, where in the object.
+    pub left: Vec<Range>,
+    /// What the cut has copied: pages one behind the other.
+    pub copied: Vec<u8>,
+    pub copied_ranges: Vec<Range>,
+    /// The cut has seen all that was written: what it did not copy is as it was copied before.
+    pub row: Option<(u32, Vec<Range>)>,
+}
+
+impl Object {
+    pub fn is_of(&self, pid: u32) -> bool {
+        self.mappings.iter().any(|m| m.pid == pid)
+    }
+
+    /// What is known of one; `None` if it would take too many page tables to follow it, or something is just being done to it.
+    pub fn open(members: &[Member], key: Key, mappings: Vec<Mapping>, number: u32) -> Result<Option<Self>> {
+        let Some(first) = mappings.first() else { return Ok(None) };
+        let Some(member) = members.iter().find(|m| m.target.pid == first.pid) else { return Ok(None) };
+        let link = format!("map_files/{:x}-{:x}", first.start, first.end);
+        let Ok(source) = member.target.process.open_file(&link) else { return Ok(None) };
+        let (stat, stamp) = (stat_of(&source)?, stamp(&source, key)?);
+        let is_it = stat.st_ino == key.1 && stat.st_nlink == 0;
+        let mapped: u64 = mappings.iter().map(|m| m.end - m.start).sum();
+        let data = stat.st_blocks as u64 * 512;
+        let pays = data >= LITTLE && mapped / 512 <= TABLES + data / 8;
+        Ok((is_it && pays && stamp.is_old()).then_some(Object {
+            owner: Owner::Object(u32::MAX - number),
+            source,
+            stamp,
+            mappings,
+            is_followed: false,
+            left: Vec::new(),
+            copied: Vec::new(),
+            copied_ranges: Vec::new(),
+            row: None,
+        }))
+    }
+
+    /// Whether it has been resized, or attached elsewhere.
+    pub fn changed_since(&self, key: Key) -> Result<bool> {
+        Ok(stamp(&self.source, key)? != self.stamp)
+    }
+
+    /// Copies what is left.
+    pub fn copy(&mut self, writer: &mut Writer, progress: &(dyn Progress + Sync)) -> Result<()> {
+        let left = std::mem::take(&mut self.left);
+        let fill = |batch: &[Range], buffer: &mut [u8]| {
+            progress.advance(buffer.len() as u64);
+            read_one_by_one(&self.source, batch, buffer)
+        };
+        politely(|| writer.put_parallel(self.owner, &left, Zeros::Omit, &fill)).map_err(put_error)
+    }
+
+    /// Copies what is left in the cut; these are the `ranges` of it that are to be stored, as row `row`. Tells how many pages.
+    pub fn copy_the_rest(&mut self, row: u32, ranges: &[Range], most: u64) -> Result<Option<u64>> {
+        let left: Vec<Range> = self.left.iter().flat_map(|r| within(ranges, r.start, r.end())).collect();
+        let bytes: u64 = left.iter().map(|r| r.len).sum();
+        if bytes > most {
+            return Ok(None);
+        }
+        if self.copied.len() < bytes as usize {
+            self.copied.resize(bytes as usize, 0);
+        }
+        read_one_by_one(&self.source, &left, &mut self.copied)?;
+        self.copied_ranges = left;
+        self.row = Some((row, ranges.to_vec()));
+        Ok(Some(bytes / PAGE))
+    }
+
+    /// Brings what the cut copied to the store.
+    pub fn put(&self, writer: &mut Writer) -> Result<()> {
+        let mut rest = self.copied.as_slice();
+        for range in &self.copied_ranges {
+            let (bytes, behind) = rest.split_at(range.len as usize);
+            rest = behind;
+            let fill = |address: u64, buffer: &mut [u8]| {
+                let from = (address - range.start) as usize;
+                buffer.copy_from_slice(&bytes[from..from + buffer.len()]);
+                Ok::<(), Kernel>(())
+            };
+            writer.put(self.owner, *range, Zeros::Omit, fill).map_err(put_error)?;
+        }
+        Ok(())
+    }
+}
+
+impl Stamp {
+    /// Whether any later change tells itself.
+    fn is_old(&self) -> bool {
+        let now = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
+        let since = |second: i64| now.saturating_sub(Duration::from_secs(second.max(0) as u64));
+        self.attached.is_none_or(|(on, off)| since(on.max(off)) > SECOND)
+    }
+}
+
+/// Shared memory without a name that these processes have mapped, and where.
+pub(super) fn objects(members: &[Member], builder: &Builder) -> Result<BTreeMap<Key, Vec<Mapping>>> {
+    let mut found: BTreeMap<Key, Vec<Mapping>> = BTreeMap::new();
+    for member in members {
+        let (pid, process) = (member.target.pid, &member.target.process);
+        for vma in process.maps()?.iter().filter(|v| v.shared && v.deleted) {
+            let key = match () {
+                () if is_shared_anonymous(vma) && Some(vma.dev) == internal_device() => (vma.dev, vma.ino),
+                () if vma.name.starts_with(b"/SYSV")
+                    && !builder.namespaces.has_ipc_of(pid)
+                    && is_attachment(process, vma) =>
+                {
+                    (u64::MAX, vma.ino)
+                }
+                () => continue,
+            };
+            let mapping = Mapping { pid, start: vma.start, end: vma.end, offset: vma.offset };
+            found.entry(key).or_default().push(mapping);
+        }
+    }
+    found.values_mut().for_each(|mappings| mappings.sort_unstable());
+    Ok(found)
+}
+
+/// Where memory objects are mapped, by their rows.
+pub(super) fn mappings_by_row(members: &[Member], image: &Image) -> HashMap<u32, Vec<Mapping>> {
+    let mut all: HashMap<u32, Vec<Mapping>> = HashMap::new();
+    for member in members {
+        let pid = member.target.pid;
+        for m in &image.spaces[member.target.space as usize].mappings {
+            if let Backing::Object { object, offset, .. } | Backing::Segment { object, offset, .. } =
+                m.backing
+            {
+                let mapping = Mapping { pid, start: m.start, end: m.end, offset };
+                all.entry(object).or_default().push(mapping);
+            }
+        }
+    }
+    all.values_mut().for_each(|mappings| mappings.sort_unstable());
+    all
+}
+
+/// Reads ranges, one behind the other; there may be more room.
+fn read_one_by_one(source: &OwnedFd, ranges: &[Range], buffer: &mut [u8]) -> Result<(), Kernel> {
+    let mut rest = buffer;
+    for range in ranges {
+        let (now, later) = rest.split_at_mut(range.len as usize);
+        digest::read_at(source, range.start, now)?;
+        rest = later;
+    }
+    Ok(())
+}
+
+pub(super) fn stat_of(source: &OwnedFd) -> Result<Stat> {
+    Ok(fstat(source).map_err(|e| Kernel::call("fstat shared memory", e))?)
+}
+
+pub(super) fn stamp(source: &OwnedFd, key: Key) -> Result<Stamp> {
+    let stat = stat_of(source)?;
+    let attached = match key {
+        (u64::MAX, id) => {
+            let segment = i32::try_from(id).ok().map(sysv::segment).transpose()?.flatten();
+            let gone = || Error::Failed(format!("there is no shared memory segment {id}"));
+            Some(segment.ok_or_else(gone)?.attached_s)
+        }
+        _ => None,
+    };
+    Ok(Stamp { size: stat.st_size, attached })
+}
