@@ -1,6 +1,7 @@
 //! The image under construction: each kernel object gets one row, however many ways lead to it.
 
 use crate::files::connections::Found;
+use crate::files::memory::data_ranges;
 use crate::files::segments::Attached;
 use crate::namespaces::Namespaces;
 use crate::{Error, Refusal, Result};
@@ -16,10 +17,20 @@ pub struct Content {
     pub owner: Owner,
     /// Where to read them: offset in the file is the address of the page.
     pub source: OwnedFd,
-    /// Byte ranges to read.
-    pub ranges: Vec<stillpoint_image::Range>,
+    /// Byte ranges to read; if nothing is told, all that are not holes when it is stored.
+    pub ranges: Option<Vec<stillpoint_image::Range>>,
     /// What it is, for error messages.
     pub what: String,
+}
+
+impl Content {
+    /// What is to be read of it.
+    ///
+    /// # Errors
+    /// That it cannot be asked what it holds.
+    pub fn to_be_read(&self) -> Result<Vec<stillpoint_image::Range>> {
+        self.ranges.clone().map_or_else(|| data_ranges(&self.source), Ok)
+    }
 }
 
 /// What two processes have in common, as was seen at some moment.

@@ -169,6 +169,11 @@ impl Known {
         self.threads.len()
     }
 
+    /// How many mappings it had.
+    pub fn mapped(&self) -> usize {
+        self.mappings.as_ref().map_or(0, |mappings| mappings.smaps().len())
+    }
+
     /// Goes through most of [`inspect`] while the program runs: what is then done in the freeze is done for the second
     /// time, with code, memory and the kernel's tables of names at hand. Returns what it found, which may be wrong.
     fn rehearse(&self, mappings: &Mappings, outsiders: &Outsiders, builder: &mut Builder) {
@@ -212,11 +217,12 @@ pub struct Ready {
 }
 
 impl Ready {
-    /// Enough for what is noted of so many threads.
-    pub fn new(threads: usize) -> Self {
+    /// Enough for what is noted of so many threads and mappings.
+    pub fn new(threads: usize, mappings: usize) -> Self {
         const BLOCK: usize = 64 << 10;
-        const EACH: usize = 16 << 10;
-        let blocks = 4 + (threads * EACH).div_ceil(BLOCK).min(1024);
+        const EACH_THREAD: usize = 16 << 10;
+        const EACH_MAPPING: usize = 1 << 10;
+        let blocks = 4 + (threads * EACH_THREAD + mappings * EACH_MAPPING).div_ceil(BLOCK).min(1024);
         let room: Vec<Vec<u8>> = (0..blocks).map(|_| black_box(vec![1; BLOCK])).collect();
         let end = black_box(vec![1; 4096]);
         drop(room);

@@ -41,6 +41,11 @@ impl Mappings {
         Ok(Mappings { smaps, guards, took: start.elapsed() })
     }
 
+    /// Each of them.
+    pub fn smaps(&self) -> &[Smap] {
+        &self.smaps
+    }
+
     /// Whether they can be read in the freeze.
     pub fn are_cheap(&self) -> bool {
         self.took < CHEAP

@@ -22,9 +22,9 @@ use std::collections::{HashMap, VecDeque};
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use stillpoint_image::{AddressSpace, Image, Namespace, Owner, PAGE, PathFile, Range, Usage};
+use stillpoint_image::{AddressSpace, Image, Namespace, Owner, PathFile, Usage};
 use stillpoint_linux::host;
-use stillpoint_linux::proc::{self, Proc};
+use stillpoint_linux::proc::{self, Proc, Vma};
 use stillpoint_linux::sharing::Shared;
 use stillpoint_store::{Committed, Writer};
 
@@ -32,7 +32,7 @@ use stillpoint_store::{Committed, Writer};
 const PACE_KEPT: u32 = 8;
 /// For so long, what was learned of a program serves for its freeze.
 const FRESH: Duration = Duration::from_millis(30);
-/// Files that the program keeps writing are read at the cut, up to this size, bytes.
+/// Of files that the program keeps writing so much is read at the cut, bytes.
 const READ_AT_THE_CUT: u64 = 4 << 20;
 /// Of a process that has just been made, so much is copied in the cut rather than read from a twin, bytes.
 const SMALL: u64 = 4 << 20;
@@ -220,8 +220,6 @@ impl<'a> Work<'a> {
                 continue;
             }
             let exact = self.exact;
-            let contents: Vec<(Owner, Vec<Range>)> =
-                held.builder.contents.iter().map(|c| (c.owner, c.ranges.clone())).collect();
             let lost = match self.complete(held) {
                 Err((member, Error::Lost(why))) => {
                     self.log.tell(format!("an instant was lost: {why}"));
@@ -230,12 +228,6 @@ impl<'a> Work<'a> {
                 Err((_, e)) => return Err(e),
                 Ok(done) => return Ok(done),
             };
-            // In the next instant they may have other numbers, or not be there.
-            if let Some(writer) = &mut self.writer {
-                for (owner, ranges) in contents {
-                    ranges.into_iter().for_each(|range| writer.forget(owner, whole_pages(range)));
-                }
-            }
             // What was only assumed wrongly is no reason for another engine.
             self.again(lost.filter(|_| self.exact == exact))?;
         }
@@ -451,7 +443,8 @@ impl<'a> Work<'a> {
         // Following memory may have taken long.
         Known::refresh(&mut learned.known);
         learned.known.iter_mut().for_each(Known::observe);
-        let ready = Ready::new(learned.known.iter().map(Known::threads).sum());
+        let sum = |of: fn(&Known) -> usize| learned.known.iter().map(of).sum();
+        let ready = Ready::new(sum(Known::threads), sum(Known::mapped));
         let hurry = Hurry::begin();
         let targets: Vec<Arc<Target>> = self.members.iter().map(|m| m.target.clone()).collect();
         let mut tree = FrozenTree::freeze(&targets, self.rows)?;
@@ -510,14 +503,13 @@ impl<'a> Work<'a> {
         let pids: Vec<u32> = tree.processes.iter().map(|p| p.pid).collect();
         let spaces = namespaces::describe(builder, &pids, self.exact)?;
         let many = pids.len() >= MANY;
-        let (mut maps, mut works) = (Vec::with_capacity(pids.len()), Vec::new());
+        let maps = maps_of(&self.members.iter().map(|m| &*m.target).collect::<Vec<_>>())?;
+        let mut works = Vec::new();
         works.extend(self.ahead.rest());
-        for member in &mut self.members {
+        for (member, of_it) in self.members.iter_mut().zip(&maps) {
             let Member { target, engine, .. } = member;
-            let of_it = target.process.maps()?;
             let engine = engine.as_deref_mut().ok_or_else(|| Error::Failed("there is no engine".into()))?;
-            works.extend(engine.rest(target, &of_it, many)?);
-            maps.push(of_it);
+            works.extend(engine.rest(&*target, of_it, many)?);
         }
         let mut describe = || inspect(builder, &mut tree.processes, known, outsiders, &maps);
         let all = match works.is_empty() {
@@ -590,7 +582,7 @@ impl<'a> Work<'a> {
     fn complete(&mut self, held: Held) -> Result<Done, (Option<usize>, Error)> {
         let whole = |e| (None, e);
         let Held { tree, mut builder, known, assumed, rehearsed, hurry, ready } = held;
-        self.store_contents(&builder).map_err(whole)?;
+        self.store_contents(&mut builder).map_err(whole)?;
         reuse_digests(&mut builder, Some(&rehearsed.image));
         files::take_digests_of(&mut builder, Usage::Write, Moment::Still(READ_AT_THE_CUT));
         if self.options.kill {
@@ -620,16 +612,16 @@ impl<'a> Work<'a> {
     }
 
     /// Stores what is behind descriptors and shared mappings; forgets what was stored of an instant that was lost.
-    fn store_contents(&mut self, builder: &Builder) -> Result<()> {
+    fn store_contents(&mut self, builder: &mut Builder) -> Result<()> {
         let of_a_lost_instant = std::mem::take(&mut self.stored);
         self.ahead.cut(builder, &self.members, self.options.buffer, &mut self.log)?;
-        let left = || builder.contents.iter().filter(|c| !self.ahead.has(c.owner));
-        self.stored = left().map(|c| c.owner).collect();
+        builder.contents.retain(|content| !self.ahead.has(content.owner));
+        self.stored = builder.contents.iter().map(|c| c.owner).collect();
         let (writer, progress) = (writer(&mut self.writer)?, self.progress);
         of_a_lost_instant.into_iter().for_each(|owner| writer.keep_only(owner, Vec::new()));
-        for content in left() {
-            files::copy_content(content, writer, &mut |bytes| progress.advance(bytes))?;
-            writer.keep_only(content.owner, content.ranges.clone());
+        for content in &builder.contents {
+            let ranges = files::copy_content(content, writer, &mut |bytes| progress.advance(bytes))?;
+            writer.keep_only(content.owner, ranges);
         }
         Ok(())
     }
@@ -783,14 +775,26 @@ fn learn(members: &[(Arc<Target>, bool)], options: &Options, exact: bool) -> Res
     Ok(Learned { builder, outsiders, last_pid, known, rehearsed })
 }
 
-fn impossible(engine: &str, why: &str) -> Error {
-    Error::Failed(format!("the engine {engine} is not possible: {why} (auto takes another)"))
+/// The mappings of processes, which half of them are read by another thread where there are many.
+fn maps_of(targets: &[&Target]) -> Result<Vec<Vec<Vma>>> {
+    let read = |targets: &[&Target]| {
+        targets.iter().map(|target| Ok(target.process.maps()?)).collect::<Result<Vec<Vec<Vma>>>>()
+    };
+    if targets.len() < MANY {
+        return read(targets);
+    }
+    let (first, second) = targets.split_at(targets.len() / 2);
+    std::thread::scope(|scope| {
+        let helper = scope.spawn(|| read(second));
+        let mut maps = read(first)?;
+        let failed = |_| Err(Error::Failed("reading mappings failed inside stillpoint".into()));
+        maps.extend(helper.join().unwrap_or_else(failed)?);
+        Ok(maps)
+    })
 }
 
-/// The pages of a range.
-fn whole_pages(range: Range) -> Range {
-    let start = range.start / PAGE * PAGE;
-    Range { start, len: range.end().next_multiple_of(PAGE) - start }
+fn impossible(engine: &str, why: &str) -> Error {
+    Error::Failed(format!("the engine {engine} is not possible: {why} (auto takes another)"))
 }
 
 /// Waits until a killed process is no more (though its parent may not have noticed yet).

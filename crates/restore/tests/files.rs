@@ -94,7 +94,7 @@ impl Folder {
     fn fill(&self, builder: &Builder) {
         for content in &builder.contents {
             let out = File::create(self.file(content.owner)).unwrap();
-            for range in &content.ranges {
+            for range in content.to_be_read().unwrap() {
                 let mut bytes = vec![0; range.len as usize];
                 stillpoint_linux::digest::read_at(&content.source, range.start, &mut bytes).unwrap();
                 out.write_all_at(&bytes, range.start).unwrap();
@@ -264,7 +264,7 @@ fn round_trip(script: &str) -> Image {
     assert_eq!(before, after, "before (left) and after (right)");
     for (a, b) in builder.contents.iter().zip(&again.contents) {
         let read = |c: &stillpoint_capture::Content| {
-            let mut bytes = vec![0; c.ranges.last().map_or(0, |r| r.end()) as usize];
+            let mut bytes = vec![0; c.to_be_read().unwrap().last().map_or(0, |r| r.end()) as usize];
             stillpoint_linux::digest::read_at(&c.source, 0, &mut bytes).unwrap();
             bytes
         };

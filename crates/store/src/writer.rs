@@ -178,29 +178,12 @@ impl Writer {
     }
 
     /// Does ahead what a commit would otherwise do: waits for what was put to be on its way to the medium, and works out which of
-    /// it counts. More can be put, forgotten and kept afterwards.
+    /// it counts. More can be put and kept afterwards.
     ///
     /// # Errors
     /// What has failed before.
     pub fn settle(&mut self) -> Result<()> {
         self.pipeline.settle()
-    }
-
-    /// Forgets what was put or reused in a range: the pages read as their mapping does by itself.
-    ///
-    /// # Panics
-    /// If the range is not whole pages.
-    pub fn forget(&mut self, owner: Owner, range: Range) {
-        assert!(
-            range.start.is_multiple_of(PAGE) && range.len.is_multiple_of(PAGE),
-            "{range:x?} is not whole pages"
-        );
-        let mut address = range.start;
-        while address < range.end() {
-            let pages = ((range.end() - address) / PAGE).min(u64::from(u32::MAX / 2)) as u32;
-            self.pipeline.layers.put_empty(owner, address, pages, true);
-            address += u64::from(pages) * PAGE;
-        }
     }
 
     /// Keeps, of all pages of an owner that were put or reused, only those in these ranges (ascending, apart); of the

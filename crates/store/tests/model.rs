@@ -5,18 +5,20 @@ mod common;
 use common::*;
 use proptest::prelude::*;
 use std::collections::BTreeMap;
-use stillpoint_image::{PAGE, Range};
+use stillpoint_image::{Owner, PAGE, Range};
 use stillpoint_store::Store;
 
 /// Pages of the model's memory.
 const PAGES: u64 = 300;
+/// Whose pages are somebody else's in the end.
+const ASIDE: Owner = Owner::Object(u32::MAX);
 
 #[derive(Clone, Debug)]
 enum Change {
     /// A run of pages gets new contents (or zeros, for seed 0).
     Put { first: u64, pages: u64, seed: u64 },
-    /// A run of pages is given back.
-    Forget { first: u64, pages: u64 },
+    /// A run of pages is put for an owner that is nobody in the end, or another one.
+    Aside { first: u64, pages: u64, seed: u64 },
     /// What was done so far is worked out ahead.
     Settle,
 }
@@ -43,7 +45,7 @@ fn change() -> impl Strategy<Value = Change> {
     let run = (0..PAGES, 1_u64..100);
     prop_oneof![
         4 => (run.clone(), 0_u64..50).prop_map(|((first, pages), seed)| Change::Put { first, pages, seed }),
-        1 => run.prop_map(|(first, pages)| Change::Forget { first, pages }),
+        1 => (run, 0_u64..50).prop_map(|((first, pages), seed)| Change::Aside { first, pages, seed }),
         1 => Just(Change::Settle),
     ]
 }
@@ -97,6 +99,7 @@ impl Model {
             let pages = store.load("job", Some(*id)).expect("load").pages;
             writer.reuse(&pages.extents).expect("reuse");
         }
+        let mut aside = Memory::new();
         for change in changes {
             match *change {
                 Change::Put { first, pages, seed } => {
@@ -104,11 +107,19 @@ impl Model {
                     memory.extend((first..first + pages).map(|page| (page, seed)));
                 }
                 Change::Settle => writer.settle().expect("settle"),
-                Change::Forget { first, pages } => {
-                    writer.forget(SPACE, Range { start: first * PAGE, len: pages * PAGE });
-                    memory.retain(|page, _| !(first..first + pages).contains(page));
+                Change::Aside { first, pages, seed } => {
+                    put_for(ASIDE, &mut writer, first, pages, seed).expect("put");
+                    aside.extend((first..first + pages).map(|page| (page, seed)));
                 }
             }
+        }
+        // What was put aside takes the place of all else, or is forgotten.
+        match kept.is_some() && !aside.is_empty() {
+            true => {
+                writer.give(ASIDE, SPACE);
+                memory = aside;
+            }
+            false => writer.keep_only(ASIDE, Vec::new()),
         }
         if let Some(kept) = kept {
             let ranges = kept.iter().map(|&(first, pages)| Range { start: first * PAGE, len: pages * PAGE });

@@ -24,7 +24,7 @@ use crate::regions::union;
 use crate::work::Member;
 use crate::{Builder, Progress, Result};
 use followers::{Follower, Looking, Watch};
-use objects::{Key, Object, mappings_by_row, objects, stat_of};
+use objects::{Key, Object, mappings_by_row, objects};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use stillpoint_image::{FileKind, Owner, PAGE, Range, SignalAction};
@@ -87,7 +87,8 @@ impl Ahead {
         let followers = &self.followers;
         self.objects.retain(|_, object| object.mappings.iter().all(|m| followers.contains_key(&m.pid)));
         for object in self.objects.values_mut() {
-            object.left = data_ranges(&object.source, &stat_of(&object.source)?, 0)?;
+            object.data = data_ranges(&object.source)?;
+            object.left.clone_from(&object.data);
             object.is_followed = true;
         }
         progress.start(self.left());
@@ -210,10 +211,11 @@ impl Ahead {
             }
         }
         for object in self.objects.values_mut() {
-            object.left = match object.is_followed {
-                true => union(std::mem::take(&mut object.left)),
-                false => Vec::new(),
-            };
+            if !object.is_followed {
+                object.left.clear();
+            }
+            object.left = union(std::mem::take(&mut object.left));
+            object.data = union([object.data.as_slice(), &object.left].concat());
         }
     }
 
@@ -249,8 +251,6 @@ impl Ahead {
         let opened = |row: u32| builder.image.files.iter().any(|f| f.kind == FileKind::Memory(row));
         for (key, object) in &mut self.objects {
             let Some(row) = builder.object_row(*key) else { continue };
-            let content = builder.contents.iter().find(|c| c.owner == Owner::Object(row));
-            let Some(content) = content else { continue };
             let why = match () {
                 () if !object.is_followed => "not all who have it mapped are followed",
                 () if mappings.get(&row) != Some(&object.mappings) => {
@@ -267,7 +267,7 @@ impl Ahead {
                 log.tell(format!("shared memory is copied in the cut: {why}"));
                 continue;
             }
-            log.tell(match object.copy_the_rest(row, &content.ranges, most)? {
+            log.tell(match object.copy_the_rest(row, most)? {
                 Some(pages) => format!("the cut copied {pages} pages of shared memory"),
                 None => "shared memory is copied in the cut: too much of it has been written".into(),
             });
@@ -306,7 +306,7 @@ impl Ahead {
 
     /// Whether the cut need not copy an object.
     pub fn has(&self, owner: Owner) -> bool {
-        self.objects.values().any(|o| o.row.as_ref().is_some_and(|(row, _)| Owner::Object(*row) == owner))
+        self.objects.values().any(|o| o.row.is_some_and(|row| Owner::Object(row) == owner))
     }
 
     /// Brings what the cut copied to the store.
@@ -321,10 +321,10 @@ impl Ahead {
     pub fn settle(&mut self, writer: &mut Writer) {
         for object in self.objects.values_mut() {
             match object.row.take() {
-                Some((row, ranges)) => {
+                Some(row) => {
                     let own = Owner::Object(row);
                     writer.give(object.owner, own);
-                    writer.keep_only(own, ranges);
+                    writer.keep_only(own, std::mem::take(&mut object.data));
                 }
                 None => writer.keep_only(object.owner, Vec::new()),
             }

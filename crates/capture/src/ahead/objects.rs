@@ -5,7 +5,6 @@ use crate::engine::{politely, put_error};
 use crate::files::memory::internal_device;
 use crate::files::segments::is_attachment;
 use crate::mappings::is_shared_anonymous;
-use crate::regions::within;
 use crate::{Builder, Error, Progress, Result};
 use rustix::fs::{Stat, fstat};
 use std::collections::{BTreeMap, HashMap};
@@ -60,13 +59,15 @@ pub(super) struct Object {
     pub mappings: Vec<Mapping>,
     /// All that may write it are followed.
     pub is_followed: bool,
-    /// Written since it was copied, where in the object.
+    /// All that is no hole of it, and perhaps more, where in the object.
+    pub data: Vec<Range>,
+    /// Of that, what was written since it was copied.
     pub left: Vec<Range>,
     /// What the cut has copied: pages one behind the other.
     pub copied: Vec<u8>,
     pub copied_ranges: Vec<Range>,
     /// The cut has seen all that was written: what it did not copy is as it was copied before.
-    pub row: Option<(u32, Vec<Range>)>,
+    pub row: Option<u32>,
 }
 
 impl Object {
@@ -91,6 +92,7 @@ impl Object {
             stamp,
             mappings,
             is_followed: false,
+            data: Vec::new(),
             left: Vec::new(),
             copied: Vec::new(),
             copied_ranges: Vec::new(),
@@ -113,19 +115,18 @@ impl Object {
         politely(|| writer.put_parallel(self.owner, &left, Zeros::Omit, &fill)).map_err(put_error)
     }
 
-    /// Copies what is left in the cut; these are the `ranges` of it that are to be stored, as row `row`. Tells how many pages.
-    pub fn copy_the_rest(&mut self, row: u32, ranges: &[Range], most: u64) -> Result<Option<u64>> {
-        let left: Vec<Range> = self.left.iter().flat_map(|r| within(ranges, r.start, r.end())).collect();
-        let bytes: u64 = left.iter().map(|r| r.len).sum();
+    /// Copies what is left in the cut, at most so many bytes, for row `row`. Tells how many pages.
+    pub fn copy_the_rest(&mut self, row: u32, most: u64) -> Result<Option<u64>> {
+        let bytes: u64 = self.left.iter().map(|r| r.len).sum();
         if bytes > most {
             return Ok(None);
         }
         if self.copied.len() < bytes as usize {
             self.copied.resize(bytes as usize, 0);
         }
-        read_one_by_one(&self.source, &left, &mut self.copied)?;
-        self.copied_ranges = left;
-        self.row = Some((row, ranges.to_vec()));
+        read_one_by_one(&self.source, &self.left, &mut self.copied)?;
+        self.copied_ranges.clone_from(&self.left);
+        self.row = Some(row);
         Ok(Some(bytes / PAGE))
     }
 
@@ -208,7 +209,7 @@ fn read_one_by_one(source: &OwnedFd, ranges: &[Range], buffer: &mut [u8]) -> Res
     Ok(())
 }
 
-pub(super) fn stat_of(source: &OwnedFd) -> Result<Stat> {
+fn stat_of(source: &OwnedFd) -> Result<Stat> {
     Ok(fstat(source).map_err(|e| Kernel::call("fstat shared memory", e))?)
 }
 

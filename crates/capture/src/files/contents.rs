@@ -4,12 +4,16 @@ use super::paths;
 use crate::{Builder, Content, Error, Result};
 use rustix::fs::{Mode, OFlags};
 use std::time::SystemTime;
-use stillpoint_image::{Bytes, Digest, Owner, PathFile, Usage};
+use stillpoint_image::{Bytes, Digest, Owner, PathFile, Range, Usage};
 use stillpoint_linux::digest;
 use stillpoint_store::{PutError, Writer, Zeros};
 
-/// Stores contents; `progress` hears how many bytes were read.
-pub fn copy_content(content: &Content, writer: &mut Writer, progress: &mut dyn FnMut(u64)) -> Result<()> {
+/// Stores contents, and tells which ranges; `progress` hears how many bytes were read.
+pub fn copy_content(
+    content: &Content,
+    writer: &mut Writer,
+    progress: &mut dyn FnMut(u64),
+) -> Result<Vec<Range>> {
     // The file that is there at a restore may hold anything where pages of a shared mapping are to be written back:
     // zeros matter. Objects and deleted files are made anew.
     let zeros = if matches!(content.owner, Owner::File(_)) { Zeros::Record } else { Zeros::Omit };
@@ -17,13 +21,14 @@ pub fn copy_content(content: &Content, writer: &mut Writer, progress: &mut dyn F
         progress(buffer.len() as u64);
         digest::read_at(&content.source, offset, buffer)
     };
-    for range in &content.ranges {
+    let ranges = content.to_be_read()?;
+    for range in &ranges {
         writer.put(content.owner, *range, zeros, &mut fill).map_err(|e| match e {
             PutError::Fill(e) => Error::Failed(format!("{}: {e}", content.what)),
             PutError::Store(e) => Error::Failed(e.to_string()),
         })?;
     }
-    Ok(())
+    Ok(ranges)
 }
 
 /// When digests are taken.
@@ -32,7 +37,7 @@ pub enum Moment {
     /// The program runs. A file that is no longer as it was described gets no digest; nor does one that it writes and
     /// has just written.
     Running,
-    /// The program stands still, and should not for long: only files of at most so many bytes.
+    /// The program stands still, and should not for long: only so many bytes in all, of the smallest files first.
     Still(u64),
 }
 
@@ -43,8 +48,18 @@ const TICK_NS: i64 = 20_000_000;
 /// Takes the digests of the files with this usage that have none.
 pub fn take_digests_of(builder: &mut Builder, usage: Usage, moment: Moment) {
     let wanted = builder.wants_digest().filter(|(_, p)| p.usage == usage && p.digest.is_none());
-    let rows: Vec<u32> = wanted.filter(|(_, p)| is_time_for(p, moment)).map(|(row, _)| row).collect();
-    for row in rows {
+    let mut rows: Vec<(u64, u32)> =
+        wanted.filter(|(_, p)| is_time_for(p, moment)).map(|(row, p)| (p.size, row)).collect();
+    rows.sort_unstable();
+    let mut left = match moment {
+        Moment::Running => u64::MAX,
+        Moment::Still(most) => most,
+    };
+    for (size, row) in rows {
+        if size > left {
+            break;
+        }
+        left -= size;
         let digest = digest_of(&builder.image.paths[row as usize]);
         builder.image.paths[row as usize].digest = digest;
     }
@@ -56,7 +71,7 @@ fn is_time_for(file: &PathFile, moment: Moment) -> bool {
             let now = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos() as i64;
             file.usage == Usage::Read || now - file.ctime_ns.max(file.mtime_ns) > TICK_NS
         }
-        Moment::Still(most) => file.size <= most,
+        Moment::Still(_) => true,
     }
 }
 

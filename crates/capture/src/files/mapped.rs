@@ -91,7 +91,7 @@ fn save_range(builder: &mut Builder, path: u32, source: OwnedFd, range: Range, w
     let ranges = row.mapped_ranges.clone();
     let owner = Owner::File(path);
     match builder.contents.iter_mut().find(|c| c.owner == owner) {
-        Some(content) => content.ranges = ranges,
-        None => builder.contents.push(Content { owner, source, ranges, what }),
+        Some(content) => content.ranges = Some(ranges),
+        None => builder.contents.push(Content { owner, source, ranges: Some(ranges), what }),
     }
 }

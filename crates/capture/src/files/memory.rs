@@ -3,7 +3,7 @@
 use super::Scan;
 use super::descriptions::Description;
 use crate::{Builder, Content, Result};
-use rustix::fs::{SeekFrom, Stat};
+use rustix::fs::SeekFrom;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::OnceLock;
 use stillpoint_image::{Bytes, FileKind, MemoryObject, Owner, PAGE, Range};
@@ -82,17 +82,18 @@ pub fn memory_object(
     });
     if new {
         let source = descriptors::reopen(file, libc::O_RDONLY)?;
-        let ranges = data_ranges(&source, &stat, huge_page)?;
-        builder.contents.push(Content { owner: Owner::Object(row), source, ranges, what: what.to_owned() });
+        let (owner, what) = (Owner::Object(row), what.to_owned());
+        builder.contents.push(Content { owner, source, ranges: None, what });
     }
     Ok(row)
 }
 
 /// Ranges of a file that are not holes, rounded outwards to pages.
-pub(crate) fn data_ranges(file: &OwnedFd, stat: &Stat, huge_page: u64) -> Result<Vec<Range>> {
-    let size = stat.st_size as u64;
+pub(crate) fn data_ranges(file: &OwnedFd) -> Result<Vec<Range>> {
+    let size = rustix::fs::fstat(file).map_err(|e| Error::call("fstat", e))?.st_size as u64;
+    let fs = rustix::fs::fstatfs(file).map_err(|e| Error::call("fstatfs", e))?;
     let end = size.next_multiple_of(PAGE);
-    if huge_page > 0 {
+    if fs.f_type as u64 == HUGETLBFS {
         // hugetlbfs does not tell its holes.
         return Ok(if size > 0 { vec![Range { start: 0, len: end }] } else { Vec::new() });
     }

@@ -2,7 +2,6 @@
 
 use super::Scan;
 use super::descriptions::Description;
-use super::memory::data_ranges;
 use super::queues;
 use crate::{Builder, Content, Result};
 use rustix::fs::{FileType, Stat};
@@ -122,8 +121,8 @@ pub fn deleted_content(
     if new && kind == FileType::RegularFile {
         // The duplicate may be write-only, and its offset is the target's: read through a description of our own.
         let source = descriptors::reopen(&file, libc::O_RDONLY)?;
-        let ranges = data_ranges(&source, &stat, 0)?;
-        builder.contents.push(Content { owner: Owner::File(row), source, ranges, what: what.to_owned() });
+        let (owner, what) = (Owner::File(row), what.to_owned());
+        builder.contents.push(Content { owner, source, ranges: None, what });
     }
     Ok(Some(row))
 }

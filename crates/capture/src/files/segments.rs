@@ -4,7 +4,7 @@
 //! with, and its inode number is the segment's id. A segment counts its attachments, one for each mapping of it in any
 //! process: if there are more than the captured processes have, somebody else is attached.
 
-use super::memory::{data_ranges, internal_device};
+use super::memory::internal_device;
 use crate::{Builder, Content, Result};
 use rustix::fs::{AtFlags, statat};
 use std::os::fd::OwnedFd;
@@ -138,9 +138,8 @@ fn row(
         ..MemoryObject::default()
     });
     if new {
-        let ranges = data_ranges(&file, &stat, huge_page)?;
-        let what = what.to_owned();
-        builder.contents.push(Content { owner: Owner::Object(row), source: file, ranges, what });
+        let (owner, what) = (Owner::Object(row), what.to_owned());
+        builder.contents.push(Content { owner, source: file, ranges: None, what });
     }
     Ok(Some(row))
 }

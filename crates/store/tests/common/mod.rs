@@ -34,8 +34,13 @@ pub fn image() -> Image {
 
 /// Puts a run of pages of one seed.
 pub fn put(writer: &mut Writer, first: u64, pages: u64, seed: u64) -> Result<()> {
+    put_for(SPACE, writer, first, pages, seed)
+}
+
+/// As [`put`], for any owner.
+pub fn put_for(owner: Owner, writer: &mut Writer, first: u64, pages: u64, seed: u64) -> Result<()> {
     let range = Range { start: first * PAGE, len: pages * PAGE };
-    let result = writer.put(SPACE, range, Zeros::Omit, |address, buffer| {
+    let result = writer.put(owner, range, Zeros::Omit, |address, buffer| {
         for (i, page) in buffer.chunks_exact_mut(PAGE_BYTES).enumerate() {
             fill_page(address / PAGE + i as u64, seed, page);
         }
