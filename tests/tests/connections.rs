@@ -1,9 +1,11 @@
 //! Connections: between two sockets of the program, and with clients outside.
 #![allow(missing_docs)]
 
+use rustix::net;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
+use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 use stillpoint_tests::target::{Running, alone};
@@ -282,6 +284,191 @@ fn a_connection_that_waits_to_be_accepted_is_kept() {
     assert_eq!(&heard, b"hello");
     drop(client);
     served.finish();
+}
+
+// --- unix sockets whose other end is outside
+
+/// Python, in a folder: waits for one client after the other, whose lines it sends back with their numbers, and connects to
+/// `outside` beforehand if that is there, where it sends what it hears there.
+const UNIX_SERVER: &str = r#"
+import os, socket, threading
+def serve(c, answer):
+    n = 0
+    while True:
+        try:
+            heard = c.recv(1000)
+        except OSError as e:
+            heard = b''
+        if not heard:
+            break
+        n += 1
+        c.sendall(b'%d %s' % (n, heard) if answer else heard)
+    print('gone', flush=True)
+if os.path.exists('outside'):
+    out = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    out.connect('outside')
+    threading.Thread(target=serve, args=(out, False), daemon=True).start()
+door = socket.socket(socket.AF_UNIX)
+door.bind('door')
+door.listen()
+print('ready', flush=True)
+while True:
+    c, _ = door.accept()
+    serve(c, True)
+"#;
+
+/// A server of that kind, started as a job in a folder.
+struct UnixServer {
+    scratch: Scratch,
+    stillpoint: Stillpoint,
+    directory: std::path::PathBuf,
+    pid: u32,
+}
+
+impl UnixServer {
+    fn new(prepare: impl FnOnce(&std::path::Path)) -> Self {
+        let scratch = Scratch::new();
+        let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("served"));
+        prepare(&directory);
+        let out = std::fs::File::create(directory.join("out")).expect("out");
+        let mut command = stillpoint.command(&["run", "--detach", "--name", "served", "--json", "--"]);
+        command.args(["python3", "-c", UNIX_SERVER]).current_dir(&directory).stdin(Stdio::null());
+        let done = command.stdout(out).stderr(Stdio::piped()).output().expect("stillpoint");
+        let json: serde_json::Value = serde_json::from_slice(&done.stderr).expect("json");
+        let pid = json["pid"].as_u64().expect("pid") as u32;
+        let server = UnixServer { scratch, stillpoint, directory, pid };
+        server.says("ready", 1);
+        server
+    }
+
+    /// Waits until it has said a word so often.
+    #[track_caller]
+    fn says(&self, word: &str, times: usize) {
+        let said = || std::fs::read_to_string(self.directory.join("out")).unwrap_or_default();
+        wait_for(word, Duration::from_secs(20), || (said().matches(word).count() >= times).then_some(()));
+    }
+
+    fn client(&self) -> UnixStream {
+        let client = UnixStream::connect(self.directory.join("door")).expect("connect");
+        client.set_read_timeout(Some(Duration::from_secs(20))).expect("timeout");
+        client
+    }
+
+    fn checkpoint(&self, extra: &[&str]) {
+        self.stillpoint.checkpoint("served", "served", extra);
+    }
+
+    /// What the restore notes.
+    fn restore(&self, extra: &[&str]) -> String {
+        kernel::wait_free(self.pid);
+        let mut arguments = vec!["restore", "served", "--detach", "--json"];
+        arguments.extend(extra);
+        self.stillpoint.run(&arguments).ok().json()["notes"].to_string()
+    }
+
+    fn end(self) {
+        kernel::kill(self.pid, kernel::SIGKILL);
+        self.scratch.nothing_is_left("in the end");
+    }
+}
+
+/// Says a word, which must come back with this number.
+#[track_caller]
+fn says_back(client: &mut UnixStream, number: u32) {
+    client.write_all(b"word").expect("write");
+    let expected = format!("{number} word");
+    let mut heard = vec![0; expected.len()];
+    client.read_exact(&mut heard).expect("its answer");
+    assert_eq!(String::from_utf8_lossy(&heard), expected);
+}
+
+#[test]
+fn unix_clients_keep_their_connections_over_a_restore() {
+    if undisturbed_only() {
+        return;
+    }
+    let server = UnixServer::new(|_| {});
+    let mut client = server.client();
+    says_back(&mut client, 1);
+    server.checkpoint(&[]);
+    says_back(&mut client, 2);
+    server.checkpoint(&["--kill"]);
+    // What comes meanwhile waits.
+    client.write_all(b"word").expect("write");
+    assert_eq!(server.restore(&[]), "[]");
+    let mut heard = [0; 6];
+    client.read_exact(&mut heard).expect("its answer");
+    assert_eq!(&heard, b"3 word");
+    says_back(&mut client, 4);
+    assert_eq!(keepers(), Vec::<u32>::new());
+    server.end();
+}
+
+#[test]
+fn unix_connections_that_were_not_kept_are_over() {
+    if undisturbed_only() {
+        return;
+    }
+    let server = UnixServer::new(|_| {});
+    for (extra, kill) in [(&[][..], false), (&["--tcp", "close"], true)] {
+        let mut client = server.client();
+        says_back(&mut client, 1);
+        server.checkpoint(if kill { &["--kill"] } else { &[] });
+        kernel::kill(server.pid, kernel::SIGKILL);
+        let notes = server.restore(extra);
+        assert!(notes.contains("a unix connection with other processes is"), "{notes}");
+        assert_eq!(client.read(&mut [0; 10]).expect("its end"), 0);
+        // It has found out, and is there for others.
+        says_back(&mut server.client(), 1);
+    }
+    server.end();
+}
+
+#[test]
+fn what_was_kept_goes_with_its_checkpoint() {
+    if undisturbed_only() {
+        return;
+    }
+    let server = UnixServer::new(|_| {});
+    let mut client = server.client();
+    says_back(&mut client, 1);
+    server.checkpoint(&["--kill"]);
+    server.stillpoint.run(&["rm", "served"]).ok();
+    assert_eq!(client.read(&mut [0; 10]).expect("its end"), 0);
+    assert_eq!(keepers(), Vec::<u32>::new());
+    server.scratch.nothing_is_left("in the end");
+}
+
+#[test]
+fn a_unix_client_of_somebody_outside() {
+    if undisturbed_only() {
+        return;
+    }
+    let mut door = None;
+    let server = UnixServer::new(|directory| {
+        let socket = net::socket(net::AddressFamily::UNIX, net::SocketType::SEQPACKET, None).expect("socket");
+        let address = net::SocketAddrUnix::new(directory.join("outside")).expect("address");
+        net::bind(&socket, &address).expect("bind");
+        net::listen(&socket, 4).expect("listen");
+        door = Some(socket);
+    });
+    let outside = net::accept(door.as_ref().expect("a door")).expect("accept");
+    let echoes = |what: &[u8]| {
+        net::send(&outside, what, net::SendFlags::empty()).expect("send");
+        let mut heard = [0; 100];
+        let n = net::recv(&outside, &mut heard[..], net::RecvFlags::empty()).expect("receive").1;
+        assert_eq!(&heard[..n], what);
+    };
+    echoes(b"one");
+    server.checkpoint(&["--kill"]);
+    assert_eq!(server.restore(&[]), "[]");
+    echoes(b"two");
+    server.checkpoint(&[]);
+    echoes(b"three");
+    kernel::kill(server.pid, kernel::SIGKILL);
+    assert!(server.restore(&[]).contains("over"), "it is told");
+    server.says("gone", 1);
+    server.end();
 }
 
 /// SIGKILL for the command at random moments: either the program runs, or it was killed after all of it was safe. In both cases

@@ -55,7 +55,7 @@ pub struct Builder {
     pub refusals: Vec<Refusal>,
     /// TCP connections that were found.
     pub(crate) connections: Vec<Found>,
-    /// Sockets in whose queue something may wait: row and duplicate.
+    /// Sockets in whose queue something may wait, or at whose other end somebody does: row and duplicate.
     pub(crate) waiting: Vec<(u32, OwnedFd)>,
     /// System V shared memory that was found so far.
     pub segments: Vec<Attached>,

@@ -101,9 +101,11 @@ impl Drop for Keeper {
     }
 }
 
-/// Whether there is something in the queue of a socket that has no connection.
+/// Whether there is something in the queue of a socket that has no connection, or it is one to the outside.
 fn has_something(image: &Image, row: u32, file: BorrowedFd<'_>) -> Result<bool> {
-    match image.sockets[row as usize].listening {
+    let socket = &image.sockets[row as usize];
+    match socket.listening {
+        _ if socket.outside => Ok(true),
         Some(_) => Ok(info(file).is_ok_and(|info| info.state == state::LISTEN && info.pending > 0)),
         None => datagrams::has_something(file),
     }

@@ -384,6 +384,10 @@ pub struct Socket {
     #[n(21)]
     #[cbor(default)]
     pub pending: Vec<u32>,
+    /// A unix socket that was connected to one outside the job. Unless it was kept, it is restored as one whose peer is gone.
+    #[n(22)]
+    #[cbor(default)]
+    pub outside: bool,
 }
 
 /// A TCP connection at the cut.

@@ -135,6 +135,7 @@ pub fn image(image: &Image) -> Result<(), Invalid> {
             row.must(message.files.len() <= 253, "a message in it carries more descriptors than one can")?;
             message.files.iter().try_for_each(|f| row.refers("open file", *f, image.files.len()))?;
         }
+        row.must(!socket.outside || socket.orphan, "its peer is outside, and yet it has one")?;
         row.must(socket.pending.is_empty() || socket.listening.is_some(), "it does not listen")?;
         socket.pending.iter().try_for_each(|s| row.refers("socket", *s, image.sockets.len()))?;
         if let Some(path) = socket.path {

@@ -163,7 +163,7 @@ fn tcp(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)) -> Result<Op
     Ok(Some(row))
 }
 
-/// Something may wait in the queue of this socket.
+/// Something may wait in the queue of this socket, or somebody at its other end.
 pub(super) fn may_wait(scan: &mut Scan<'_>, d: &Description, row: u32) -> Result<()> {
     let file = d.file.try_clone().map_err(|e| stillpoint_linux::Error::call("duplicate a socket", e))?;
     scan.builder.waiting.push((row, file));
@@ -214,9 +214,13 @@ fn unix(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)) -> Result<O
     if has_queue && !queue(scan, d, sort.1, peer, &mut socket)? {
         return Ok(None);
     }
+    let is_outside = socket.outside;
     let row = add(scan, d, socket);
     if let Some((_, other)) = peer {
         link(scan, row, other)?;
+    }
+    if is_outside {
+        may_wait(scan, d, row)?;
     }
     Ok(Some(row))
 }
@@ -250,7 +254,8 @@ fn peer<'a>(
     }
 }
 
-/// A datagram socket that sends to a name is connected again; any other connection to the outside is refused.
+/// A datagram socket that sends to a name is connected again. To any other connection to the outside happens what happens to those
+/// of TCP: it goes on if it is kept, and is over otherwise.
 fn named_peer<'a>(
     scan: &mut Scan<'a>,
     d: &Description,
@@ -272,6 +277,10 @@ fn named_peer<'a>(
         if socket.remote.0.len() > 110 {
             return scan.refuse(d, "it sends to a socket by a relative name, whose path is too long", CLOSE);
         }
+        return Ok(Some(None));
+    }
+    if mutual {
+        (socket.orphan, socket.outside) = (true, true);
         return Ok(Some(None));
     }
     let link = format!("socket:[{ino}]");

@@ -5,6 +5,8 @@ use crate::failure::{Failure, Result};
 use crate::{jobs, output};
 use serde_json::json;
 use std::process::ExitCode;
+use stillpoint_image::Image;
+use stillpoint_restore::files::{is_anything_kept, let_go};
 use stillpoint_store::{Freed, Store};
 
 /// Runs `rm`.
@@ -12,7 +14,12 @@ pub fn rm(common: &Common, args: &Rm) -> Result<ExitCode> {
     let store = jobs::open_store(common.store.as_deref())?;
     let CheckpointName { job, id } = &args.checkpoint;
     match id {
-        Some(id) => tell(common, job, &[store.remove(job, *id).map_err(jobs::store_failure)?]),
+        Some(id) => {
+            let kept = Kept::of(&store, job, &[*id]);
+            let freed = store.remove(job, *id).map_err(jobs::store_failure)?;
+            kept.let_go(&freed.checkpoints);
+            tell(common, job, &[freed])
+        }
         None => remove_job(common, &store, job, args.force),
     }
 }
@@ -21,13 +28,34 @@ pub fn rm(common: &Common, args: &Rm) -> Result<ExitCode> {
 pub fn prune(common: &Common, args: &Prune) -> Result<ExitCode> {
     let store = jobs::open_store(common.store.as_deref())?;
     let keep = usize::try_from(args.keep).unwrap_or(usize::MAX);
-    tell(common, &args.job, &[store.prune(&args.job, keep).map_err(jobs::store_failure)?])
+    let kept = Kept::of(&store, &args.job, &store.checkpoints(&args.job).map_err(jobs::store_failure)?);
+    let freed = store.prune(&args.job, keep).map_err(jobs::store_failure)?;
+    kept.let_go(&freed.checkpoints);
+    tell(common, &args.job, &[freed])
+}
+
+/// Checkpoints for whose restore sockets are kept.
+struct Kept(Vec<Image>);
+
+impl Kept {
+    fn of(store: &Store, job: &str, ids: &[u64]) -> Self {
+        let ids = if is_anything_kept() { ids } else { &[] };
+        let images = ids.iter().filter_map(|id| Some(store.load(job, Some(*id)).ok()?.image));
+        Kept(images.filter(|image| image.kept.is_some()).collect())
+    }
+
+    /// Lets go of what was kept for those that have been removed.
+    fn let_go(&self, removed: &[u64]) {
+        self.0.iter().filter(|image| removed.contains(&image.meta.id)).for_each(let_go);
+    }
 }
 
 fn remove_job(common: &Common, store: &Store, job: &str, force: bool) -> Result<ExitCode> {
     let ids = store.checkpoints(job).map_err(jobs::store_failure)?;
+    let kept = Kept::of(store, job, &ids);
     let Some(record) = jobs::running(store, job)? else {
         store.remove_job(job).map_err(jobs::store_failure)?;
+        kept.let_go(&ids);
         let answer = json!({"job": job, "removed": ids, "job_removed": true});
         return finish(common, &answer, &format!("{job}: removed with {}", checkpoints(ids.len())));
     };
@@ -37,7 +65,9 @@ fn remove_job(common: &Common, store: &Store, job: &str, force: bool) -> Result<
         ));
     }
     let freed: stillpoint_store::Result<Vec<Freed>> = ids.iter().map(|&id| store.remove(job, id)).collect();
-    tell(common, job, &freed.map_err(jobs::store_failure)?)
+    let freed = freed.map_err(jobs::store_failure)?;
+    freed.iter().for_each(|freed| kept.let_go(&freed.checkpoints));
+    tell(common, job, &freed)
 }
 
 fn tell(common: &Common, job: &str, freed: &[Freed]) -> Result<ExitCode> {

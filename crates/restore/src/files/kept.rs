@@ -10,6 +10,9 @@ const SOL_SOCKET: u32 = libc::SOL_SOCKET as u32;
 const REUSE: u32 = libc::SO_REUSEADDR as u32;
 /// So long the keeper may take to answer, seconds: somebody else may be asking just then.
 const PATIENCE: i64 = 5;
+/// Words that the keeper knows: its sockets are to be handed over, or closed.
+const TAKE: &[u8] = b"t";
+const CLOSE: &[u8] = b"c";
 
 /// The line to the keeper. Until it is told that the program is complete, it keeps everything.
 #[derive(Debug)]
@@ -22,7 +25,7 @@ pub struct Kept {
 impl Kept {
     /// Asks for what was kept: rows of sockets. Nothing if nobody keeps it any more.
     pub(super) fn take(image: &Image, policy: TcpPolicy) -> Result<Option<(Kept, HashMap<usize, OwnedFd>)>> {
-        let Some(line) = image.kept.as_ref().and_then(|name| call(&name.0)) else { return Ok(None) };
+        let Some(line) = image.kept.as_ref().and_then(|name| call(&name.0, TAKE)) else { return Ok(None) };
         let rows: HashMap<u32, usize> =
             image.sockets.iter().enumerate().filter_map(|(row, s)| Some((s.kept?, row))).collect();
         let Some(files) = receive(&line, rows.len())? else { return Ok(None) };
@@ -74,8 +77,18 @@ impl Drop for Kept {
     }
 }
 
-/// A line to the keeper of this name, if it lives.
-fn call(name: &[u8]) -> Option<OwnedFd> {
+/// Whether anybody keeps sockets for a restore.
+pub fn is_anything_kept() -> bool {
+    std::fs::read_to_string("/proc/net/unix").is_ok_and(|names| names.contains("@stillpoint-kept-"))
+}
+
+/// Nobody will restore this checkpoint: what was kept for that is let go of, and other ends of connections hear of it.
+pub fn let_go(image: &Image) {
+    drop(image.kept.as_ref().and_then(|name| call(&name.0, CLOSE)));
+}
+
+/// A line to the keeper of this name, if it lives, to whom one word has been said.
+fn call(name: &[u8], word: &[u8]) -> Option<OwnedFd> {
     let line = sockets::socket(libc::AF_UNIX, libc::SOCK_STREAM, 0).ok()?;
     let address = [&(libc::AF_UNIX as u16).to_ne_bytes(), &[0][..], name].concat();
     sockets::connect(&line, &address).ok()?;
@@ -85,8 +98,11 @@ fn call(name: &[u8]) -> Option<OwnedFd> {
     // struct timeval
     let patience: Vec<u8> = [PATIENCE, 0].iter().flat_map(|w| w.to_ne_bytes()).collect();
     sockets::set_option(&line, SOL_SOCKET, libc::SO_RCVTIMEO as u32, &patience).ok()?;
-    sockets::send(&line, b"t").ok()?;
-    (user == 0 || user == own).then_some(line)
+    if user != 0 && user != own {
+        return None;
+    }
+    sockets::send(&line, word).ok()?;
+    Some(line)
 }
 
 /// All that was kept; `None` if the keeper leaves half-way, or has another number of sockets.

@@ -43,6 +43,7 @@ use stillpoint_image::{Backing, FileKind, Image, OpenFile, Owner, Range};
 use stillpoint_linux::{Error as Kernel, descriptors, memfd};
 
 pub use cutback::Cut;
+pub use kept::{is_anything_kept, let_go};
 
 /// Where contents of objects and files come from.
 pub trait Contents {

@@ -2,9 +2,9 @@
 
 use super::kept::Kept;
 use super::{Opening, connections, datagrams, messages, missing, options};
-use crate::{Error, Result};
+use crate::{Error, Result, TcpPolicy};
 use rustix::fs::{FileType, Gid, Mode, Uid};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
@@ -49,6 +49,7 @@ fn is_stale(path: &Path, kind: u32) -> bool {
 /// Makes all sockets.
 pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
     let mut made = take_kept(opening)?;
+    let kept: HashSet<usize> = made.keys().copied().collect();
     // Connections that were accepted under a name need the name while it is still free.
     accept_connections(opening, &mut made)?;
     bind_all(opening, &mut made)?;
@@ -87,7 +88,8 @@ pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
             opening.files.laden.push(laden);
         }
     }
-    finish(opening, &made)?;
+    finish(opening, &made, &kept)?;
+    tell_of_those_that_are_over(opening, &kept);
     datagrams::send_again(opening, &made);
     let rows = opening.rows(|f| match f.kind {
         FileKind::Socket(index) => Some(index),
@@ -314,7 +316,7 @@ fn accept_connections(opening: &mut Opening<'_>, made: &mut HashMap<usize, Owned
     let image = opening.image;
     for (index, accepted) in image.sockets.iter().enumerate() {
         let named = accepted.family == UNIX && accepted.kind != DATAGRAM && !accepted.local.0.is_empty();
-        if !named || (accepted.peer.is_none() && !accepted.orphan) {
+        if !named || (accepted.peer.is_none() && !accepted.orphan) || made.contains_key(&index) {
             continue;
         }
         let listener = image.sockets.iter().find(|s| s.listening.is_some() && s.local == accepted.local);
@@ -384,10 +386,10 @@ fn fill(other: &OwnedFd, socket: &Socket) -> Result<()> {
 }
 
 /// Names, options and shutdown of connected sockets.
-fn finish(opening: &mut Opening<'_>, made: &HashMap<usize, OwnedFd>) -> Result<()> {
+fn finish(opening: &mut Opening<'_>, made: &HashMap<usize, OwnedFd>, kept: &HashSet<usize>) -> Result<()> {
     for (index, socket) in opening.image.sockets.iter().enumerate() {
         let connected = (socket.peer.is_some() || socket.orphan) && socket.connection.is_none();
-        let Some(fd) = made.get(&index).filter(|_| connected) else { continue };
+        let Some(fd) = made.get(&index).filter(|_| connected && !kept.contains(&index)) else { continue };
         if socket.kind == DATAGRAM && !socket.local.0.is_empty() {
             bind_name(opening, socket, fd)?;
         }
@@ -398,6 +400,21 @@ fn finish(opening: &mut Opening<'_>, made: &HashMap<usize, OwnedFd>) -> Result<(
         shut_down(fd, socket)?;
     }
     Ok(())
+}
+
+/// Connections to the outside that nobody has kept.
+fn tell_of_those_that_are_over(opening: &mut Opening<'_>, kept: &HashSet<usize>) {
+    let sockets = opening.image.sockets.iter().enumerate();
+    let over = sockets.filter(|(index, socket)| socket.outside && !kept.contains(index)).count();
+    if over > 0 {
+        let what = if over == 1 { "a unix connection" } else { "unix connections" };
+        let are = if over == 1 { "is" } else { "are" };
+        let why = match opening.tcp {
+            TcpPolicy::Established => "over, as the program was not there for the other end",
+            TcpPolicy::Close => "closed, as asked for",
+        };
+        opening.files.notes.push(format!("{what} with other processes {are} {why} ({over})"));
+    }
 }
 
 pub(super) fn shut_down(fd: impl AsFd, socket: &Socket) -> Result<()> {

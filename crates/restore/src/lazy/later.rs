@@ -39,6 +39,8 @@ const ROBUST: usize = 2048;
 
 /// In a tree, a process with less than this part of what may be loaded first has all of it first.
 const SMALL: u64 = 8;
+/// To let the memory of another process wait takes as long as to load so much of it, bytes.
+const EACH: u64 = 3 << 20;
 /// So many descriptors of ours, and more, a process takes whose memory waits.
 const DESCRIPTORS: u64 = 16;
 
@@ -182,7 +184,8 @@ impl<'a> Later<'a> {
             }
         };
         let pages: u64 = plans.iter().map(|plan| plan.pages()).sum();
-        if pages == 0 || pages * PAGE < options.eager_below {
+        let others = if options.eager_below == 0 { 0 } else { rows.len() as u64 - 1 };
+        if pages == 0 || pages * PAGE < options.eager_below + others * EACH {
             return Ok((None, Vec::new()));
         }
         if holds_memory_file(&checkpoint.image) {
