@@ -45,7 +45,10 @@ impl Target {
         let mut target = Self::open_quickly(pid, space)?;
         let maps = target.process.maps()?;
         let code = maps.iter().filter(|v| v.prot & libc::PROT_EXEC as u32 != 0);
-        let code: Vec<_> = code.filter(|v| v.name != b"[vsyscall]").map(|v| (v.start, v.end)).collect();
+        let mut code: Vec<_> = code.filter(|v| v.name != b"[vsyscall]").collect();
+        // The C library has both.
+        code.sort_by_key(|v| !v.name.windows(4).any(|w| w == b"libc"));
+        let code: Vec<_> = code.into_iter().map(|v| (v.start, v.end)).collect();
         target.gadgets = find_gadgets(&target.memory, &code);
         Ok(target)
     }

@@ -7,7 +7,7 @@ use crate::engine::precopy::{Behind, Precopy};
 use crate::engine::stop::Stop;
 use crate::engine::tracking::joined_with;
 use crate::engine::wp::Wp;
-use crate::engine::{self, Cut, Engine, Kept, Log, MemoryEngine, Running, Still};
+use crate::engine::{self, Cut, Engine, Kept, Log, MemoryEngine, Running, Still, politely};
 use crate::files::{Holder, Moment, Outsiders};
 use crate::freeze::Hurry;
 use crate::herd::FrozenTree;
@@ -405,7 +405,8 @@ impl<'a> Work<'a> {
 
     fn learn(&self) -> Result<Learned> {
         let members: Vec<_> = self.members.iter().map(|m| (m.target.clone(), m.is_loading)).collect();
-        learn(&members, self.options, self.exact)
+        let (options, exact) = (self.options, self.exact);
+        politely(|| learn(&members, options, exact))
     }
 
     /// Prepares and meanwhile learns, whose errors come first.
@@ -413,7 +414,8 @@ impl<'a> Work<'a> {
         let members: Vec<_> = self.members.iter().map(|m| (m.target.clone(), m.is_loading)).collect();
         let (options, exact) = (self.options, self.exact);
         let (learned, prepared) = std::thread::scope(|scope| {
-            let learned = scope.spawn(move || Ok((Instant::now(), learn(&members, options, exact)?)));
+            let learn = move || politely(|| Ok((Instant::now(), learn(&members, options, exact)?)));
+            let learned = scope.spawn(learn);
             let prepared = self.prepare_all();
             let failed = |_| Err(Error::Failed("looking at the program failed inside stillpoint".into()));
             (learned.join().unwrap_or_else(failed), prepared)
@@ -432,7 +434,7 @@ impl<'a> Work<'a> {
         };
         // Files that do not change until the cut need not be read in it.
         reuse_digests(&mut learned.rehearsed, self.last);
-        files::take_digests_of(&mut learned.rehearsed, Usage::Write, Moment::Running);
+        politely(|| files::take_digests_of(&mut learned.rehearsed, Usage::Write, Moment::Running));
         for index in 0..self.members.len() {
             match self.running(index, |engine, running| engine.converge(running)) {
                 Err(_) if index > 0 && self.has_left(index) => {}
@@ -594,7 +596,8 @@ impl<'a> Work<'a> {
         drop((hurry, ready));
         self.note_calls(&builder.image);
         let (finished, holds) = std::thread::scope(|scope| {
-            let holds = scope.spawn(|| Ok(all_hold(&assumed, &known)? && namespaces::hold(&spaces)?));
+            let holds = || politely(|| Ok(all_hold(&assumed, &known)? && namespaces::hold(&spaces)?));
+            let holds = scope.spawn(holds);
             let finished = self.finish();
             let failed = |_| Err(Error::Failed("looking at mappings failed inside stillpoint".into()));
             (finished, holds.join().unwrap_or_else(failed))
@@ -688,7 +691,7 @@ impl<'a> Work<'a> {
     fn commit(&mut self, mut builder: Builder, pause: Duration) -> Result<Done> {
         reuse_digests(&mut builder, self.last);
         for usage in [Usage::Write, Usage::Read] {
-            files::take_digests_of(&mut builder, usage, Moment::Running);
+            politely(|| files::take_digests_of(&mut builder, usage, Moment::Running));
         }
         let root = self.members[0].engine()?;
         let (engine, incremental) = (root.engine(), root.is_incremental());

@@ -20,6 +20,7 @@ use crate::memory::Memory;
 use crate::program::{Arg, OnError, Outcome, Program};
 use crate::ptrace::{Stop, Stopped, options};
 use crate::{Error, RemoteAddr, Result};
+use memchr::memmem;
 
 /// Where threads of one process can be made to run system calls.
 #[derive(Debug)]
@@ -477,10 +478,7 @@ pub fn find_gadgets(memory: &Memory, executable: &[(u64, u64)]) -> Option<Gadget
             if memory.read(RemoteAddr(at), &mut code).is_err() {
                 break;
             }
-            let find = |pattern: &[u8]| {
-                let hit = code.windows(pattern.len()).position(|w| w == pattern);
-                hit.map(|i| RemoteAddr(at + i as u64))
-            };
+            let find = |pattern: &[u8]| memmem::find(&code, pattern).map(|i| RemoteAddr(at + i as u64));
             call = call.or_else(|| find(arch::CALL_GADGET));
             sigreturn = sigreturn.or_else(|| arch::SIGRETURN_GADGETS.iter().find_map(|p| find(p)));
             at += len.max(17) - 16; // a gadget may lie across two reads
