@@ -245,10 +245,20 @@ impl<'a> Work<'a> {
             Err(e) => {
                 self.log.tell(format!("shared memory is not copied ahead: {e}"));
                 self.ahead.give_up();
-                Ok(())
+                self.give_back_marks()
             }
-            begun => begun,
+            Ok(()) => self.give_back_marks(),
         }
+    }
+
+    /// Tells engines where shared memory was followed that is none any more.
+    fn give_back_marks(&mut self) -> Result<()> {
+        for (pid, range) in self.ahead.taken() {
+            if let Some(member) = self.members.iter_mut().find(|m| m.target.pid == pid) {
+                member.engine()?.marks_are_gone(range);
+            }
+        }
+        Ok(())
     }
 
     /// Lets the program go on after an engine could not take its cut, and gets ready for the next instant.
@@ -441,7 +451,9 @@ impl<'a> Work<'a> {
                 converged => converged?,
             }
         }
-        self.ahead.converge(writer(&mut self.writer)?, self.progress, &mut self.log)?;
+        let converged = self.ahead.converge(writer(&mut self.writer)?, self.progress, &mut self.log);
+        self.give_back_marks()?;
+        converged?;
         // Following memory may have taken long.
         Known::refresh(&mut learned.known);
         learned.known.iter_mut().for_each(Known::observe);

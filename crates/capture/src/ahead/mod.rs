@@ -29,6 +29,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use stillpoint_image::{FileKind, Owner, PAGE, Range, SignalAction};
 use stillpoint_linux::RemoteAddr;
+use stillpoint_linux::proc::Vma;
 use stillpoint_linux::userfault::Mode;
 use stillpoint_store::Writer;
 
@@ -46,6 +47,8 @@ pub(crate) struct Ahead {
     resting: Option<Looking>,
     /// Dropped after those.
     watch: Option<Watch>,
+    /// Where a look may have taken marks that were not ours: see [`Ahead::taken`].
+    taken: Vec<(u32, Range)>,
     /// Page faults of children that have ended, of all processes.
     child_faults: HashMap<u32, u64>,
 }
@@ -80,16 +83,17 @@ impl Ahead {
         let all = self.followers.iter().map(|(pid, follower)| (*pid, follower.userfault.clone())).collect();
         self.watch = Some(Watch::begin(all)?);
         for member in members.iter() {
-            if !self.follow(member.target.pid)? {
+            let followed = self.follow(member.target.pid);
+            self.check(member.target.pid);
+            if !followed? {
                 self.followers.remove(&member.target.pid);
             }
         }
         let followers = &self.followers;
         self.objects.retain(|_, object| object.mappings.iter().all(|m| followers.contains_key(&m.pid)));
-        for object in self.objects.values_mut() {
+        for object in self.objects.values_mut().filter(|o| o.is_followed) {
             object.data = data_ranges(&object.source)?;
             object.left.clone_from(&object.data);
-            object.is_followed = true;
         }
         progress.start(self.left());
         self.rounds(writer, progress, log)
@@ -184,11 +188,38 @@ impl Ahead {
         let looking = self.looking(true);
         looking.work(&self.followers);
         self.add(looking);
+        let pids: Vec<u32> = self.followers.keys().copied().collect();
+        pids.into_iter().for_each(|pid| self.check(pid));
         // Looked at after pages were protected and before they are copied: see there.
         for (pid, _) in self.followers.iter().filter(|(pid, _)| writes_unnoticed(**pid).unwrap_or(true)) {
             self.objects.values_mut().filter(|o| o.is_of(*pid)).for_each(|o| o.is_followed = false);
         }
         Ok(())
+    }
+
+    /// Makes sure, after a look at what a process has mapped, that it still has it there. If something else is there by now, which
+    /// is followed by whoever saves it, the look has protected that.
+    fn check(&mut self, pid: u32) {
+        let Some(follower) = self.followers.get(&pid) else { return };
+        let maps = follower.target.process.maps().unwrap_or_default();
+        for (key, object) in &mut self.objects {
+            for mapping in object.mappings.iter().filter(|m| m.pid == pid) {
+                let is_it = |v: &Vma| {
+                    let place = (v.start, v.end, v.offset) == (mapping.start, mapping.end, mapping.offset);
+                    place && v.shared && v.deleted && v.ino == key.1
+                };
+                if !maps.iter().any(is_it) {
+                    object.is_followed = false;
+                    self.taken.push((pid, mapping.span()));
+                }
+            }
+        }
+    }
+
+    /// Where in processes a look has protected what was not shared memory any more: who follows that would not find what was
+    /// written there before.
+    pub fn taken(&mut self) -> Vec<(u32, Range)> {
+        std::mem::take(&mut self.taken)
     }
 
     /// A look at all that is followed.

@@ -91,7 +91,7 @@ impl Object {
             source,
             stamp,
             mappings,
-            is_followed: false,
+            is_followed: true,
             data: Vec::new(),
             left: Vec::new(),
             copied: Vec::new(),

@@ -186,6 +186,9 @@ pub(crate) trait MemoryEngine {
         Ok(())
     }
 
+    /// Somebody else has taken the marks of what was written in a range: all that is there counts as written.
+    fn marks_are_gone(&mut self, _: Range) {}
+
     /// The program has just come to rest, with these mappings: what can be done for the cut while all else is described, if
     /// that is worth another thread. `many`: there are many processes, and so there is one.
     fn rest<'s>(&'s mut self, _: &'s Target, _: &[Vma], _many: bool) -> Result<Option<AtRest<'s>>> {

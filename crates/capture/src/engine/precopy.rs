@@ -188,6 +188,10 @@ impl MemoryEngine for Precopy {
         }
     }
 
+    fn marks_are_gone(&mut self, range: Range) {
+        self.tracking.iter_mut().for_each(|tracking| tracking.owe(range));
+    }
+
     fn rest<'s>(&'s mut self, target: &'s Target, maps: &[Vma], many: bool) -> Result<Option<AtRest<'s>>> {
         let spans = spans_of_maps(maps);
         let worth_it = many || spans.iter().map(|s| s.range.len).sum::<u64>() >= WORTH_HELPERS;

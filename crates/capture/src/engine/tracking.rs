@@ -53,7 +53,7 @@ pub struct Tracking {
     seen: Vec<Seen>,
     /// Some of it is followed by those who load it, until it is taken over.
     pub(crate) loading: Option<Loading>,
-    /// Written before it was taken over, and not found by any look yet.
+    /// Written, and not found by any look yet, because the marks that tell have gone.
     owed: Vec<Range>,
 }
 
@@ -238,6 +238,11 @@ impl Tracking {
         Ok(replaced(&written, known, Vec::new()))
     }
 
+    /// The marks of what was written in a range have gone.
+    pub(crate) fn owe(&mut self, range: Range) {
+        self.owed.push(range);
+    }
+
     /// Asks those who load it what has happened to its memory, before it is looked where that is.
     pub(crate) fn ask(&mut self) -> Result<()> {
         self.loading.as_mut().map_or(Ok(()), Loading::ask)
@@ -276,13 +281,13 @@ impl Tracking {
             seen.own.iter().for_each(|own| push(&mut found.own, *own));
             let dirty = if is_trusted { &seen.dirty } else { &seen.own };
             found.dirty.extend(dirty.iter().map(|dirty| (*dirty, span.zeros_matter)));
+            for owed in &self.owed {
+                let there = within(&seen.own, owed.start, owed.start.saturating_add(owed.len));
+                found.dirty.extend(there.into_iter().map(|range| (range, span.zeros_matter)));
+            }
         }
         self.seen = seen;
-        // Pages of anonymous memory, where zeros do not matter.
-        for owed in std::mem::take(&mut self.owed) {
-            let there = within(&found.own, owed.start, owed.start.saturating_add(owed.len));
-            found.dirty.extend(there.into_iter().map(|range| (range, false)));
-        }
+        self.owed.clear();
         if let Some(loading) = &mut self.loading {
             loading.amend(&mut found);
         }
