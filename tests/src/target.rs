@@ -184,6 +184,11 @@ impl Running {
             (said.contains("ready\n") || said.contains("skip: ") || !kernel::alive(self.pid)).then_some(())
         });
         assert!(self.said().contains("ready\n") || self.skip().is_some(), "not ready: {}", self.said());
+        // What it writes can be read a moment before its descriptor has moved on.
+        crate::wait_for("its output's offset", Duration::from_secs(60), || {
+            let info = std::fs::read_to_string(format!("/proc/{}/fdinfo/1", self.pid)).unwrap_or_default();
+            (info.lines().next() != Some("pos:\t0")).then_some(())
+        });
     }
 
     /// Why it does nothing here, if it said so.

@@ -433,7 +433,7 @@ fn what_was_kept_goes_with_its_checkpoint() {
     let mut client = server.client();
     says_back(&mut client, 1);
     server.checkpoint(&["--kill"]);
-    server.stillpoint.run(&["rm", "served"]).ok();
+    server.stillpoint.run(&["rm", "served@1"]).ok();
     assert_eq!(client.read(&mut [0; 10]).expect("its end"), 0);
     assert_eq!(keepers(), Vec::<u32>::new());
     server.scratch.nothing_is_left("in the end");
