@@ -171,10 +171,8 @@ impl Ahead {
         self.look()?;
         self.rounds(writer, progress, log)?;
         // More than the last round found will hardly be left.
-        let room = 2 * self.left().max(FEW) as usize;
-        for object in self.objects.values_mut().filter(|o| o.copied.len() < room) {
-            object.copied.resize(room, 1);
-        }
+        let room = 2 * self.left().max(FEW);
+        self.objects.values_mut().for_each(|object| object.copied.reserve(room));
         Ok(())
     }
 

@@ -1,7 +1,7 @@
 //! Objects of shared memory, who has them mapped, and how they are copied.
 
 use super::Member;
-use crate::engine::{politely, put_error};
+use crate::engine::{Copied, politely, put_error};
 use crate::files::memory::internal_device;
 use crate::files::segments::is_attachment;
 use crate::mappings::is_shared_anonymous;
@@ -63,9 +63,8 @@ pub(super) struct Object {
     pub data: Vec<Range>,
     /// Of that, what was written since it was copied.
     pub left: Vec<Range>,
-    /// What the cut has copied: pages one behind the other.
-    pub copied: Vec<u8>,
-    pub copied_ranges: Vec<Range>,
+    /// What the cut has copied.
+    pub copied: Copied,
     /// The cut has seen all that was written: what it did not copy is as it was copied before.
     pub row: Option<u32>,
 }
@@ -94,8 +93,7 @@ impl Object {
             is_followed: true,
             data: Vec::new(),
             left: Vec::new(),
-            copied: Vec::new(),
-            copied_ranges: Vec::new(),
+            copied: Copied::default(),
             row: None,
         }))
     }
@@ -121,29 +119,16 @@ impl Object {
         if bytes > most {
             return Ok(None);
         }
-        if self.copied.len() < bytes as usize {
-            self.copied.resize(bytes as usize, 0);
-        }
-        read_one_by_one(&self.source, &self.left, &mut self.copied)?;
-        self.copied_ranges.clone_from(&self.left);
+        let left: Vec<(Range, bool)> = self.left.iter().map(|range| (*range, false)).collect();
+        let (source, ranges) = (&self.source, &self.left);
+        self.copied.copy_with(&left, |bytes| read_one_by_one(source, ranges, bytes))?;
         self.row = Some(row);
         Ok(Some(bytes / PAGE))
     }
 
     /// Brings what the cut copied to the store.
     pub fn put(&self, writer: &mut Writer) -> Result<()> {
-        let mut rest = self.copied.as_slice();
-        for range in &self.copied_ranges {
-            let (bytes, behind) = rest.split_at(range.len as usize);
-            rest = behind;
-            let fill = |address: u64, buffer: &mut [u8]| {
-                let from = (address - range.start) as usize;
-                buffer.copy_from_slice(&bytes[from..from + buffer.len()]);
-                Ok::<(), Kernel>(())
-            };
-            writer.put(self.owner, *range, Zeros::Omit, fill).map_err(put_error)?;
-        }
-        Ok(())
+        self.copied.put(self.owner, writer)
     }
 }
 
@@ -198,7 +183,7 @@ pub(super) fn mappings_by_row(members: &[Member], image: &Image) -> HashMap<u32,
     all
 }
 
-/// Reads ranges, one behind the other; there may be more room.
+/// Reads ranges, one behind the other.
 fn read_one_by_one(source: &OwnedFd, ranges: &[Range], buffer: &mut [u8]) -> Result<(), Kernel> {
     let mut rest = buffer;
     for range in ranges {

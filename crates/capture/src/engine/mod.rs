@@ -264,13 +264,24 @@ impl Copied {
     }
 
     pub fn copy(&mut self, memory: &Memory, ranges: &[(Range, bool)]) -> Result<()> {
+        self.copy_with(ranges, |bytes| {
+            let from: Vec<(u64, u64)> = ranges.iter().map(|(r, _)| (r.start, r.len)).collect();
+            memory.read_many(&from, bytes)
+        })
+    }
+
+    /// Copies ranges, which `read` reads one behind the other.
+    pub fn copy_with(
+        &mut self,
+        ranges: &[(Range, bool)],
+        read: impl FnOnce(&mut [u8]) -> Result<(), stillpoint_linux::Error>,
+    ) -> Result<()> {
         self.ranges = ranges.to_vec();
         let total = self.len() as usize;
         if self.bytes.len() < total {
             self.bytes.resize(total, 0);
         }
-        let from: Vec<(u64, u64)> = ranges.iter().map(|(r, _)| (r.start, r.len)).collect();
-        Ok(memory.read_many(&from, &mut self.bytes[..total])?)
+        Ok(read(&mut self.bytes[..total])?)
     }
 
     pub fn put(&self, owner: Owner, writer: &mut Writer) -> Result<()> {
