@@ -56,7 +56,9 @@ fn run(command: &mut Command) -> Result<(String, Duration)> {
     let output = command.stdin(Stdio::null()).output().with_context(|| format!("{command:?}"))?;
     let took = began.elapsed();
     if !output.status.success() {
-        bail!("{command:?}: {}: {}", output.status, String::from_utf8_lossy(&output.stderr).trim());
+        // It stands in results, where places of this machine say nothing.
+        let program = Path::new(command.get_program()).file_name().unwrap_or_default().display();
+        bail!("{program}: {}: {}", output.status, String::from_utf8_lossy(&output.stderr).trim());
     }
     Ok((String::from_utf8_lossy(&output.stdout).into_owned(), took))
 }
