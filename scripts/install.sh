@@ -1,5 +1,5 @@
 #!/bin/sh
-# install.sh [--remove] PREFIX: the command, its manual page and its completions.
+# install.sh [--remove] PREFIX: the command, its manual page and its completions; the library for programs that take snapshots of themselves.
 set -eu
 remove=
 if [ "$1" = --remove ]; then
@@ -7,7 +7,12 @@ if [ "$1" = --remove ]; then
     shift
 fi
 prefix=$1
-target=${CARGO_TARGET_DIR:-target}/release/stillpoint
+built=${CARGO_TARGET_DIR:-target}/release
+target=$built/stillpoint
+header=$prefix/include/stillpoint.h
+shared=$prefix/lib/libstillpoint.so
+static=$prefix/lib/libstillpoint.a
+package=$prefix/lib/pkgconfig/stillpoint.pc
 man=$prefix/share/man/man1/stillpoint.1
 bash=$prefix/share/bash-completion/completions/stillpoint
 zsh=$prefix/share/zsh/site-functions/_stillpoint
@@ -15,9 +20,23 @@ fish=$prefix/share/fish/vendor_completions.d/stillpoint.fish
 
 if [ -n "$remove" ]; then
     rm -f "$prefix/bin/stillpoint" "$man" "$bash" "$zsh" "$fish"
+    rm -f "$header" "$shared" "$static" "$package"
     exit 0
 fi
 install -D -m 755 "$target" "$prefix/bin/stillpoint"
+install -D -m 644 crates/library/include/stillpoint.h "$header"
+install -D -m 755 "$built/libstillpoint.so" "$shared"
+install -D -m 644 "$built/libstillpoint.a" "$static"
+mkdir -p "${package%/*}"
+version=$(sed -n '/^\[workspace.package\]/,/^$/s/^version = "\(.*\)"/\1/p' Cargo.toml)
+cat >"$package" <<END
+Name: stillpoint
+Description: A running program, all of its threads, goes back to where it was
+Version: $version
+Cflags: -I${prefix#"${DESTDIR:-}"}/include
+Libs: -L${prefix#"${DESTDIR:-}"}/lib -lstillpoint
+Libs.private: -lpthread -ldl
+END
 mkdir -p "${man%/*}" "${bash%/*}" "${zsh%/*}" "${fish%/*}"
 "$target" man >"$man"
 "$target" completions bash >"$bash"

@@ -13,6 +13,14 @@ if [ -z "${STILLPOINT_INIT:-}" ] && [ -e "/proc/$orphan" ] && unshare --pid --fo
     exec unshare --pid --fork --kill-child --mount-proc sh -c 'sh scripts/test.sh; exit $?'
 fi
 
+# What a disk that is full makes of a test is hard to read.
+for place in . "${TMPDIR:-/tmp}"; do
+    free=$(df -Pm "$place" | awk 'END { print $4 }')
+    if [ "$free" -lt 8192 ]; then
+        echo "only $free MiB are free in $place: building and testing may need 8 GiB" >&2
+    fi
+done
+
 log=$(mktemp) || exit 1
 trap 'rm -f "$log"' EXIT
 failed=0

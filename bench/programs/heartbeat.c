@@ -4,8 +4,9 @@
 // the rest sleep and wake. At the end every word of the memory is checked. The answer has two numbers, see `struct gaps`.
 //
 // A further file, `touch`, holds a number: that many different pages, spread over the memory, are written at once, then
-// the file is removed.
+// the file is removed. `fork` makes it fork a child that ends at once; `forked` tells for how many nanoseconds it was in the call.
 #include "program.h"
+#include <sys/wait.h>
 
 enum { WORDS = 512, COUNTED = 7 };
 static atomic_uint_least64_t *words;
@@ -108,6 +109,19 @@ static void touch(void) {
   unlink(at);
 }
 
+static void fork_once(void) {
+  char at[4096];
+  uint64_t began = now();
+  pid_t child = fork();
+  uint64_t took = now() - began;
+  if (child == 0)
+    _exit(0);
+  if (child < 0 || waitpid(child, NULL, 0) != child)
+    die("fork");
+  tell("forked", "%llu\n", (unsigned long long)took);
+  unlink(path("fork", at, sizeof at));
+}
+
 int main(int count, char **arguments) {
   if (count < 5) {
     fprintf(stderr, "%s DIRECTORY MEBIBYTES WRITES_PER_SECOND THREADS\n", arguments[0]);
@@ -135,6 +149,8 @@ int main(int count, char **arguments) {
     }
     if (exists("touch"))
       touch();
+    if (exists("fork"))
+      fork_once();
     pause_for(2000000);
   }
   atomic_store(&stopped, true);

@@ -67,6 +67,13 @@ impl Heartbeat {
         self.0.request("touch", &pages.to_string())
     }
 
+    /// Lets it fork a child that ends at once; how long the call took.
+    pub fn fork(&self) -> Result<Duration> {
+        self.0.request("fork", "")?;
+        let [took] = self.0.numbers("forked")?.try_into().ok().context("a number was expected")?;
+        Ok(Duration::from_nanos(took))
+    }
+
     /// Ends it; an error unless all of its memory is right.
     pub fn finish(self) -> Result<Outcome> {
         self.0.finish()

@@ -1,6 +1,34 @@
 //! How long requests took, over several windows of time.
 
+use crate::report::{Table, number};
 use crate::series::Series;
+
+/// What clients noticed while one thing was done again and again.
+#[derive(Default)]
+pub struct Measured {
+    /// Of their requests.
+    pub latencies: Latencies,
+    /// Of what was done by its own account, ms.
+    pub pause: Series,
+    /// How long it took.
+    pub takes: Series,
+}
+
+/// A table of what clients noticed while each of these things was done.
+pub fn meanwhile(name: &str, title: &str, requests: &str, measured: &[(String, Measured)]) -> Table {
+    let head =
+        ["meanwhile", "p50, ms", "p99, ms", "p99.9, ms", "longest, ms", "most, ms", "pause, ms", "takes, ms"];
+    let columns: Vec<&str> = head.into_iter().chain([requests, "checkpoints", "runs"]).collect();
+    let mut table = Table::new(name, title, &columns);
+    for (what, Measured { latencies: l, pause, takes }) in measured {
+        let mut row = vec![what.clone()];
+        let others = [l.longest(), l.most(), pause.median(), takes.median()];
+        row.extend(l.quantiles().into_iter().chain(others).map(number));
+        row.extend([l.count(), pause.count(), l.windows()].map(|n| n.to_string()));
+        table.row(row);
+    }
+    table
+}
 
 /// Latencies, ms. A window is what was asked while one thing was done. Each figure is that of every window by itself, of which
 /// the median is told: one window in which the machine did something else does not spoil the others.

@@ -5,7 +5,7 @@
 //!
 //! Environment:
 //!
-//! * `BENCH_ONLY`: names of experiments, with commas between: `pause`, `tree`, `durable`, `restore`, `restart`, `touchset`,
+//! * `BENCH_ONLY`: names of experiments, with commas between: `pause`, `tree`, `twins`, `branch`, `durable`, `restore`, `restart`, `touchset`,
 //!   `streaming`, `incremental`, `slowdown`, `downtime`, `interval`, `chain`, `deadline`, `mirror`, `barrier`,
 //!   `redis`, `pgbench` (all)
 //! * `BENCH_SIZES`: MiB of the programs whose pauses are measured (`1024,4096,8192`)

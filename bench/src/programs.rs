@@ -149,9 +149,14 @@ impl Program {
     /// Asks for the numbers that the program has measured since the last time.
     pub fn ask(&self) -> Result<Vec<u64>> {
         fs::write(self.directory.join("ask"), "")?;
-        self.wait_for("answer")?;
-        let answer = fs::read_to_string(self.directory.join("answer"))?;
-        fs::remove_file(self.directory.join("answer"))?;
+        self.numbers("answer")
+    }
+
+    /// Waits for a file of numbers, and removes it.
+    pub fn numbers(&self, name: &str) -> Result<Vec<u64>> {
+        self.wait_for(name)?;
+        let answer = fs::read_to_string(self.directory.join(name))?;
+        fs::remove_file(self.directory.join(name))?;
         answer.split_whitespace().map(|n| n.parse().with_context(|| answer.clone())).collect()
     }
 

@@ -2,6 +2,7 @@
 
 use rustix::process::{Pid, Signal};
 use std::path::Path;
+use std::process::Command;
 use std::time::Duration;
 
 /// Ends a process.
@@ -97,6 +98,12 @@ pub fn status_in(path: &str, field: &str) -> Option<String> {
 /// Whether this is the superuser.
 pub fn is_root() -> bool {
     rustix::process::geteuid().is_root()
+}
+
+/// Whether this is the superuser, and may make namespaces as unshare(1) does with these flags.
+pub fn can_unshare(flags: &[&str]) -> bool {
+    let permitted = || Command::new("unshare").args(flags).arg("true").status().is_ok_and(|s| s.success());
+    is_root() && permitted()
 }
 
 /// Where a command is found on `PATH`.

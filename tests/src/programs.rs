@@ -5,7 +5,7 @@ use crate::target::alone;
 use crate::{Scratch, kernel, skipped, undisturbed_only};
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// A program that computes something and writes files; its standard output goes to the file `out`.
@@ -193,6 +193,28 @@ fn ends(pid: u32) -> bool {
 /// A file of `tests/programs`.
 pub fn source(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("programs").join(name)
+}
+
+/// A program in Go of `tests/programs`; otherwise says what is skipped.
+pub fn built_by_go(name: &str, scratch: &Scratch) -> Option<PathBuf> {
+    let go = installed(&["go", "/usr/local/go/bin/go"], "golang-go")?;
+    let binary = scratch.path().join(name.trim_end_matches(".go"));
+    let built = Command::new(go)
+        .args(["build", "-o"])
+        .arg(&binary)
+        .arg(source(name))
+        .current_dir(scratch.path())
+        .envs([
+            ("GO111MODULE", "off"),
+            ("GOTOOLCHAIN", "local"),
+            ("CGO_ENABLED", "0"),
+            ("GOPROXY", "off"),
+            ("GOFLAGS", ""),
+        ])
+        .status()
+        .expect("go");
+    assert!(built.success(), "{name} does not build");
+    Some(binary)
 }
 
 /// The first of these commands that is installed; otherwise says what is skipped.

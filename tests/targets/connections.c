@@ -677,8 +677,101 @@ static void idle_door(void) { // listens, and does not accept before it is told 
   EQUAL(write(s, c, 5), 5);
 }
 
+static int option_of(int s, int level, int name) {
+  int value = -1;
+  socklen_t size = sizeof value;
+  EQUAL(getsockopt(s, level, name, &value, &size), 0);
+  return value;
+}
+
+static void multipath(void) { // sockets of Multipath TCP, to which others come by plain TCP
+  int l = socket(AF_INET, SOCK_STREAM, 262), fresh = socket(AF_INET6, SOCK_STREAM, 262), on = 1;
+  if (l < 0 || fresh < 0)
+    SKIP("no Multipath TCP here");
+  address a = loopback(AF_INET, 0);
+  MUST(setsockopt(l, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) == 0);
+  MUST(setsockopt(l, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on) == 0);
+  MUST(bind(l, &a.any, size_of(&a)) == 0 && listen(l, 9) == 0);
+  a = name_of(l, 0);
+  cut();
+  address b = name_of(l, 0);
+  CHECK(!memcmp(&a, &b, size_of(&a)));
+  EQUAL(option_of(l, SOL_SOCKET, SO_PROTOCOL), 262);
+  EQUAL(option_of(fresh, SOL_SOCKET, SO_PROTOCOL), 262);
+  EQUAL(option_of(l, SOL_SOCKET, SO_ACCEPTCONN), 1);
+  EQUAL(option_of(l, SOL_SOCKET, SO_REUSEADDR), 1);
+  EQUAL(option_of(l, IPPROTO_TCP, TCP_NODELAY), 1);
+  int c = socket(AF_INET, SOCK_STREAM, 0);
+  EQUAL(connect(c, &a.any, size_of(&a)), 0);
+  int s = accept(l, 0, 0);
+  char heard[5];
+  EQUAL(write(c, "hello", 5), 5);
+  EQUAL(recv(s, heard, 5, MSG_WAITALL), 5);
+}
+
+static address outside(int family) { // whose port is told in a file
+  char text[16] = {0};
+  int file = open(path_of(family == AF_INET ? "door4" : "door6"), O_RDONLY | O_CLOEXEC);
+  MUST(file >= 0 && read(file, text, sizeof text - 1) > 0);
+  close(file);
+  address a = loopback(family, 0);
+  *(family == AF_INET ? &a.v4.sin_port : &a.v6.sin6_port) = htons(atoi(text));
+  return a;
+}
+
+static void speak(int s) { // it is connected
+  char heard[5];
+  EQUAL(send(s, "hello", 5, 0), 5);
+  EQUAL(recv(s, heard, 5, MSG_WAITALL), 5);
+  CHECK(memcmp(heard, "hello", 5) == 0);
+}
+
+static void *knock(void *unused) {
+  address a = outside(AF_INET);
+  int s = socket(AF_INET, SOCK_STREAM, 0);
+  EQUAL(connect(s, &a.any, size_of(&a)), 0);
+  speak(s);
+  return unused;
+}
+
+static void knocks(void) { // it is being connected, where nobody opens
+  int families[] = {AF_INET, AF_INET6}, s[2], e = epoll_create1(0);
+  address names[2];
+  for (int i = 0; i < 2; i++) {
+    address a = outside(families[i]);
+    int idle = 77 + i;
+    s[i] = socket(families[i], SOCK_STREAM | SOCK_NONBLOCK, 0);
+    MUST(setsockopt(s[i], IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof idle) == 0);
+    MUST(connect(s[i], &a.any, size_of(&a)) == -1 && errno == EINPROGRESS);
+    struct epoll_event event = {.events = EPOLLOUT, .data.u64 = i};
+    MUST(epoll_ctl(e, EPOLL_CTL_ADD, s[i], &event) == 0);
+    names[i] = name_of(s[i], 0);
+  }
+  pthread_t thread = spawn(knock, 0);
+  nap(0.05);
+  struct epoll_event event;
+  MUST(epoll_wait(e, &event, 1, 0) == 0);
+  cut();
+  for (int left = 2; left > 0; left--) {
+    MUST(epoll_wait(e, &event, 1, 30000) == 1);
+    int i = event.data.u64, error = -1, idle = 0;
+    socklen_t size = sizeof error;
+    EQUAL(getsockopt(s[i], SOL_SOCKET, SO_ERROR, &error, &size), 0);
+    EQUAL(error, 0);
+    EQUAL(getsockopt(s[i], IPPROTO_TCP, TCP_KEEPIDLE, &idle, &size), 0);
+    EQUAL(idle, 77 + i);
+    address name = name_of(s[i], 0);
+    CHECK(size_of(&name) == size_of(&names[i]) && !memcmp(&name, &names[i], size_of(&name)));
+    EQUAL(fcntl(s[i], F_GETFL) & O_NONBLOCK, O_NONBLOCK);
+    EQUAL(fcntl(s[i], F_SETFL, 0), 0);
+    MUST(epoll_ctl(e, EPOLL_CTL_DEL, s[i], 0) == 0);
+    speak(s[i]);
+  }
+  pthread_join(thread, 0);
+}
+
 SCENARIOS({"pair4", pair4}, {"pair6", pair6}, {"pair_mapped", pair_mapped}, {"two_families", two_families},
           {"no_door", no_door}, {"full", full}, {"half_closed", half_closed}, {"other_end_closed", other_end_closed},
           {"with_options", with_options}, {"corked", corked}, {"watched", watched}, {"busy", busy},
           {"blocked", blocked}, {"many", many}, {"datagrams_unread", datagrams_unread},
-          {"groups", groups}, {"raw_and_netlink", raw_and_netlink}, {"packets", packets}, {"serve", serve}, {"idle_door", idle_door})
+          {"groups", groups}, {"raw_and_netlink", raw_and_netlink}, {"packets", packets}, {"serve", serve}, {"idle_door", idle_door}, {"knocks", knocks}, {"multipath", multipath})

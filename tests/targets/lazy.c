@@ -1,5 +1,7 @@
 // Memory that comes while the program runs already: every way to touch a page that is not there yet.
 #include "target.h"
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
 #include <sys/prctl.h>
 #include <sys/uio.h>
 
@@ -171,6 +173,53 @@ static void writes(void) {
     CHECK(is_filled_page(memory + page, page));
 }
 
+#define WATCHED 4
+
+// One more thing to watch, of which there is always something to tell. It is told with its number.
+static int watched(int epoll, uint64_t number) {
+  int fd = eventfd(1, EFD_CLOEXEC);
+  struct epoll_event event = {.events = EPOLLIN, .data.u64 = number};
+  MUST(fd >= 0 && epoll_ctl(epoll, EPOLL_CTL_ADD, fd, &event) == 0);
+  return fd;
+}
+
+static void *await_events(void *argument) {
+  int epoll = epoll_create1(EPOLL_CLOEXEC), fds[WATCHED];
+  char here[PAGE];
+  for (uint64_t i = 0; i < WATCHED; i++)
+    fds[i] = watched(epoll, i);
+  size_t page = (size_t)(long)argument;
+  for (uint64_t n = WATCHED; !gone(); n++, page = (page + THREADS) % (ROOM / PAGE)) {
+    // What is closed is told no more, as nobody else has it: but for a moment, when somebody just lists what is open here.
+    close(fds[n % WATCHED]);
+    double until = now() + 0.001;
+    struct epoll_event *events = (struct epoll_event *)(memory + page * PAGE);
+    int told;
+    do {
+      told = epoll_wait(epoll, events, WATCHED, -1);
+    } while (told == WATCHED && now() < until);
+    EQUAL(told, WATCHED - 1);
+    for (int i = 0; i < told; i++)
+      CHECK(events[i].data.u64 > n - WATCHED && events[i].data.u64 < n);
+    fds[n % WATCHED] = watched(epoll, n);
+    fill(here, PAGE, page * PAGE);
+    memcpy(events, here, WATCHED * sizeof *events);
+    CHECK(is_filled_page(events, page * PAGE));
+  }
+  return 0;
+}
+
+// Threads wait for events, whose places are not there, with what the kernel holds meanwhile.
+static void watches(void) {
+  make();
+  pthread_t threads[THREADS];
+  for (long i = 0; i < THREADS; i++)
+    threads[i] = spawn(await_events, (void *)i);
+  ready();
+  for (int i = 0; i < THREADS; i++)
+    pthread_join(threads[i], 0);
+}
+
 static int child_of(int depth) {
   pid_t child = fork();
   MUST(child >= 0);
@@ -218,9 +267,13 @@ static void children(void) {
 #define SHARE (8ul << 20)
 #define RANGE (1ul << 20)
 
-// Which contents a page has for a member, who has written every third of them itself, each others.
+// Children of members write all of it themselves.
+#define BELOW 100
+
+// Which contents a page has for a member, who has most of them written itself, each others; the rest is in common.
 static uint64_t seed_of(long member, size_t page) {
-  return page + (mix(page + (uint64_t)member) % 3 || !member ? 0 : (uint64_t)member << 32);
+  int own = member >= BELOW || (member && mix(page + (uint64_t)member) % 6);
+  return page + (own ? (uint64_t)member << 32 : 0);
 }
 
 static void own_pages(long member) {
@@ -353,6 +406,8 @@ static void member_of_tree(int *wiped, int *alone) {
 // A tree of processes that have much of their memory in common, and then go different ways.
 static void tree(void) {
   memory = map_anon(SHARE);
+  // Pages in common are scattered among others.
+  madvise(memory, SHARE, MADV_HUGEPAGE);
   for (size_t at = 0; at < SHARE; at += PAGE)
     fill(memory + at, PAGE, at);
   int *arrived = mmap(0, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -379,6 +434,10 @@ static void tree(void) {
     MUST(below >= 0);
     if (below == 0) {
       prctl(PR_SET_PDEATHSIG, SIGKILL);
+      if (i % 2) {
+        who = BELOW + i;
+        own_pages(who);
+      }
       __atomic_add_fetch(arrived, 1, __ATOMIC_SEQ_CST);
       wait_go();
       if (i % 2) {
@@ -407,4 +466,5 @@ static void tree(void) {
   }
 }
 
-SCENARIOS({"tree", tree}, {"whole", whole}, {"calls", calls}, {"changes", changes}, {"children", children}, {"grows", grows}, {"writes", writes})
+SCENARIOS({"tree", tree}, {"whole", whole}, {"calls", calls}, {"changes", changes}, {"children", children}, {"grows", grows}, {"writes", writes},
+          {"watches", watches})

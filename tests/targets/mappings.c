@@ -1,6 +1,7 @@
 // Mappings that come and go, move, grow, shrink, are dropped and protected, at random, beside a model that tells what must
 // be in each page. One thread owns an arena of address space and everything in it.
 #include "hostile.h"
+#include <sys/prctl.h>
 
 #ifndef MREMAP_DONTUNMAP
 #define MREMAP_DONTUNMAP 4
@@ -314,6 +315,37 @@ static void anything(long me) {
 }
 
 static void (*const both[])(long) = {anything, anything};
+static void (*const only_one[])(long) = {anything};
+
+static volatile int *over; // by all processes
+static pid_t heirs[3];
+static int families;
+
+// Goes on by itself with what it has from its parent; the last one has it from another.
+static void go_on(int n) {
+  if (n == 1)
+    heirs[2] = fork();
+  MUST(heirs[2] >= 0);
+  int me = n == 1 && !heirs[2] ? 2 : n;
+  MUST(!prctl(PR_SET_PDEATHSIG, SIGKILL));
+  for (int i = 0; i < 2; i++)
+    arenas[i].random = mix(1000 * me + i) >> 8;
+  while (!*over) {
+    anything(0);
+    // Most of the other one remains in common for a while.
+    if (!any(&arenas[0].random, 100))
+      anything(1);
+    breathe();
+  }
+  for (int i = 0; i < 2; i++)
+    holds(&arenas[i], 0, arena_pages);
+  if (me == 1) {
+    int status = -1;
+    MUST(waitpid(heirs[2], &status, 0) == heirs[2]);
+    EQUAL(status, 0);
+  }
+  _exit(failures ? 1 : 0);
+}
 
 static void run_arenas(void) {
   pattern = open(path_of("pattern"), O_RDWR | O_CREAT | O_TRUNC, 0600);
@@ -333,7 +365,24 @@ static void run_arenas(void) {
     map_new(a, 0, arena_pages, ANON);
     write_pages(a, 0, arena_pages);
   }
-  together(both, 2);
+  over = mmap(0, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  MUST(over != MAP_FAILED);
+  for (int i = 0; i < families; i++) {
+    heirs[i] = fork();
+    MUST(heirs[i] >= 0);
+    if (!heirs[i])
+      go_on(i);
+  }
+  if (families)
+    together(only_one, 1);
+  else
+    together(both, 2);
+  *over = 1;
+  for (int i = 0; i < families; i++) {
+    int status = -1;
+    MUST(waitpid(heirs[i], &status, 0) == heirs[i]);
+    EQUAL(status, 0);
+  }
   for (int i = 0; i < 2; i++)
     holds(&arenas[i], 0, arena_pages);
 }
@@ -352,6 +401,13 @@ static void drops(void) {
 
 static void replacements(void) {
   mask = BIT(WRITE) | BIT(MAP) | BIT(SHARE) | BIT(COPY) | BIT(UNMAP);
+  run_arenas();
+}
+
+// A page of zeros means nothing in anonymous memory, and something in the copy of a file that has just taken its place.
+static void zeros(void) {
+  most_pages = 4 * MOST;
+  mask = BIT(ZERO) | BIT(MAP) | BIT(COPY);
   run_arenas();
 }
 
@@ -374,10 +430,20 @@ static void wide(void) {
   run_arenas();
 }
 
+// In several processes, each with what it has in common with the others and what has become of it.
+static void inherited(void) {
+  arena_pages = 2048;
+  most_pages = MOST;
+  calm = 1;
+  families = 2;
+  mask = BIT(WRITE) | BIT(ZERO) | BIT(DROP) | BIT(GUARD) | BIT(PROTECT) | BIT(UNMAP) | BIT(MAP) | BIT(MOVE) | BIT(GROW) | BIT(SHRINK);
+  run_arenas();
+}
+
 static void everything(void) {
   mask = ~0u;
   run_arenas();
 }
 
-SCENARIOS({"moves", moves}, {"drops", drops}, {"replacements", replacements}, {"protections", protections},
-          {"collapses", collapses}, {"wide", wide}, {"everything", everything})
+SCENARIOS({"moves", moves}, {"drops", drops}, {"replacements", replacements}, {"zeros", zeros}, {"protections", protections},
+          {"collapses", collapses}, {"wide", wide}, {"inherited", inherited}, {"everything", everything})

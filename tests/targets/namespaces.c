@@ -1,5 +1,5 @@
 // Processes of a tree in namespaces that they made: which of them share one, and what is in it.
-#include "target.h"
+#include "family.h"
 #include <mqueue.h>
 #include <net/if.h>
 #include <netinet/in.h>
@@ -12,48 +12,6 @@
 #include <sys/timerfd.h>
 #include <sys/un.h>
 #include <sys/utsname.h>
-
-// Shared by all processes.
-static struct board {
-  int arrived;
-} *board;
-
-static void open_board(void) {
-  board = mmap(0, sizeof *board, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  MUST(board != MAP_FAILED);
-}
-
-static void arrive(void) {
-  __atomic_add_fetch(&board->arrived, 1, __ATOMIC_SEQ_CST);
-}
-
-static void await_arrivals(int n) {
-  while (__atomic_load_n(&board->arrived, __ATOMIC_SEQ_CST) < n)
-    nap(0.0005);
-}
-
-// A child that ends with 0 if it found no differences.
-static pid_t child(void (*run)(long), long argument) {
-  pid_t pid = fork();
-  MUST(pid >= 0);
-  if (!pid) {
-    run(argument);
-    _exit(failures ? 1 : 0);
-  }
-  return pid;
-}
-
-static void await(pid_t pid) {
-  int status = -1;
-  while (waitpid(pid, &status, 0) < 0 && errno == EINTR)
-    ;
-  EQUAL(status, 0);
-}
-
-static void enter_new(int flags) {
-  if (unshare(flags))
-    SKIP("not permitted to make namespaces");
-}
 
 // Identity of a namespace of a process.
 static ino_t space(pid_t pid, const char *kind) {
@@ -121,7 +79,7 @@ static void host_names_child(long n) {
   arrive();
   await_arrivals(13); // nobody ends before all have looked
   if (inner)
-    await(inner);
+    await_ok(inner);
 }
 
 static void host_names(void) {
@@ -138,7 +96,7 @@ static void host_names(void) {
   CHECK(space(pids[1], "uts") != space(pids[2], "uts"));
   arrive();
   for (int n = 0; n < 3; n++)
-    await(pids[n]);
+    await_ok(pids[n]);
   name("changed", "later");
   named("changed", "later");
 }
@@ -162,7 +120,7 @@ static void host_name_below(void) {
   cut();
   MUST(!uname(&after));
   CHECK(!strcmp(before.nodename, after.nodename));
-  await(pid);
+  await_ok(pid);
 }
 
 // --- interprocess communication
@@ -361,7 +319,7 @@ static void ipc_apart(void) {
     EQUAL(errno, EINTR);
   CHECK(filled(memory, PAGE, 100));
   for (int n = 0; n < 3; n++)
-    await(pids[n]);
+    await_ok(pids[n]);
 }
 
 // --- clocks
@@ -420,8 +378,7 @@ static void clock_child(long ahead) {
   CHECK(far.it_value.tv_sec > 500 && far.it_value.tv_sec <= 1000);
   tell_times(ahead ? ahead / 10000 : 3);
   arrive();
-  while (__atomic_load_n(&board->arrived, __ATOMIC_SEQ_CST) < 8)
-    nap(0.0005);
+  await_arrivals(8);
 }
 
 static void clocks(void) {
@@ -444,7 +401,7 @@ static void clocks(void) {
   EQUAL(space(pids[2], "time"), space(getpid(), "time"));
   __atomic_add_fetch(&board->arrived, 2, __ATOMIC_SEQ_CST);
   for (int n = 0; n < 3; n++)
-    await(pids[n]);
+    await_ok(pids[n]);
 }
 
 // --- control groups
@@ -474,7 +431,7 @@ static void control_groups(void) {
   await_arrivals(1);
   cut();
   CHECK(at_the_root());
-  await(pid);
+  await_ok(pid);
 }
 
 // --- networks
@@ -523,7 +480,7 @@ static void networks(void) {
   await_arrivals(2);
   cut();
   for (int n = 0; n < 2; n++)
-    await(pids[n]);
+    await_ok(pids[n]);
 }
 
 // Connections of all kinds between processes in a network of their own.
@@ -574,7 +531,7 @@ static void network_sockets(void) {
   EQUAL(connect(u, (void *)&name, sizeof name), 0);
   EQUAL(sendto(c = socket(AF_INET, SOCK_DGRAM, 0), "to you", 6, 0, (void *)&udp, sizeof udp), 6);
   EQUAL(recv(datagrams, text, 8, MSG_DONTWAIT), 6);
-  await(pid);
+  await_ok(pid);
 }
 
 // A socket stays in the namespace that it was made in.
@@ -665,7 +622,7 @@ static void shared_outside(void) {
     }
     _exit(0);
   }
-  await(between);
+  await_ok(between);
   await_arrivals(1);
   cut();
   named("both", "");

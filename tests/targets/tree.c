@@ -1,5 +1,5 @@
 // Trees of processes: relations, what they share, what each has alone, and who comes and goes during the cut.
-#include "target.h"
+#include "family.h"
 #include <limits.h>
 #include <poll.h>
 #include <spawn.h>
@@ -17,48 +17,6 @@
 #include <termios.h>
 
 extern char **environ;
-
-// Shared by all processes.
-static struct board {
-  int arrived;
-  int failures;
-  int words[1000];
-  pthread_mutex_t mutex;
-} *board;
-
-static void open_board(void) {
-  board = mmap(0, sizeof *board, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  MUST(board != MAP_FAILED);
-}
-
-static void arrive(void) {
-  __atomic_add_fetch(&board->arrived, 1, __ATOMIC_SEQ_CST);
-}
-
-static void await_arrivals(int n) {
-  while (__atomic_load_n(&board->arrived, __ATOMIC_SEQ_CST) < n)
-    nap(0.0005);
-}
-
-// A child that ends with 0 if it found no differences.
-static pid_t child(void (*run)(long), long argument) {
-  pid_t pid = fork();
-  MUST(pid >= 0);
-  if (!pid) {
-    run(argument);
-    _exit(failures ? 1 : 0);
-  }
-  return pid;
-}
-
-static void await(pid_t pid, int expected) {
-  int status = -1;
-  pid_t got;
-  while ((got = waitpid(pid, &status, 0)) < 0 && errno == EINTR)
-    ;
-  EQUAL(got, pid);
-  EQUAL(status & ~0x80, expected);
-}
 
 // --- one child
 
@@ -244,7 +202,7 @@ static pid_t clone_child(int signal, void (*run)(long), long argument) {
   MUST(pid >= 0);
   if (!pid) {
     run(argument);
-    _exit(failures ? 1 : 0);
+    ends();
   }
   return pid;
 }
@@ -657,49 +615,143 @@ static void copied_on_write(void) {
     await(pids[i], 0);
 }
 
+// --- memory that remains in common
+
+// Pages of these that others have too, by copy on write.
+static long in_common(const char *at, size_t bytes) {
+  long common = 0;
+  int map = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+  MUST(map >= 0);
+  for (size_t i = 0; i < bytes / PAGE; i++) {
+    uint64_t entry;
+    MUST(pread(map, &entry, 8, ((uintptr_t)at / PAGE + i) * 8) == 8);
+    common += entry >> 63 && !(entry >> 56 & 1);
+  }
+  close(map);
+  return common;
+}
+
+#define PART (4ul << 20)
+#define WORDS_OF_A_PAGE (PAGE / 8)
+static char *parts[6];
+
+static void expect_parts(long first, long last) {
+  for (long i = first; i <= last; i++) {
+    CHECK(filled(parts[i], PART, 1000 * i));
+    EQUAL(in_common(parts[i], PART), PART / PAGE);
+  }
+}
+
+// Has the first four parts from its parent, and the fifth from its grandparent too.
+static void grandchild(long unused) {
+  (void)unused;
+  MUST(!munmap(parts[5], PART));
+  arrive();
+  wait_go();
+  expect_parts(1, 3);
+  CHECK(filled(parts[4], PART, 77));
+  EQUAL(in_common(parts[4], PART), PART / PAGE);
+}
+
+static void heir(long unused) {
+  (void)unused;
+  fill(parts[4], PART, 77);
+  pid_t pid = child(grandchild, 0);
+  // What is its own, dropped, protected, unmapped in the middle, and moved.
+  fill(parts[0] + PART / 2, PART / 4, 5);
+  MUST(!madvise(parts[0] + 16 * PAGE, 16 * PAGE, MADV_DONTNEED));
+  MUST(!mprotect(parts[1], PART, PROT_READ));
+  MUST(!munmap(parts[5] + PART / 2, 16 * PAGE));
+  char *moved = mremap(parts[5] + 3 * PART / 4, 16 * PAGE, 16 * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, parts[5] + PART / 2);
+  MUST(moved == parts[5] + PART / 2);
+  arrive();
+  await_arrivals(3);
+  wait_go();
+  CHECK(filled(parts[0], 16 * PAGE, 0) && all_zero(parts[0] + 16 * PAGE, 16 * PAGE));
+  CHECK(filled(parts[0] + PART / 2, PART / 4, 5));
+  CHECK(filled(parts[0] + 3 * PART / 4, PART / 4, 3 * PART / 4 / 8));
+  expect_parts(1, 3);
+  CHECK(filled(parts[4], PART, 77) && filled(moved, 16 * PAGE, 5000 + 3 * PART / 4 / 8));
+  CHECK(filled(parts[5], PART / 2, 5000));
+  await(pid, 0);
+}
+
+static void other_heir(long unused) {
+  (void)unused;
+  // Others have it, and it would be inherited.
+  MUST(!madvise(parts[5], 16 * PAGE, MADV_DONTNEED));
+  fill(parts[5] + 16 * PAGE, 16 * PAGE, 9);
+  arrive();
+  await_arrivals(3);
+  wait_go();
+  CHECK(filled(parts[0], PART, 0));
+  expect_parts(1, 4);
+  CHECK(all_zero(parts[5], 16 * PAGE) && filled(parts[5] + 16 * PAGE, 16 * PAGE, 9));
+  CHECK(filled(parts[5] + 32 * PAGE, PART - 32 * PAGE, 5000 + 32 * WORDS_OF_A_PAGE));
+}
+
+static void inherited(void) {
+  open_board();
+  for (long i = 0; i < 6; i++) {
+    // Apart, each a mapping.
+    parts[i] = (char *)map_anon(2 * PART) + PART / 2;
+    MUST(!munmap(parts[i] - PART / 2, PART / 2) && !munmap(parts[i] + PART, PART / 2));
+    fill(parts[i], PART, 1000 * i);
+  }
+  pid_t pids[] = {child(heir, 0), child(other_heir, 0)};
+  await_arrivals(3);
+  // Dropped by the parent while others have it.
+  MUST(!madvise(parts[0], PART / 4, MADV_DONTNEED));
+  cut();
+  CHECK(all_zero(parts[0], PART / 4) && filled(parts[0] + PART / 4, 3 * PART / 4, PART / 4 / 8));
+  expect_parts(1, 3);
+  for (int i = 0; i < 2; i++)
+    await(pids[i], 0);
+}
+
 // --- pipes, sockets, offsets, locks
 
-static int ends[2], back[2];
+static int there[2], back[2];
 
 static void echoes(long unused) {
   (void)unused;
-  close(ends[1]);
+  close(there[1]);
   close(back[0]);
   arrive();
   char buffer[256];
   ssize_t n;
   wait_go();
-  while ((n = read(ends[0], buffer, sizeof buffer)) > 0)
+  while ((n = read(there[0], buffer, sizeof buffer)) > 0)
     CHECK(write(back[1], buffer, n) == n);
   EQUAL(n, 0);
 }
 
 static void pipes(void) {
   open_board();
-  MUST(!pipe(ends) && !pipe(back));
+  MUST(!pipe(there) && !pipe(back));
   pid_t pid = child(echoes, 0);
-  close(ends[0]);
+  close(there[0]);
   close(back[1]);
   await_arrivals(1);
-  MUST(write(ends[1], "in the pipe", 11) == 11);
+  MUST(write(there[1], "in the pipe", 11) == 11);
   cut();
   char buffer[256] = {0};
   EQUAL(read(back[0], buffer, sizeof buffer), 11);
   CHECK(!strcmp(buffer, "in the pipe"));
-  close(ends[1]);
+  close(there[1]);
   EQUAL(read(back[0], buffer, sizeof buffer), 0);
   await(pid, 0);
 }
 
 static void answers(long kind) {
-  close(ends[0]);
+  close(there[0]);
   arrive();
   wait_go();
   char buffer[64];
   for (int i = 0; i < 3; i++) {
-    ssize_t n = recv(ends[1], buffer, sizeof buffer, 0);
+    ssize_t n = recv(there[1], buffer, sizeof buffer, 0);
     EQUAL(n, kind == SOCK_STREAM ? 18 : 6);
-    CHECK(send(ends[1], buffer, n, 0) == n);
+    CHECK(send(there[1], buffer, n, 0) == n);
     if (kind == SOCK_STREAM)
       break;
   }
@@ -710,10 +762,10 @@ static void socket_pairs(void) {
   int kinds[] = {SOCK_STREAM, SOCK_DGRAM, SOCK_SEQPACKET}, own_ends[3];
   pid_t pids[3];
   for (int i = 0; i < 3; i++) {
-    MUST(!socketpair(AF_UNIX, kinds[i], 0, ends));
+    MUST(!socketpair(AF_UNIX, kinds[i], 0, there));
     pids[i] = child(answers, kinds[i]);
-    close(ends[1]);
-    own_ends[i] = ends[0];
+    close(there[1]);
+    own_ends[i] = there[0];
     for (int k = 0; k < 3; k++)
       MUST(send(own_ends[i], "queued", 6, 0) == 6);
   }
@@ -902,11 +954,11 @@ static void objects(void) {
   sigemptyset(&set);
   sigaddset(&set, SIGUSR2);
   signals = signalfd(-1, &set, 0);
-  MUST(!pipe(ends));
+  MUST(!pipe(there));
   poller = epoll_create1(0);
   struct epoll_event event = {.events = EPOLLIN, .data.u64 = 4711};
-  MUST(!epoll_ctl(poller, EPOLL_CTL_ADD, ends[0], &event));
-  MUST(write(ends[1], "x", 1) == 1);
+  MUST(!epoll_ctl(poller, EPOLL_CTL_ADD, there[0], &event));
+  MUST(write(there[1], "x", 1) == 1);
   int go[2];
   MUST(!pipe(go));
   handle = 300;
@@ -917,9 +969,9 @@ static void objects(void) {
     int own_handle = syscall(SYS_pidfd_open, getpid(), 0);
     MUST(dup2(own_handle, handle) == handle);
     close(own_handle);
-    close(ends[0]); // the epoll watches it all the same, as the parent has it open
+    close(there[0]); // the epoll watches it all the same, as the parent has it open
     uses_objects(0);
-    _exit(failures ? 1 : 0);
+    ends();
   }
   int mine = syscall(SYS_pidfd_open, pid, 0);
   MUST(write(go[1], "g", 1) == 1);
@@ -994,13 +1046,13 @@ static void proc_files(void) {
 
 static void asynchronous(void) {
   open_board();
-  MUST(!pipe(ends));
+  MUST(!pipe(there));
   pid_t pid = child(until_go, 0);
   await_arrivals(1);
-  MUST(!fcntl(ends[0], F_SETOWN, pid) && !fcntl(ends[0], F_SETSIG, SIGRTMIN));
+  MUST(!fcntl(there[0], F_SETOWN, pid) && !fcntl(there[0], F_SETSIG, SIGRTMIN));
   cut();
-  EQUAL(fcntl(ends[0], F_GETOWN), pid);
-  EQUAL(fcntl(ends[0], F_GETSIG), SIGRTMIN);
+  EQUAL(fcntl(there[0], F_GETOWN), pid);
+  EQUAL(fcntl(there[0], F_GETSIG), SIGRTMIN);
   await(pid, 0);
 }
 
@@ -1131,10 +1183,10 @@ static void terminals(void) {
 // Two processes take turns: neither is ever more than one turn ahead.
 static void takes_turns(long unused) {
   (void)unused;
-  close(ends[1]);
+  close(there[1]);
   close(back[0]);
   uint64_t n = 0, got;
-  while (read(ends[0], &got, 8) == 8) {
+  while (read(there[0], &got, 8) == 8) {
     EQUAL(got, n + 1);
     n = got;
     if (write(back[1], &n, 8) != 8)
@@ -1144,21 +1196,21 @@ static void takes_turns(long unused) {
 
 static void turns(void) {
   open_board();
-  MUST(!pipe(ends) && !pipe(back));
+  MUST(!pipe(there) && !pipe(back));
   pid_t pid = child(takes_turns, 0);
-  close(ends[0]);
+  close(there[0]);
   close(back[1]);
   ready();
   uint64_t n = 0, got;
   while (!gone()) {
     n++;
-    MUST(write(ends[1], &n, 8) == 8);
+    MUST(write(there[1], &n, 8) == 8);
     CHECK(read(back[0], &got, 8) == 8);
     EQUAL(got, n);
     if (failures)
       break;
   }
-  close(ends[1]);
+  close(there[1]);
   await(pid, 0);
 }
 
@@ -1186,7 +1238,7 @@ static void token(void) {
   for (long i = 0; i < 4; i++)
     pids[i] = child(passes_token, i);
   ready();
-  int before = board->words[100];
+  long before = board->words[100];
   wait_go();
   nap(0.05);
   CHECK(board->words[100] != before);
@@ -1589,7 +1641,7 @@ SCENARIOS({"pair", pair}, {"shared_contexts", shared_contexts}, {"half_shared", 
           {"ended_pending", ended_pending}, {"exit_signals", exit_signals}, {"nobody_waits", nobody_waits},
           {"sessions", sessions}, {"groups", groups}, {"leaderless", leaderless}, {"dead_leader", dead_leader},
           {"orphans", orphans}, {"stopped", stopped}, {"shared_memory", shared_memory},
-          {"shared_object", shared_object}, {"shared_file", shared_file}, {"copied_on_write", copied_on_write},
+          {"shared_object", shared_object}, {"shared_file", shared_file}, {"copied_on_write", copied_on_write}, {"inherited", inherited},
           {"pipes", pipes}, {"socket_pairs", socket_pairs}, {"accepted", accepted}, {"shared_offset", shared_offset},
           {"locks", locks}, {"lock_waiter", lock_waiter}, {"objects", objects}, {"handles", handles},
           {"proc_files", proc_files}, {"asynchronous", asynchronous}, {"alone", alone},

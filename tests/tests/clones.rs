@@ -1,9 +1,10 @@
-//! Many restores of one checkpoint at once: they all come to the right end beside each other and beside the original,
-//! whoever is killed meanwhile, and where one cannot be brought back there is none.
+//! Many restores of one checkpoint at once, and twins of a running program: they all come to the right end beside each other and
+//! beside the original, whoever is killed meanwhile, and where one cannot be brought back there is none.
 #![allow(missing_docs)]
 
 use serde_json::Value;
 use std::fs;
+use std::io::Read;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -15,7 +16,7 @@ use stillpoint_tests::{
     Build, Checkpoint, Scratch, Stillpoint, Target, kernel, skipped, undisturbed_only, wait_for,
 };
 
-const PATIENCE: Duration = Duration::from_secs(90);
+const PATIENCE: Duration = Duration::from_secs(240);
 
 /// Nothing is too small to come later.
 const LAZY: [&str; 2] = ["--eager-below", "0"];
@@ -587,4 +588,245 @@ fn python_with_threads() {
     let original = original.wait_with_output().expect("wait");
     assert_eq!(String::from_utf8_lossy(&original.stdout), line);
     scratch.nothing_is_left("in the end");
+}
+
+/// Makes so many twins; gives what is told of each.
+#[track_caller]
+fn twins(stillpoint: &Stillpoint, target: &str, count: usize) -> Vec<Value> {
+    let count_text = count.to_string();
+    let output = stillpoint.run(&["fork", target, "--isolated", "--count", &count_text, "--json"]).ok();
+    let all = output.json()["twins"].as_array().expect("twins").clone();
+    assert_eq!(all.len(), count, "{output}");
+    // Nothing is kept of the instant.
+    assert!(!stillpoint.store().join("forks").exists(), "{output}");
+    for twin in &all {
+        let ours = format!("stillpoint-fork-{}-", twin["supervisor_pid"]);
+        let mut in_memory = fs::read_dir("/dev/shm").into_iter().flatten().flatten();
+        assert!(!in_memory.any(|entry| entry.file_name().to_string_lossy().starts_with(&ours)), "{output}");
+    }
+    all
+}
+
+/// A target that runs, of which there is no checkpoint. Nothing where there can be no twins, or only undisturbed runs are asked for.
+fn living(scenario: &str) -> Option<(Scratch, Stillpoint, PathBuf, Running)> {
+    let Saved { scratch, stillpoint, checkpoint, directory, original } = Saved::new(scenario)?;
+    stillpoint.run(&["rm", &checkpoint.job]).ok();
+    Some((scratch, stillpoint, directory, original))
+}
+
+#[test]
+fn twins_of_a_process() {
+    let Some((scratch, stillpoint, directory, original)) = living("compute") else { return };
+    let (pid, name) = (original.pid, format!("clones-dynamic-{}", original.pid));
+    let all = twins(&stillpoint, &pid.to_string(), 3);
+    let mut jobs = Vec::new();
+    for twin in &all {
+        let outside = number(&twin["pid"]) as u32;
+        let inside = kernel::status(outside, "NSpid").unwrap_or_default();
+        assert_eq!(inside.split_whitespace().last(), Some(pid.to_string().as_str()), "{twin}");
+        assert_eq!(number(&twin["private_pid"]), u64::from(pid), "{twin}");
+        assert_eq!(twin["of"].as_str(), Some(name.as_str()), "{twin}");
+        assert!(twin["pause_ms"].as_f64().is_some_and(|pause| pause > 0.0), "{twin}");
+        jobs.push(twin["job"].as_str().expect("a name").to_owned());
+    }
+    assert_eq!(jobs, ["", "-2", "-3"].map(|number| format!("{name}-twin{number}")));
+    let mut listed = running(&stillpoint);
+    listed.sort_unstable();
+    assert_eq!(listed, jobs);
+    // A twin of a twin.
+    let next = twins(&stillpoint, &jobs[0], 1);
+    assert_eq!(
+        (next[0]["of"].as_str(), number(&next[0]["private_pid"])),
+        (Some(jobs[0].as_str()), pid.into())
+    );
+    go(&directory);
+    all_are_good(&directory, 5);
+    original.finish("the original");
+    scratch.nothing_is_left("in the end");
+}
+
+/// A job that is checkpointed all the time, by a supervisor that follows what it writes.
+#[test]
+fn twins_of_a_job() {
+    let Some((scratch, stillpoint, directory, original)) = living("compute") else { return };
+    let (pid, job) = (original.pid.to_string(), "job");
+    let adopt = ["adopt", &pid, "--name", job, "--every", "100ms", "--keep", "2"];
+    stillpoint.run(&adopt).ok();
+    let checkpoints = || stillpoint.checkpoints(job).last().copied().unwrap_or_default();
+    wait_for("checkpoints", PATIENCE, || (checkpoints() > 2).then_some(()));
+    let all = twins(&stillpoint, job, 2);
+    let before = checkpoints();
+    wait_for("more checkpoints", PATIENCE, || (checkpoints() > before + 1).then_some(()));
+    // A checkpoint of a twin is its own, also under a name that has others, and while it is being loaded.
+    let twin = all[0]["job"].as_str().expect("a name");
+    let of_twin = stillpoint.checkpoint(twin, "of-twin", &[]);
+    let also = stillpoint.checkpoint(twin, twin, &["--engine", "fork"]);
+    assert_eq!(of_twin.json["bytes"], also.json["bytes"]);
+    stillpoint.run(&["release", job]).ok();
+    go(&directory);
+    all_are_good(&directory, 3);
+    original.finish("the original");
+    scratch.nothing_is_left("the twins");
+    for name in [of_twin.name(), also.name(), job.into()] {
+        stillpoint.restore_at_once(&name, &LAZY);
+        go(&directory);
+        all_are_good(&directory, 1);
+        scratch.nothing_is_left(&name);
+    }
+}
+
+/// What twins say goes where the program's words go, and they have no input.
+#[test]
+fn twins_of_python() {
+    let Some(python) = installed(&["python3"], "python3") else { return };
+    if undisturbed_only() || !kernel::is_root() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    let directory = scratch.directory("target");
+    let script = r"
+import hashlib, os, sys, threading, time
+found = [None] * 3
+def work(n):
+    digest = b'%d' % n
+    for _ in range(100000):
+        digest = hashlib.sha256(digest).digest()
+    found[n] = digest
+    while not os.path.exists('go'):
+        time.sleep(0.001)
+threads = [threading.Thread(target=work, args=(n,)) for n in range(3)]
+for thread in threads: thread.start()
+open('ready', 'w').close()
+for thread in threads: thread.join()
+print(b''.join(found).hex(), repr(sys.stdin.read()), flush=True)
+";
+    let mut command = alone(python);
+    command
+        .args(["-c", script])
+        .current_dir(&directory)
+        .env(MARK, scratch.path())
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped());
+    let mut child = command.spawn().expect("python");
+    wait_for("the threads", PATIENCE, || directory.join("ready").exists().then_some(()));
+    twins(&stillpoint, &child.id().to_string(), 3);
+    drop(child.stdin.take());
+    go(&directory);
+    let mut said = String::new();
+    // It ends when all who could say something have ended.
+    child.stdout.take().expect("a pipe").read_to_string(&mut said).expect("what they said");
+    assert!(child.wait().expect("wait").success());
+    let lines: Vec<&str> = said.lines().collect();
+    assert!(lines.len() == 4 && lines.iter().all(|line| *line == lines[0]), "{said}");
+    assert!(lines[0].ends_with(" ''"), "{said}");
+    scratch.nothing_is_left("in the end");
+}
+
+/// Processes with pipes between them.
+#[test]
+fn twins_and_clones_of_a_tree() {
+    let Some(python) = installed(&["python3"], "python3") else { return };
+    if undisturbed_only() || !kernel::is_root() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    let directory = scratch.directory("target");
+    let script = r"
+import hashlib, os, time
+pipes = []
+for n in range(3):
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        digest = b'%d' % n
+        for _ in range(200000):
+            digest = hashlib.sha256(digest).digest()
+        while not os.path.exists('go'):
+            time.sleep(0.001)
+        os.write(writer, digest)
+        os._exit(0)
+    os.close(writer)
+    pipes.append(reader)
+open('ready', 'w').close()
+found = b''.join(os.read(reader, 32) for reader in pipes)
+assert all(os.wait()[1] == 0 for _ in pipes)
+with open('results', 'ab', 0) as file:
+    file.write(b'good %s\n' % found.hex().encode())
+";
+    let mut command = alone(python);
+    let mut child = command
+        .args(["-c", script])
+        .current_dir(&directory)
+        .env(MARK, scratch.path())
+        .spawn()
+        .expect("python");
+    wait_for("its children", PATIENCE, || directory.join("ready").exists().then_some(()));
+    let all = twins(&stillpoint, &child.id().to_string(), 2);
+    for twin in &all {
+        assert_eq!(kernel::children(number(&twin["pid"]) as u32).len(), 3, "{twin}");
+    }
+    let job = all[0]["job"].as_str().expect("a name");
+    let checkpoint = stillpoint.checkpoint(job, job, &[]);
+    clones(&stillpoint, &checkpoint, 2, &[]);
+    go(&directory);
+    all_are_good(&directory, 5);
+    assert!(child.wait().expect("wait").success());
+    scratch.nothing_is_left("in the end");
+}
+
+#[test]
+fn no_twins() {
+    let Some((scratch, stillpoint, _, original)) = living("locked") else { return };
+    let pid = original.pid.to_string();
+    stillpoint.run(&["fork", &pid]).fails(3, &["process ids", "--isolated"]);
+    stillpoint.run(&["fork", "4000000", "--isolated"]).fails(2, &["no process 4000000"]);
+    stillpoint.run(&["fork", "nobody", "--isolated"]).fails(2, &["no job nobody"]);
+    stillpoint.run(&["fork", &pid, "--isolated", "--count", "0"]).fails(2, &["count"]);
+    // It has a lock, which there is only one of.
+    let refused = stillpoint.run(&["fork", &pid, "--isolated"]);
+    let code = refused.code();
+    assert!(matches!(code, 1 | 3), "{refused}");
+    refused.fails(code, &["twin of clones", "lock"]);
+    wait_for("the end of its twins", PATIENCE, || (scratch.processes() == [original.pid]).then_some(()));
+    original.kill();
+}
+
+/// All of ours are killed at a random moment while twins are made: the program goes on, and what twins there are, too.
+#[test]
+fn killed_while_twins_are_made() {
+    let Some((scratch, stillpoint, directory, original)) = living("compute") else { return };
+    let pid = original.pid.to_string();
+    let is_ours = |pid: &u32| {
+        let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+        name.starts_with("stillpoint") && kernel::alive(*pid)
+    };
+    let mut whole = 0;
+    for _ in 0..kills() / 15 {
+        let mut front = in_front(&scratch, &stillpoint, &["fork", &pid, "--isolated", "--count", "2"]);
+        std::thread::sleep(Duration::from_micros(scratch.random().below(250_000)));
+        for ours in scratch.processes().into_iter().filter(is_ours) {
+            kernel::kill(ours, kernel::SIGKILL);
+        }
+        let _ = front.wait();
+        assert!(kernel::alive(original.pid));
+        // Those that stood already run, and some of them have lost whoever loads their memory.
+        let is_twin = |twin: &u32| {
+            let name = fs::read_to_string(format!("/proc/{twin}/comm")).unwrap_or_default();
+            name.starts_with("clones") && *twin != original.pid
+        };
+        let left: Vec<u32> = scratch.processes().into_iter().filter(is_twin).collect();
+        whole += usize::from(left.len() == 2);
+        wait_for("the end of all others", PATIENCE, || {
+            let others: Vec<u32> =
+                scratch.processes().into_iter().filter(|&pid| pid != original.pid).collect();
+            others.iter().for_each(|&other| kernel::kill(other, kernel::SIGKILL));
+            others.is_empty().then_some(())
+        });
+    }
+    println!("{whole} times there were both");
+    go(&directory);
+    let lines = results(&directory, 1);
+    assert!(lines[0].starts_with("good"), "{lines:?}");
+    original.finish("the original");
 }

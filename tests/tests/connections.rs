@@ -4,7 +4,7 @@
 use rustix::net;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::net::TcpStream;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -55,6 +55,7 @@ scenarios! {
     groups,
     raw_and_netlink,
     packets,
+    multipath,
 }
 
 fn made_anew(scenario: &str) {
@@ -284,6 +285,76 @@ fn a_connection_that_waits_to_be_accepted_is_kept() {
     assert_eq!(&heard, b"hello");
     drop(client);
     served.finish();
+}
+
+/// Where somebody listens whose queue is full: as long as nobody is let in, nobody else comes.
+struct FullHouse {
+    door: TcpListener,
+    first: TcpStream,
+}
+
+impl FullHouse {
+    fn new(ip: IpAddr) -> Self {
+        let door = TcpListener::bind((ip, 0)).expect("a port");
+        net::listen(&door, 0).expect("listen");
+        let first = TcpStream::connect(door.local_addr().expect("address")).expect("connect");
+        FullHouse { door, first }
+    }
+
+    /// Lets in who waits, so many, and says back what they say.
+    fn open(self, guests: usize) {
+        let said = |mut guest: TcpStream| {
+            let mut heard = [0; 5];
+            // Some have gone again.
+            if guest.read_exact(&mut heard).is_ok() {
+                guest.write_all(&heard).expect("write");
+                return true;
+            }
+            false
+        };
+        self.door.accept().expect("the first");
+        drop(self.first);
+        let mut heard = 0;
+        while heard < guests {
+            let (guest, _) = self.door.accept().expect("accept");
+            guest.set_read_timeout(Some(Duration::from_secs(30))).expect("timeout");
+            heard += usize::from(said(guest));
+        }
+    }
+}
+
+/// Connections that are being made come to be made, kept over the restore or begun once more.
+#[test]
+fn connections_that_are_being_made() {
+    if undisturbed_only() {
+        return;
+    }
+    for (turn, kill) in [true, false].into_iter().enumerate() {
+        let scratch = Scratch::new();
+        let stillpoint = scratch.stillpoint();
+        let directory = scratch.directory("target");
+        let houses = [FullHouse::new(Ipv4Addr::LOCALHOST.into()), FullHouse::new(Ipv6Addr::LOCALHOST.into())];
+        for (house, name) in houses.iter().zip(["door4", "door6"]) {
+            let port = house.door.local_addr().expect("address").port();
+            std::fs::write(directory.join(name), port.to_string()).expect("write");
+        }
+        let target = Target::new("connections", "knocks", Build::Dynamic).expect("cc");
+        let mut running = target.start(&directory, scratch.path());
+        let pid = running.pid;
+        stillpoint.checkpoint(pid, "job", &[]);
+        if kill {
+            stillpoint.checkpoint(pid, "job", &["--kill"]);
+            running.reap();
+        } else {
+            running.kill();
+        }
+        assert_eq!(stillpoint.restore_detached("job", &[]), pid);
+        let opened = houses.into_iter().zip([2, 1]).map(|(h, n)| std::thread::spawn(move || h.open(n)));
+        let opened: Vec<_> = opened.collect();
+        Running::restored(pid, &directory).finish(&format!("turn {turn}"));
+        opened.into_iter().for_each(|thread| thread.join().expect("they are let in"));
+        scratch.nothing_is_left("in the end");
+    }
 }
 
 // --- unix sockets whose other end is outside

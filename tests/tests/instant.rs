@@ -60,10 +60,12 @@ under! { stop precopy wp fork auto: {
         moves,
         drops,
         replacements,
+        zeros,
         protections,
         collapses,
         // With little room, the cut looks closer at what it found.
         wide.within(&["16MiB", "256KiB"]),
+        inherited.with_children(),
         everything,
     ;
     shared_memory:

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 use stillpoint_tests::target::Running;
 use stillpoint_tests::{
-    Build, Checkpoint, Scratch, Stillpoint, Target, kernel, skipped, undisturbed_only, wait_for,
+    Build, Checkpoint, Scratch, Stillpoint, Target, engine, kernel, skipped, undisturbed_only, wait_for,
 };
 
 /// Nothing is too small to come later.
@@ -148,6 +148,28 @@ fn changes() {
 #[test]
 fn children() {
     touches("children");
+}
+
+/// While a thread waits for the memory that events go to, nobody else may so much as look at its epoll, or be the last to
+/// close what it watches: those least of all who bring that memory.
+#[test]
+fn watches() {
+    let Some(saved) = Saved::new("watches") else { return };
+    for turn in 0..10 {
+        saved.wait_free();
+        let _ = fs::remove_file(saved.directory.join("go"));
+        let pid = saved.stillpoint.restore_detached(&saved.checkpoint.name(), &LAZY);
+        // Nor does it notice by them that it is looked at.
+        for engine in engine::all().filter(|_| turn % 3 == 0) {
+            for _ in 0..3 {
+                let checkpoint = saved.stillpoint.checkpoint(pid, "job", &["--engine", engine]);
+                // Each is all of its memory.
+                saved.stillpoint.run(&["rm", &checkpoint.name()]).ok();
+            }
+        }
+        Running::restored(pid, &saved.directory).finish(&format!("turn {turn}"));
+    }
+    saved.scratch.nothing_is_left("in the end");
 }
 
 /// A tree of processes, each of which has memory of its own to come.
@@ -309,6 +331,13 @@ fn a_damaged_page() {
     let mut byte = [0];
     segment.read_exact_at(&mut byte, middle).expect("read");
     segment.write_all_at(&[byte[0] ^ 1], middle).expect("write");
+    // Nobody waits for what may never come.
+    let arguments = ["restore", &saved.checkpoint.name(), LAZY[0], LAZY[1], "--detach", "--json"];
+    let _ = fs::remove_file(saved.directory.join("go"));
+    let told = saved.stillpoint.run(&arguments).ok().json();
+    assert!(told["failed"].as_str().is_some_and(|why| why.contains("checksum")), "{told}");
+    Running::restored(saved.pid, &saved.directory).kill();
+    saved.wait_free();
     // In the foreground, to hear what is said.
     let mut command = saved.stillpoint.command(&["restore", &saved.checkpoint.name(), LAZY[0], LAZY[1]]);
     command.stdin(std::process::Stdio::null());

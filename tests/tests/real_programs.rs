@@ -7,7 +7,7 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::Duration;
-use stillpoint_tests::programs::{Program, installed, source, text};
+use stillpoint_tests::programs::{Program, built_by_go, installed, source, text};
 use stillpoint_tests::scratch::MARK;
 use stillpoint_tests::target::alone;
 use stillpoint_tests::{Build, Scratch, Terminal, kernel, skipped, undisturbed_only, wait_for};
@@ -91,24 +91,8 @@ fn zstd_with_threads() {
 
 #[test]
 fn go_with_goroutines_and_timers() {
-    let Some(go) = installed(&["go", "/usr/local/go/bin/go"], "golang-go") else { return };
     let scratch = Scratch::new();
-    let binary = scratch.path().join("timers");
-    let built = Command::new(go)
-        .args(["build", "-o"])
-        .arg(&binary)
-        .arg(source("timers.go"))
-        .current_dir(scratch.path())
-        .envs([
-            ("GO111MODULE", "off"),
-            ("GOTOOLCHAIN", "local"),
-            ("CGO_ENABLED", "0"),
-            ("GOPROXY", "off"),
-            ("GOFLAGS", ""),
-        ])
-        .status()
-        .expect("go");
-    assert!(built.success(), "timers.go does not build");
+    let Some(binary) = built_by_go("timers.go", &scratch) else { return };
     let mut program = Program::new(&arguments(&[binary.to_str().expect("path"), "2000"]));
     program.outputs = vec!["sums"];
     program.survives();

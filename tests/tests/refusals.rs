@@ -81,7 +81,7 @@ macro_rules! refused {
 }
 
 refused! {
-    connecting: "tcp" "being connected",
+    connecting: "tcp" "data in the first packet",
     packet_ring: "PACKET_RX_RING",
     io_uring: "io_uring",
     foreign_table: "shares its descriptors",
@@ -112,6 +112,14 @@ fn a_namespace_that_somebody_outside_is_in() {
 }
 
 #[test]
+fn memory_that_is_shared_and_cannot_be_again() {
+    refused_of("sharers", "outside", &["shares its memory with the program"]);
+    refused_of("sharers", "skipped", &["descendants whose memory they cannot have inherited"]);
+    refused_of("sharers", "personalities", &["another personality"]);
+    refused_of("sharers", "clocks", &["shares its memory", "time namespace"]);
+}
+
+#[test]
 fn objects_of_another_ipc_namespace() {
     refused_of("namespaces", "full_queue", &["message queue /full", "holds 1 messages"]);
     refused_of("namespaces", "semaphore_undo", &["SEM_UNDO"]);
@@ -132,6 +140,28 @@ fn clocks_that_only_children_will_have() {
 #[test]
 fn threads_in_different_namespaces() {
     refused_of("namespaces", "parted_threads", &["another uts namespace than the main thread"]);
+}
+
+#[test]
+fn pid_namespaces_that_cannot_be_had_again() {
+    let program = "pid_namespaces";
+    refused_of(
+        program,
+        "somebody_else_is_in_it",
+        &["pid namespace", "is not part of the program", "nsenter"],
+    );
+    refused_of(program, "can_have_no_children", &["whose process 1 has ended"]);
+    refused_of(program, "thread_apart", &["another pid namespace than those of the main thread"]);
+    refused_of(program, "handle_to_outside", &["a handle to a process outside of its pid namespace"]);
+}
+
+#[test]
+fn mounts_that_only_the_program_has() {
+    let program = "mount_namespaces";
+    refused_of(program, "with_a_file_system", &["mount namespace", "tmpfs on", "is new"]);
+    refused_of(program, "bound", &["mount namespace", "there is new"]);
+    refused_of(program, "in_its_own_proc", &["current directory"]);
+    refused_of(program, "holds_another_proc", &["a file of another procfs"]);
 }
 
 macro_rules! refused_or_right {

@@ -8,7 +8,7 @@ use std::net::{TcpListener, TcpStream};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
-use stillpoint_tests::programs::installed;
+use stillpoint_tests::programs::{built_by_go, installed};
 use stillpoint_tests::scratch::MARK;
 use stillpoint_tests::target::alone;
 use stillpoint_tests::{Client, Scratch, Stillpoint, engine, kernel, skipped, undisturbed_only, wait_for};
@@ -322,13 +322,32 @@ fn node() {
         server.keepAliveTimeout = 600000; server.requestTimeout = 0; server.headersTimeout = 0;\n\
         server.listen(Number(process.argv[1]), '127.0.0.1');\n\
         setInterval(() => { globalThis.ticks = (globalThis.ticks ?? 0) + 1; }, 10);";
-    let round: Round = |stream, number, n| {
-        let body = get(stream, &format!("/{number}/{n}"))?;
-        let body: serde_json::Value = serde_json::from_slice(&body)?;
-        if body["before"] == n as i64 - 1 { Ok(()) } else { Err(said_wrong(&body.to_string())) }
-    };
     let command = [node.to_str().expect("path"), "-e", script, &port];
-    let mut server = Server::start(scratch, port.parse().expect("port"), &command).with_clients(4, round);
+    let server = Server::start(scratch, port.parse().expect("port"), &command);
+    let mut server = server.with_clients(4, NUMBERED);
+    server.disturb();
+    server.end_clients();
+    server.end(rustix::process::Signal::TERM);
+}
+
+/// The server knows which number each client had before.
+const NUMBERED: Round = |stream, number, n| {
+    let body = get(stream, &format!("/{number}/{n}"))?;
+    let body: serde_json::Value = serde_json::from_slice(&body)?;
+    if body["before"] == n as i64 - 1 { Ok(()) } else { Err(said_wrong(&body.to_string())) }
+};
+
+#[test]
+fn go() {
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let Some(served) = built_by_go("served.go", &scratch) else { return };
+    let port = free_port().to_string();
+    let command = [served.to_str().expect("path"), &port];
+    let server = Server::start(scratch, port.parse().expect("port"), &command);
+    let mut server = server.with_clients(4, NUMBERED);
     server.disturb();
     server.end_clients();
     server.end(rustix::process::Signal::TERM);

@@ -277,6 +277,33 @@ fn truncated_and_missing_files_are_named() {
 }
 
 #[test]
+fn only_the_newest_are_kept() {
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    let running = start(&scratch, "simple");
+    let mut last = Vec::new();
+    for _ in 0..5 {
+        last.push(stillpoint.checkpoint(running.pid, "job", &["--keep", "2"]).id);
+        last.drain(..last.len().saturating_sub(2));
+        assert_eq!(stillpoint.checkpoints("job"), last);
+        stillpoint.run(&["verify"]).ok();
+    }
+    stillpoint.run(&["checkpoint", "job", "--keep", "0"]).fails(2, &["--keep"]);
+    // The next one would have been written into it.
+    let spare = stillpoint.store().join("jobs/job/segments/spare");
+    assert!(spare.exists());
+    stillpoint.run(&["prune", "job", "--keep", "1"]).ok();
+    assert!(!spare.exists());
+    let directory = running.directory().to_owned();
+    running.kill();
+    let pid = stillpoint.restore_detached("job", &[]);
+    Running::restored(pid, &directory).finish("restored");
+}
+
+#[test]
 fn prune_and_rm_keep_what_is_left_whole() {
     if undisturbed_only() {
         return;

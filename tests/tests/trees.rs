@@ -7,6 +7,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 use stillpoint_tests::observe::traces_of_us;
 use stillpoint_tests::programs::{Program, installed};
+use stillpoint_tests::target::Running;
 use stillpoint_tests::{Build, Scratch, Target, engine, kernel, skipped, undisturbed_only};
 
 fn shell(script: &str) -> Program {
@@ -93,6 +94,41 @@ if __name__ == "__main__":
     program.survives();
 }
 
+/// Workers that are programs of their own, or made by one, who is asked over a socket: what they have in common they find by names,
+/// and by descriptors that are sent to them.
+#[track_caller]
+fn python_executor(method: &str) {
+    let Some(python) = installed(&["python3"], "python3") else { return };
+    let script = r#"
+import concurrent.futures, hashlib, multiprocessing, sys
+def work(n):
+    h = hashlib.sha256(str(n).encode())
+    for _ in range(40000):
+        h = hashlib.sha256(h.digest())
+    return n, h.hexdigest()
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    for n in range(3):
+        with concurrent.futures.ProcessPoolExecutor(3, mp_context=context) as pool:
+            print(list(pool.map(work, range(n * 20, n * 20 + 20))), flush=True)
+"#;
+    let mut program = Program::new(&[python.to_str().expect("path"), "work.py", method]);
+    program.prepare =
+        Box::new(move |directory| fs::write(directory.join("work.py"), script).expect("script"));
+    program.appends = false;
+    program.survives();
+}
+
+#[test]
+fn a_python_executor_of_programs() {
+    python_executor("spawn");
+}
+
+#[test]
+fn a_python_executor_of_a_server() {
+    python_executor("forkserver");
+}
+
 #[test]
 fn perl_workers() {
     let Some(perl) = installed(&["perl"], "perl") else { return };
@@ -174,12 +210,11 @@ fn git_repacking() {
 /// Programs in namespaces of their own, some of which last and some of which come and go.
 #[test]
 fn shells_in_namespaces() {
-    if !kernel::is_root() || installed(&["ipcmk"], "util-linux-extra").is_none() {
-        return;
-    }
-    let permitted = Command::new("unshare").args(["-uinC", "true"]).status().is_ok_and(|s| s.success());
-    if !permitted {
+    if !kernel::can_unshare(&["-uinC"]) {
         return skipped("not permitted to make namespaces");
+    }
+    if installed(&["ipcmk"], "util-linux-extra").is_none() {
+        return;
     }
     let mut program = shell(
         r#"unshare -uiC bash -c '
@@ -201,12 +236,202 @@ fn shells_in_namespaces() {
     program.survives();
 }
 
+/// Programs in pid namespaces of their own, in which others come and go, one of them within another.
+#[test]
+fn shells_in_pid_namespaces() {
+    if !kernel::can_unshare(&["-pf"]) {
+        return skipped("not permitted to make namespaces");
+    }
+    let mut program = shell(
+        r#"unshare -pf bash -c '
+             echo $$ > first
+             (for n in $(seq 1 60); do seq 1 2000 | sort -r | md5sum; done > background; echo done >> background) &
+             unshare -pf bash -c "echo \$\$; for n in \$(seq 1 60); do seq 1 1000 | sort -r | md5sum; done; echo \$\$" > inner &
+             for n in $(seq 1 40); do echo "$n $$ $(seq 1 3000 | md5sum)"; done > lasting
+             wait; echo $$ >> first' &
+           for n in $(seq 1 30); do unshare -pf sh -c 'echo $$; seq 1 1000 | md5sum'; done > passing
+           wait
+           cat first background inner lasting passing | md5sum"#,
+    );
+    program.outputs = vec!["first", "background", "inner", "lasting", "passing"];
+    program.survives();
+}
+
+/// The same with mounts of their own, and procfs of their own.
+#[test]
+fn shells_with_procfs_of_their_own() {
+    if !kernel::can_unshare(&["-pf", "--mount-proc"]) {
+        return skipped("not permitted to make namespaces");
+    }
+    let mut program = shell(
+        r#"unshare -pf --mount-proc bash -c '
+             echo $$ $(readlink /proc/self/ns/pid | grep -c pid) $(cat /proc/1/comm) > first
+             (for n in $(seq 1 60); do seq 1 2000 | sort -r | md5sum; done > background; echo done >> background) &
+             for n in $(seq 1 40); do echo "$n $$ $(seq 1 3000 | md5sum)"; done > lasting
+             wait; echo $$ $(cat /proc/1/comm) >> first' &
+           unshare -m bash -c 'for n in $(seq 1 60); do echo $n $(seq 1 2000 | md5sum); done' > mounted &
+           wait
+           cat first background lasting mounted | md5sum"#,
+    );
+    program.outputs = vec!["first", "background", "lasting", "mounted"];
+    program.survives();
+}
+
+/// Process 1 of a namespace as the root of what is checkpointed; with its ids free, and with them taken.
+#[test]
+fn process_1_of_a_namespace() {
+    if !kernel::can_unshare(&["-pf"]) {
+        return skipped("not permitted to make namespaces");
+    }
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    let target = Target::new("pid_namespaces", "in_a_group_from_outside", Build::Dynamic).expect("cc");
+    let directory = scratch.directory("target");
+    let inner = target.command(&directory, scratch.path());
+    let mut command = stillpoint_tests::target::alone("unshare");
+    command.args(["--pid", "--fork"]).arg(inner.get_program()).args(inner.get_args());
+    for (name, value) in inner.get_envs() {
+        command.env(name, value.unwrap_or_default());
+    }
+    let out = fs::File::options().create(true).append(true).open(directory.join("out")).expect("a file");
+    command.current_dir(&directory).stdin(Stdio::null()).stdout(out.try_clone().expect("dup")).stderr(out);
+    let outer = Running::new(command.spawn().expect("unshare"), &directory);
+    outer.await_ready();
+    let &[mut pid] = kernel::children(outer.pid).as_slice() else { panic!("unshare has one child") };
+    for generation in 1..=2 {
+        stillpoint.checkpoint(pid, "job", &["--kill"]);
+        kernel::wait_free(pid);
+        let back = stillpoint.restore_detached("job", &[]);
+        assert_eq!(back, pid, "generation {generation} has its old process id");
+        let ids = kernel::status(back, "NSpid").unwrap_or_default();
+        assert_eq!(ids.split_whitespace().last(), Some("1"), "generation {generation}: {ids}");
+        pid = back;
+    }
+    // It runs: another one is in a namespace around its own, and so is the one after that.
+    stillpoint.checkpoint(pid, "twin", &[]);
+    let mut twins = Vec::new();
+    for _ in 0..2 {
+        let output = stillpoint.run(&["restore", "twin", "--detach", "--json", "--files", "keep"]).ok();
+        let json = output.json();
+        let outside = json["pid"].as_u64().expect("pid") as u32;
+        assert_eq!(json["private_pid"].as_u64(), Some(pid.into()), "{output}");
+        let ids = kernel::status(outside, "NSpid").unwrap_or_default();
+        let ids: Vec<&str> = ids.split_whitespace().collect();
+        assert_eq!(ids[ids.len() - 2..], [&pid.to_string(), "1"], "{output}");
+        stillpoint.checkpoint(outside, "twin", &[]);
+        twins.push(outside);
+    }
+    Running::restored(pid, &directory).go();
+    for pid in twins.into_iter().chain([pid]) {
+        kernel::wait_gone(pid, Duration::from_secs(60));
+    }
+    let said = fs::read_to_string(directory.join("out")).expect("what it said");
+    assert_eq!(said.lines().filter(|line| *line == "ok").count(), 3, "{said}");
+    assert!(!said.contains("differs"), "{said}");
+}
+
+/// As many pid namespaces within each other as the kernel allows, while others take ids.
+#[test]
+fn as_deep_as_namespaces_can_be() {
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    let target = Target::new("pid_namespaces", "as_deep_as_can_be", Build::Dynamic).expect("cc");
+    let mut running = target.start(&scratch.directory("target"), scratch.path());
+    if let Some(why) = running.skip() {
+        return skipped(&why);
+    }
+    stillpoint.checkpoint(running.pid, "job", &["--kill", "--engine", "stop"]);
+    running.reap();
+    let others = ["-c", "while kill -0 $PPID; do /bin/true; done"];
+    let mut others = Command::new("sh").args(others).spawn().expect("sh");
+    let pid = stillpoint.restore_detached("job", &[]);
+    others.kill().and_then(|()| others.wait()).expect("kill");
+    assert_eq!(pid, running.pid);
+    Running::restored(pid, running.directory()).finish("after restore");
+}
+
+/// A restore of processes in namespaces is killed, at random moments, or cannot be completed: nothing of it is left.
+#[test]
+fn restores_into_namespaces_that_fail() {
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    let target = Target::new("pid_namespaces", "comes_and_goes", Build::Dynamic).expect("cc");
+    let mut running = target.start(&scratch.directory("target"), scratch.path());
+    if let Some(why) = running.skip() {
+        return skipped(&why);
+    }
+    let (pid, directory) = (running.pid, running.directory().to_owned());
+    let children = kernel::children(pid);
+    stillpoint.checkpoint(pid, "job", &["--kill"]);
+    running.reap();
+    let typical = stillpoint.run(&["restore", "job", "--detach", "--json"]).ok().wall;
+    Running::restored(pid, &directory).kill();
+    for n in 0..8 {
+        scratch.sweep();
+        kernel::wait_free(pid);
+        let mut child = stillpoint.command(&["restore", "job"]);
+        let child = child.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        let mut child = child.spawn().expect("restore");
+        std::thread::sleep(typical.mul_f64(scratch.random().fraction()));
+        kernel::kill(child.id(), kernel::SIGKILL);
+        child.wait().expect("wait");
+        stillpoint_tests::wait_for(
+            &format!("nothing, or all, to be there after kill {n}"),
+            Duration::from_secs(60),
+            || {
+                let left = scratch.processes();
+                (left.is_empty()
+                    || left.len() >= 7
+                        && left.iter().all(|&p| kernel::status(p, "TracerPid").is_some_and(|t| t == "0")))
+                .then_some(())
+            },
+        );
+    }
+    scratch.sweep();
+    kernel::wait_free(pid);
+    // The id of a process in the middle of the tree is taken.
+    let Some(mut blocker) = occupy(children[2]) else { return skipped("could not occupy a process id") };
+    stillpoint.run(&["restore", "job", "--pid", "same", "--detach"]).fails(3, &["taken"]);
+    // The command has a part in the background, which may take a moment to end.
+    stillpoint_tests::wait_for("nothing to be left", Duration::from_secs(60), || {
+        scratch.processes().is_empty().then_some(())
+    });
+    let _ = blocker.kill();
+    let _ = blocker.wait();
+    let pid = stillpoint.restore_detached("job", &[]);
+    Running::restored(pid, &directory).finish("in the end");
+}
+
+/// Another process that has this id.
+fn occupy(pid: u32) -> Option<std::process::Child> {
+    for _ in 0..100 {
+        fs::write("/proc/sys/kernel/ns_last_pid", (pid - 1).to_string()).ok()?;
+        let mut sleep = stillpoint_tests::target::alone("sleep");
+        let mut child =
+            sleep.arg("600").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().ok()?;
+        if child.id() == pid {
+            return Some(child);
+        }
+        let _ = child.kill();
+        let _ = child.wait();
+    }
+    None
+}
+
 /// A server and its clients, in a network, a host and an IPC namespace of their own.
 #[test]
 fn a_server_in_a_network_of_its_own() {
     let Some(python) = installed(&["python3"], "python3") else { return };
-    let permitted = Command::new("unshare").args(["-uin", "true"]).status().is_ok_and(|s| s.success());
-    if !kernel::is_root() || !permitted {
+    if !kernel::can_unshare(&["-uin"]) {
         return skipped("not permitted to make namespaces");
     }
     let script = r#"
@@ -263,7 +488,7 @@ print([open("client.%d" % n).read() for n in range(3)])
 
 /// The command is killed at random moments of checkpoints of a tree whose processes take turns, pass tokens and come and go:
 /// all go on, and nothing is left in any of them.
-fn killed_during_checkpoints(scenario: &str) {
+fn killed_during_checkpoints(program: &'static str, scenario: &'static str) {
     if undisturbed_only() {
         return;
     }
@@ -271,7 +496,7 @@ fn killed_during_checkpoints(scenario: &str) {
     for engine in engine::all() {
         let scratch = Scratch::new();
         let stillpoint = scratch.stillpoint();
-        let target = Target::new("tree", scenario, Build::Dynamic).expect("cc");
+        let target = Target::new(program, scenario, Build::Dynamic).expect("cc");
         let running = target.start(&scratch.directory("target"), scratch.path());
         let pid = running.pid.to_string();
         let arguments = ["checkpoint", &pid, "--name", "job", "--json", "--engine", engine];
@@ -312,22 +537,32 @@ fn killed_during_checkpoints(scenario: &str) {
 
 #[test]
 fn killed_while_they_take_turns() {
-    killed_during_checkpoints("turns");
+    killed_during_checkpoints("tree", "turns");
 }
 
 #[test]
 fn killed_while_they_pass_a_token() {
-    killed_during_checkpoints("token");
+    killed_during_checkpoints("tree", "token");
 }
 
 #[test]
 fn killed_while_they_fork() {
-    killed_during_checkpoints("forks");
+    killed_during_checkpoints("tree", "forks");
 }
 
 #[test]
 fn killed_while_they_spawn() {
-    killed_during_checkpoints("spawns");
+    killed_during_checkpoints("tree", "spawns");
+}
+
+#[test]
+fn killed_while_they_write_the_same_memory() {
+    killed_during_checkpoints("sharers", "turns");
+}
+
+#[test]
+fn killed_while_sharers_come_and_go() {
+    killed_during_checkpoints("sharers", "passing");
 }
 
 /// What stands against it is told of all processes at once, and none is touched.

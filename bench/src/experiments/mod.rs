@@ -1,6 +1,7 @@
 //! The experiments, in the order of the summary.
 
 mod barrier;
+mod branch;
 mod chain;
 mod deadline;
 mod downtime;
@@ -18,6 +19,7 @@ mod slowdown;
 mod streaming;
 mod touchset;
 mod tree;
+mod twins;
 
 use crate::bench::Bench;
 use crate::report::Section;
@@ -30,6 +32,8 @@ pub type Experiment = fn(&Bench) -> Result<Section>;
 pub const EXPERIMENTS: &[(&str, Experiment)] = &[
     ("pause", pause::run),
     ("tree", tree::run),
+    ("twins", twins::run),
+    ("branch", branch::run),
     ("redis", redis::run),
     ("pgbench", pgbench::run),
     ("durable", durable::run),

@@ -1,10 +1,9 @@
 //! What clients of PostgreSQL notice of checkpoints.
 
 use crate::bench::{Bench, Failures};
-use crate::latency::Latencies;
+use crate::latency::{Measured, meanwhile};
 use crate::programs::CLOSE;
-use crate::report::{Figure, Limit, Promise, Section, Table, number};
-use crate::series::Series;
+use crate::report::{Figure, Limit, Promise, Section};
 use anyhow::{Context, Result, bail, ensure};
 use std::fs;
 use std::io::Write;
@@ -31,24 +30,6 @@ const RATE: &str = "200";
 const BRANCHES: &str = "10";
 const USER: &str = "postgres";
 const PATIENCE: Duration = Duration::from_secs(60);
-
-#[derive(Default)]
-struct Measured {
-    latencies: Latencies,
-    pause: Series,
-    takes: Series,
-}
-
-impl Measured {
-    fn row(&self, name: &str) -> Vec<String> {
-        let l = &self.latencies;
-        let others = [l.longest(), l.most(), self.pause.median(), self.takes.median()];
-        let mut row = vec![name.to_owned()];
-        row.extend(l.quantiles().into_iter().chain(others).map(number));
-        row.extend([l.count(), self.takes.count(), l.windows()].map(|n| n.to_string()));
-        row
-    }
-}
 
 /// Measures it.
 pub fn run(bench: &Bench) -> Result<Section> {
@@ -103,22 +84,7 @@ pub fn run(bench: &Bench) -> Result<Section> {
             section.note(format!("{} could not checkpoint it", peer.name()));
         }
     }
-    let columns = [
-        "meanwhile",
-        "p50, ms",
-        "p99, ms",
-        "p99.9, ms",
-        "longest, ms",
-        "most, ms",
-        "pause, ms",
-        "takes, ms",
-        "transactions",
-        "checkpoints",
-        "runs",
-    ];
-    let mut table = Table::new("pgbench", "Transactions.", &columns);
-    measured.iter().for_each(|(name, m)| table.row(m.row(name)));
-    section.tables.push(table);
+    section.tables.push(meanwhile("pgbench", "Transactions.", "transactions", &measured));
     section.promises.extend(promises(bench, &measured, lost));
     Ok(section)
 }

@@ -1,10 +1,9 @@
 //! What clients of redis notice of checkpoints, and of its own way to save itself.
 
 use crate::bench::{Bench, Failures, size_name};
-use crate::latency::Latencies;
+use crate::latency::{Measured, meanwhile};
 use crate::programs::CLOSE;
-use crate::report::{Figure, Limit, Promise, Section, Table, number};
-use crate::series::Series;
+use crate::report::{Figure, Limit, Promise, Section};
 use crate::tools::{Job, Request};
 use anyhow::{Context, Result, bail, ensure};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -37,24 +36,6 @@ const JOB: &str = "redis";
 const INCREMENTAL: &str = "incremental";
 const BGSAVE: &str = "BGSAVE";
 
-#[derive(Default)]
-struct Measured {
-    latencies: Latencies,
-    pause: Series,
-    takes: Series,
-}
-
-impl Measured {
-    fn row(&self, name: &str) -> Vec<String> {
-        let l = &self.latencies;
-        let others = [l.longest(), l.most(), self.pause.median(), self.takes.median()];
-        let mut row = vec![name.to_owned()];
-        row.extend(l.quantiles().into_iter().chain(others).map(number));
-        row.extend([l.count(), l.windows()].map(|n| n.to_string()));
-        row
-    }
-}
-
 /// Measures it.
 pub fn run(bench: &Bench) -> Result<Section> {
     let mut section = bench.section("redis", ABOUT);
@@ -65,21 +46,7 @@ pub fn run(bench: &Bench) -> Result<Section> {
     }
     let measured = measure(bench, mebibytes, &mut section)?;
     let title = format!("Latencies with {} of values.", size_name(mebibytes));
-    let columns = [
-        "meanwhile",
-        "p50, ms",
-        "p99, ms",
-        "p99.9, ms",
-        "longest, ms",
-        "most, ms",
-        "pause, ms",
-        "takes, ms",
-        "requests",
-        "runs",
-    ];
-    let mut table = Table::new("redis", &title, &columns);
-    measured.iter().for_each(|(name, m)| table.row(m.row(name)));
-    section.tables.push(table);
+    section.tables.push(meanwhile("redis", &title, "requests", &measured));
     section.promises.extend(promises(bench, mebibytes, &measured));
     Ok(section)
 }
@@ -151,7 +118,8 @@ fn incremental(bench: &Bench, mebibytes: u64, measured: &mut [(String, Measured)
         std::thread::sleep(ALONE);
         let mut pause = f64::NAN;
         let window = load.during(|| {
-            let request = Request { engine: Some(bench.default_engine()), ..Request::default() };
+            let engine = Some(bench.default_engine());
+            let request = Request { engine, keep: Some("2"), ..Request::default() };
             pause = bench.stillpoint.checkpoint(JOB, &store, request)?.own_pause_ms();
             Ok(true)
         })?;

@@ -3,6 +3,7 @@
 use super::run;
 use crate::programs::Program;
 use anyhow::{Context, Result, bail};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -43,6 +44,8 @@ pub struct Request<'a> {
     pub job: Option<&'a str>,
     /// `--full` or `--incremental`, where the command has them.
     pub mode: Option<&'static str>,
+    /// How many of the newest checkpoints are kept, if not all.
+    pub keep: Option<&'static str>,
 }
 
 /// A checkpoint of ours.
@@ -117,6 +120,14 @@ impl Cut {
     }
 }
 
+/// A twin of ours, which is no more.
+pub struct Twin {
+    /// Time until it ran, on which the command returned.
+    pub runs: Duration,
+    /// The program's pause by the command's own stopwatch, milliseconds.
+    pub pause_ms: f64,
+}
+
 /// A job in the background.
 pub struct Job {
     /// Process id of the program.
@@ -153,6 +164,11 @@ pub struct Stillpoint {
 }
 
 impl Stillpoint {
+    /// The command.
+    pub fn path(&self) -> &std::path::Path {
+        &self.binary
+    }
+
     /// `STILLPOINT_BIN`, or the one beside this program.
     pub fn find() -> Result<Self> {
         let beside = || Some(std::env::current_exe().ok()?.with_file_name("stillpoint"));
@@ -198,6 +214,7 @@ impl Stillpoint {
         let mut arguments = vec!["checkpoint", target, "--json"];
         arguments.extend(request.job.into_iter().flat_map(|job| ["--name", job]));
         arguments.extend(request.engine.into_iter().flat_map(|engine| ["--engine", engine.argument]));
+        arguments.extend(request.keep.into_iter().flat_map(|keep| ["--keep", keep]));
         arguments.extend(request.mode.filter(|mode| self.knows(&["checkpoint", mode])));
         let variant = request.engine.and_then(|e| e.variant);
         let (report, wall) = self.json(store, variant, &arguments)?;
@@ -213,10 +230,8 @@ impl Stillpoint {
 
     /// A full checkpoint of a process that belongs to no job before; only the newest is kept.
     pub fn checkpoint_process(&self, pid: u32, store: &Path, engine: Engine) -> Result<Option<Cut>> {
-        let request = Request { engine: Some(engine), job: Some("bench"), mode: Some("--full") };
-        let cut = self.try_checkpoint(&pid.to_string(), store, request)?;
-        self.keep(store, "bench", 1)?;
-        Ok(cut)
+        let (job, mode, keep) = (Some("bench"), Some("--full"), Some("1"));
+        self.try_checkpoint(&pid.to_string(), store, Request { engine: Some(engine), job, mode, keep })
     }
 
     /// Removes all but the newest checkpoints of a job.
@@ -231,6 +246,20 @@ impl Stillpoint {
         command.args(["run", "--detach", "--json", "--name", job, "--"]).args(command_line);
         let (out, _) = run(command.env("STILLPOINT_STORE", store).current_dir(place))?;
         Job::from(&serde_json::from_str(&out).with_context(|| out.clone())?)
+    }
+
+    /// Makes a live twin of a process, and ends it when all of its memory is there.
+    pub fn twin(&self, pid: u32, store: &Path) -> Result<Twin> {
+        let (report, _) = self.json(store, None, &["fork", &pid.to_string(), "--isolated", "--json"])?;
+        let twin = &report["twins"][0];
+        let job = Job::from(twin)?;
+        let number = |key: &str| twin[key].as_f64().with_context(|| format!("no {key} in {report}"));
+        let figures =
+            Twin { runs: Duration::from_secs_f64(number("made_ms")? / 1e3), pause_ms: number("pause_ms")? };
+        let id = i32::try_from(job.pid).ok().and_then(Pid::from_raw).context("process id")?;
+        kill_process(id, Signal::KILL)?;
+        job.wait()?;
+        Ok(figures)
     }
 
     /// Restores a checkpoint into the background.

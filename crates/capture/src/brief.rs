@@ -30,7 +30,7 @@ pub(crate) fn stop_briefly<T>(
         let regs = stopped.regs()?;
         let status = || target.process.sibling(stopped.tid()).and_then(|t| t.status());
         if regs.interrupted() == stillpoint_linux::arch::Interrupted::RestartBlock {
-            let tid = status()?.own_tid();
+            let tid = target.home.tid(&status()?);
             let waiting = waiting.get(&stopped.tid()).cloned().unwrap_or_default();
             let call = blocked::interrupted_call(
                 &target.memory,

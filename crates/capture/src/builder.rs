@@ -3,10 +3,12 @@
 use crate::files::connections::Found;
 use crate::files::memory::data_ranges;
 use crate::files::segments::Attached;
+use crate::home::Home;
 use crate::namespaces::Namespaces;
 use crate::{Error, Refusal, Result};
 use std::collections::{HashMap, HashSet};
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use stillpoint_image::{Image, MemoryObject, Owner, PathFile, Usage};
 use stillpoint_linux::sharing::Shared;
 
@@ -32,6 +34,12 @@ impl Content {
         self.ranges.clone().map_or_else(|| data_ranges(&self.source), Ok)
     }
 }
+
+/// Why a file is refused that is on a file system of [`Builder::foreign`], and what can be done.
+pub(crate) const FOREIGN: (&str, &str) = (
+    "it is in a file system that the program has mounted for itself",
+    "try again when the program has closed or left it",
+);
 
 /// What two processes have in common, as was seen at some moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,6 +77,10 @@ pub struct Builder {
     pub(crate) never_open: HashSet<(u64, u64)>,
     /// Namespaces of the program's own.
     pub namespaces: Namespaces,
+    /// Where ids are told.
+    pub(crate) home: Arc<Home>,
+    /// File systems that only the program has mounted, by device number.
+    pub(crate) foreign: HashSet<u64>,
     paths: HashMap<(u64, u64, Vec<u8>), u32>,
     objects: HashMap<(u64, u64), u32>,
 }
@@ -77,6 +89,11 @@ impl Builder {
     /// An empty image.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// An empty image of a program whose ids are told there.
+    pub fn at(home: &Arc<Home>) -> Self {
+        Builder { home: home.clone(), ..Self::default() }
     }
 
     /// Lets go of the duplicates of sockets: while they are there, a connection that the program closes does not end.
@@ -107,6 +124,9 @@ impl Builder {
     /// Row of a file, one for each (device, inode, path); the stronger [`Usage`] wins. Returns the row and whether it
     /// is new.
     pub fn path(&mut self, file: PathFile) -> (u32, bool) {
+        if self.foreign.contains(&file.dev) {
+            self.refuse(format!("the file {}", file.path), FOREIGN.0, FOREIGN.1);
+        }
         let key = (file.dev, file.ino, file.path.0.clone());
         if let Some(&row) = self.paths.get(&key) {
             let known = &mut self.image.paths[row as usize];

@@ -323,7 +323,7 @@ const LOADING: Duration = Duration::from_millis(10);
 /// So long a moment is waited for in which the program does not notice that it is stopped, before its first checkpoint.
 const UNNOTICED: Duration = Duration::from_secs(30);
 /// How long another of us may take who has stopped the program.
-const BUSY: Duration = Duration::from_secs(1);
+const BUSY: Duration = Duration::from_secs(10);
 /// How often a process may become another program while it is being checkpointed, before that is given up.
 const MOST_PROGRAMS: usize = 20;
 /// How often the tree may be in a state that passes, and for how long it is waited then.
@@ -347,7 +347,7 @@ fn tend(pid: u32, followed: &mut Followed) -> Result<bool> {
     }
     if followed.kept.is_empty() && followed.loading.is_none() {
         followed.loading = Loading::claim(pid);
-        let open = |_: &Loading| Target::open_quickly(pid, 0).ok().map(Arc::new);
+        let open = |_: &Loading| Target::open_quickly(pid, 0, None).ok().map(Arc::new);
         followed.target = followed.loading.as_ref().and_then(open);
     }
     let of_tracking = followed.kept.tracking.as_mut().and_then(|t| t.loading.as_mut());
@@ -355,7 +355,7 @@ fn tend(pid: u32, followed: &mut Followed) -> Result<bool> {
     if !loading.is_complete()? {
         return Ok(true);
     }
-    let target = Target::open(pid, 0)?;
+    let target = Target::open(pid, 0, None)?;
     if followed.target.as_ref().is_some_and(|target| target.is_replaced()) {
         return Err(Error::Replaced);
     }

@@ -54,16 +54,48 @@ impl Frozen {
         self.since.elapsed()
     }
 
-    fn release(&mut self) {
-        // The leader comes last: of a process that was killed it is seen to end only when all others have been.
-        for thread in self.threads.drain(..).rev() {
-            let tid = thread.tid();
-            if thread.detach().is_err() {
-                // The only error is that it was killed. Its end must be seen by us, its tracer, before anyone else.
-                let _ = Seized::born(tid).wait();
-            }
-        }
+    /// Lets all threads go; returns those that were killed, of which [`see_ends`] is to see the ends.
+    pub(crate) fn let_go(&mut self) -> Vec<u32> {
+        let tids = self.threads.drain(..).rev().map(|thread| (thread.tid(), thread.detach()));
+        // The only error is that it was killed.
+        tids.filter(|(_, detached)| detached.is_err()).map(|(tid, _)| tid).collect()
     }
+
+    fn release(&mut self) {
+        const PATIENCE: Duration = Duration::from_secs(1);
+        let killed = self.let_go();
+        see_ends(killed, PATIENCE);
+    }
+}
+
+/// Sees threads end that were killed, as we, who trace them, must before anyone else.
+///
+/// That of a main thread is seen when those of the others have been, and that of process 1 of a pid namespace when those of all in it
+/// have been. What takes too long is seen when we, the thread that traces, end.
+pub(crate) fn see_ends(killed: Vec<u32>, patience: Duration) {
+    let start = Instant::now();
+    let mut left: Vec<Seized> = killed.into_iter().map(Seized::born).collect();
+    let mut last = start;
+    while !left.is_empty() && start.elapsed() < patience {
+        let before = left.len();
+        left = left.into_iter().filter_map(|thread| thread.poll().ok()?.err()).collect();
+        if left.len() < before {
+            last = Instant::now();
+        } else if last.elapsed() > BURIAL && left.iter().all(|thread| waits_for_burials(thread.tid())) {
+            return;
+        }
+        std::thread::sleep(Duration::from_micros(200));
+    }
+}
+
+/// How long those in a pid namespace may take to be buried by others than us, when we have seen their ends.
+pub(crate) const BURIAL: Duration = Duration::from_millis(100);
+
+/// Whether a process that was killed is process 1 of a pid namespace below ours: it ends when all in it have been buried, some of
+/// them perhaps by somebody outside who takes his time.
+pub(crate) fn waits_for_burials(pid: u32) -> bool {
+    let status = Proc::process(pid).and_then(|p| p.status());
+    status.is_ok_and(|status| status.ns_tgid.len() > 1 && status.own_pid() == 1 && status.state != b'Z')
 }
 
 impl Drop for Frozen {

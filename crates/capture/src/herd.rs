@@ -1,9 +1,11 @@
 //! All processes of a tree: found while they run, and brought to rest together.
 
-use crate::attributes::target::{VFORK, has_ended, named, passes};
-use crate::freeze::{Frozen, Stopping, Wait};
+use crate::attributes::target::{Has, VFORK, has_ended, named, of_another, waits_for_child};
+use crate::freeze::{Frozen, Stopping, Wait, see_ends};
+use crate::home::Home;
 use crate::target::Target;
 use crate::{Error, Refusal, Result};
+use std::cmp::Ordering;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,15 +17,26 @@ use stillpoint_linux::sharing::{self, Shared};
 /// # Errors
 /// As [`Target::open`], of the first one; [`Error::Refused`] with the reasons of all others that cannot be targets.
 pub fn find(root: u32) -> Result<Vec<Arc<Target>>> {
-    let mut all = vec![Arc::new(Target::open(root, 0)?)];
+    let mut all = vec![Arc::new(Target::open(root, 0, None)?)];
     let (mut at, mut refusals) = (0, Vec::new());
+    let mut spaces = Spaces::default();
+    spaces.number(root, 0);
     while let Some(parent) = all.get(at).cloned() {
         at += 1;
         let Ok(children) = parent.process.children() else { continue };
         for child in children {
-            // One that goes on sharing its parent's memory is refused by name.
-            passes(child, parent.pid);
-            match Target::open(child, all.len() as u32) {
+            if of_another(child, parent.pid) == Has::ForAMoment {
+                let why =
+                    "it has its parent's memory until it executes another program (vfork), and takes long to";
+                refusals.push(Refusal {
+                    what: named(child),
+                    why: why.into(),
+                    hint: "try again later".into(),
+                });
+                continue;
+            }
+            let row = spaces.number(child, all.len() as u32);
+            match Target::open(child, row, Some(parent.home.clone())) {
                 Ok(target) => all.push(Arc::new(target)),
                 Err(_) if has_ended(child) => {}
                 Err(Error::Target(why)) => refusals.push(unfit(child, why)),
@@ -35,6 +48,32 @@ pub fn find(root: u32) -> Result<Vec<Arc<Target>>> {
     match refusals.is_empty() {
         true => Ok(all),
         false => Err(Error::Refused(refusals)),
+    }
+}
+
+/// Which address space each of some processes has.
+#[derive(Default)]
+struct Spaces {
+    /// The first process of each, in the kernel's order of what they have, with its number.
+    order: Vec<(u32, u32)>,
+}
+
+impl Spaces {
+    /// The number of a process's address space: that of those that it shares it with, or this one.
+    fn number(&mut self, pid: u32, new: u32) -> u32 {
+        let compare = |other: u32| sharing::compare(other, pid, Shared::Memory).unwrap_or(Ordering::Less);
+        match self.order.binary_search_by(|(other, _)| compare(*other)) {
+            Ok(at) => self.order[at].1,
+            Err(at) => {
+                self.order.insert(at, (pid, new));
+                new
+            }
+        }
+    }
+
+    /// Whether two address spaces have this number.
+    fn has_two(&self, number: u32) -> bool {
+        self.order.iter().filter(|(_, n)| *n == number).count() > 1
     }
 }
 
@@ -67,7 +106,7 @@ impl FrozenTree {
     ///
     /// `known`: the root first. Processes that were not known get numbers from `rows` on.
     pub fn freeze(known: &[Arc<Target>], rows: u32) -> Result<Self> {
-        let Some(root) = known.first().map(|t| t.pid) else {
+        let Some((root, home)) = known.first().map(|t| (t.pid, t.home.clone())) else {
             return Err(Error::Failed("there is nothing to be stopped".into()));
         };
         let mut stopping = Vec::with_capacity(known.len());
@@ -80,25 +119,63 @@ impl FrozenTree {
         let since = stopping.first().map_or_else(Instant::now, Stopping::since);
         let all = bring_to_rest(stopping, root)?;
         let tree = descendants(all, root)?;
-        let mut newcomers = Vec::new();
-        for frozen in &tree {
-            let same = |t: &&Arc<Target>| t.pid == frozen.pid && !t.is_replaced();
-            if !known.iter().any(|t| same(&t)) {
-                if frozen.pid == root {
-                    return Err(Error::Replaced);
-                }
-                let row = rows + newcomers.len() as u32;
-                newcomers.push(Arc::new(Target::open_quickly(frozen.pid, row)?));
-            }
-        }
+        let newcomers = newcomers(known, &tree, rows, &home)?;
         Ok(FrozenTree { processes: tree, newcomers, since })
     }
 
     /// Lets all run on; returns how long the tree stood still.
     pub fn thaw(mut self) -> Duration {
-        self.processes.drain(..).for_each(drop);
+        self.release();
         self.since.elapsed()
     }
+
+    fn release(&mut self) {
+        const PATIENCE: Duration = Duration::from_secs(10);
+        // All first: who was killed may end only when others have been let go.
+        let killed = self.processes.iter_mut().flat_map(Frozen::let_go).collect();
+        see_ends(killed, PATIENCE);
+        self.processes.clear();
+    }
+}
+
+impl Drop for FrozenTree {
+    fn drop(&mut self) {
+        self.release();
+    }
+}
+
+/// Those of a tree at rest that are not known, or have become other programs.
+///
+/// Where some of those that are known share memory, and where there are others, it is made sure who does; where what is known does
+/// not fit together, somebody has just become another program.
+fn newcomers(
+    known: &[Arc<Target>],
+    tree: &[Frozen],
+    rows: u32,
+    home: &Arc<Home>,
+) -> Result<Vec<Arc<Target>>> {
+    let known: HashMap<u32, &Arc<Target>> = known.iter().map(|t| (t.pid, t)).collect();
+    let is_old = |pid: &u32| known.get(pid).is_some_and(|t| !t.is_replaced());
+    let (old, new): (Vec<u32>, Vec<u32>) = tree.iter().map(|frozen| frozen.pid).partition(is_old);
+    let numbers: HashSet<u32> = known.values().map(|t| t.space).collect();
+    if numbers.len() == known.len() && new.is_empty() {
+        return Ok(Vec::new());
+    }
+    let (mut spaces, mut newcomers) = (Spaces::default(), Vec::new());
+    for pid in old {
+        let number = known[&pid].space;
+        if spaces.number(pid, number) != number || spaces.has_two(number) {
+            return Err(Error::Passing(format!("{} has just become another program", named(pid))));
+        }
+    }
+    for pid in new {
+        if tree.first().is_some_and(|root| root.pid == pid) {
+            return Err(Error::Replaced);
+        }
+        let row = spaces.number(pid, rows + newcomers.len() as u32);
+        newcomers.push(Arc::new(Target::open_quickly(pid, row, Some(home.clone()))?));
+    }
+    Ok(newcomers)
 }
 
 /// What is no error of the tree: one of its processes, not the root, has ended.
@@ -147,7 +224,8 @@ fn bring_to_rest(mut stopping: Vec<Stopping>, root: u32) -> Result<Vec<Frozen>> 
             break;
         }
         if wait.elapsed() > VFORK
-            && let Some(pid) = stopping.iter().filter(|s| !s.rests()).find_map(waits_for_vfork)
+            && let Some(pid) =
+                stopping.iter().filter(|s| !s.rests()).find_map(|s| waits_for_vfork(s, &stopping))
         {
             let what = named(pid);
             let why = "has its parent's memory until it executes another program (vfork), and takes long to";
@@ -166,11 +244,15 @@ fn bring_to_rest(mut stopping: Vec<Stopping>, root: u32) -> Result<Vec<Frozen>> 
     Ok(all)
 }
 
-/// The child for which a thread of a process that does not come to rest waits, if that is why.
-fn waits_for_vfork(stopping: &Stopping) -> Option<u32> {
+/// The child for which a thread of a process that does not come to rest waits, if that is why. Those that rest are not waited
+/// for: they share its memory for good (`known`), unless it looks as if it waited for one.
+fn waits_for_vfork(stopping: &Stopping, known: &[Stopping]) -> Option<u32> {
     let parent = stopping.process();
     let children = parent.children().unwrap_or_default();
-    children.into_iter().find(|&child| sharing::shared(child, parent.pid(), Shared::Memory).unwrap_or(false))
+    let rests = |child: u32| known.iter().any(|s| s.process().pid() == child && s.rests());
+    let shares = |child: u32| sharing::shared(child, parent.pid(), Shared::Memory).unwrap_or(false);
+    let mut children = children.into_iter().filter(|&child| shares(child));
+    children.find(|&child| !rests(child) || waits_for_child(parent.pid()))
 }
 
 /// The root and its descendants among processes at rest, each behind its parent; the others are let go.

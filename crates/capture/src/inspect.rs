@@ -16,7 +16,7 @@ use rustix::fs::AtFlags;
 use std::collections::HashMap;
 use std::hint::black_box;
 use std::sync::Arc;
-use stillpoint_image::{AddressSpace, BlockedCall, Bytes, Process, Rseq, Thread, Usage};
+use stillpoint_image::{AddressSpace, BlockedCall, Bytes, Image, MappingFlags, Process, Rseq, Thread, Usage};
 use stillpoint_linux::arch::{self, Regs};
 use stillpoint_linux::descriptors::make_room;
 use stillpoint_linux::fdinfo;
@@ -41,6 +41,8 @@ pub struct Known {
     waiting: HashMap<u32, Waiting>,
     /// Calls that an earlier checkpoint found interrupted, by thread, with the time left now.
     earlier: HashMap<u32, BlockedCall>,
+    /// Of the states of its mappings only what changes contents is of interest, if the mappings are those of before.
+    is_recalled: bool,
     /// When it was stopped, on our monotonic clock.
     stopped_ns: u64,
     /// Its memory is on its way, and whoever takes the checkpoint knows from where.
@@ -132,9 +134,15 @@ impl Known {
         let (waiting, earlier, target) = (HashMap::new(), HashMap::new(), target.clone());
         #[rustfmt::skip]
         let known = Known {
-            target, examined, threads, waiting, earlier, mappings: None, stopped_ns: 0, is_loading: false,
+            target, examined, threads, waiting, earlier, mappings: None, is_recalled: false, stopped_ns: 0, is_loading: false,
         };
         Ok(known)
+    }
+
+    /// Takes it that its mappings have the states that they had at some time before, but for guard regions: as long as `maps` tells
+    /// the same ones.
+    pub fn recall(&mut self, mappings: Mappings) {
+        (self.mappings, self.is_recalled) = (Some(mappings), true);
     }
 
     /// Whether the mappings still are such that their states need not be read in the freeze, if they were.
@@ -179,7 +187,7 @@ impl Known {
     fn rehearse(&self, mappings: &Mappings, outsiders: &Outsiders, builder: &mut Builder) {
         let process = &self.target.process;
         if let (Ok(stat), Ok(status)) = (process.stat(), process.status()) {
-            let _ = attributes::process::process(process, &stat, &status);
+            let _ = attributes::process::process(process, &self.target.home, &stat, &status);
             let _ = attributes::process::space(process, &stat);
         }
         let _ = capture_mappings(builder, outsiders, process, mappings);
@@ -191,6 +199,9 @@ impl Known {
     /// The mappings at the cut; whether their states are assumed to be those of before. `now`: as `maps` tells them.
     fn mappings(&self, now: &[Vma]) -> Result<(Mappings, bool)> {
         match self.mappings.as_ref().and_then(|before| before.carried_over(now)) {
+            Some(mappings) if self.is_recalled => {
+                Ok((mappings.with_guards_of_now(&self.target.pagemap)?, true))
+            }
             Some(mappings) => Ok((mappings, true)),
             None => Ok((self.read_mappings()?, false)),
         }
@@ -241,6 +252,11 @@ impl Ready {
 pub struct Assumed(Option<Mappings>);
 
 impl Assumed {
+    /// The mappings whose states were assumed; none if they were read.
+    pub fn into_mappings(self) -> Option<Mappings> {
+        self.0
+    }
+
     /// Whether it has turned out to be right; asked when the program runs again. If not, the checkpoint is to be taken
     /// anew, with [`Known::learn`] told to be exact.
     ///
@@ -278,29 +294,58 @@ pub fn inspect(
     for (frozen, known) in frozen.iter().zip(known) {
         portraits.push(look(builder, frozen, known, &newer)?);
     }
+    // Those that share memory are asked one after the other: frames and tables of all of them lie at the same place.
+    let mut asked: HashMap<u32, usize> = HashMap::new();
+    let turn_of = |k: &Known| {
+        let before = asked.entry(k.target.space).or_default();
+        *before += 1;
+        *before - 1
+    };
+    let turns: Vec<usize> = known.iter().map(turn_of).collect();
     let of_thread = ThreadQuery::new();
-    let mut visits = Vec::with_capacity(known.len());
-    for ((known, maps), portrait) in known.iter().zip(maps).zip(&portraits) {
-        if builder.refusals.is_empty() {
-            visits.extend(Visits::plan(builder, known, maps, portrait, &of_thread)?);
+    for turn in 0..=turns.iter().copied().max().unwrap_or(0) {
+        let mut visits = Vec::with_capacity(known.len());
+        for ((place, of_it), maps) in
+            known.iter().enumerate().zip(maps).filter(|((p, _), _)| turns[*p] == turn)
+        {
+            if !builder.refusals.is_empty() {
+                break;
+            }
+            let space = of_it.target.space;
+            let sharers = portraits.iter().zip(known).filter(|(_, k)| k.target.space == space);
+            let sharers: Vec<&Process> = sharers.map(|(portrait, _)| &portrait.process).collect();
+            let planned = Visits::plan(builder, of_it, maps, &portraits[place], &sharers, &of_thread)?;
+            visits.extend(planned.map(|planned| (place, planned)));
         }
-    }
-    if !builder.refusals.is_empty() {
-        return Ok(Vec::new());
-    }
-    visits::make(&visits, builder, frozen, &mut portraits, |builder, portraits| {
-        for (portrait, known) in portraits.iter_mut().zip(known) {
-            look_around(builder, portrait, known)?;
+        if !builder.refusals.is_empty() {
+            return Ok(Vec::new());
         }
-        Ok(())
-    })?;
-    drop(visits);
+        visits::make(&visits, builder, frozen, &mut portraits, |builder, portraits| {
+            if turn > 0 {
+                return Ok(());
+            }
+            for (portrait, known) in portraits.iter_mut().zip(known) {
+                look_around(builder, portrait, known)?;
+            }
+            Ok(())
+        })?;
+    }
     let mut all = Vec::with_capacity(known.len());
-    for ((portrait, known), maps) in portraits.into_iter().zip(known).zip(maps) {
+    for (((place, portrait), known), maps) in portraits.into_iter().enumerate().zip(known).zip(maps) {
         let Portrait { process, mut space, threads } = portrait;
+        let row = process.space as usize;
+        if turns[place] > 0 {
+            // Its memory has been described. This is of a process, and not of memory.
+            if builder.image.spaces[row].personality != space.personality {
+                let why = "it has another personality(2) than the process that it shares its memory with";
+                builder.refuse(target::named(known.target.pid), why, "");
+            }
+            builder.image.processes.push(process);
+            all.push((Assumed(None), threads));
+            continue;
+        }
         let (mappings, assumed) = known.mappings(maps)?;
         space.mappings = capture_mappings(builder, outsiders, &known.target.process, &mappings)?;
-        let row = process.space as usize;
         if builder.image.spaces.len() <= row {
             builder.image.spaces.resize(row + 1, AddressSpace::default());
         }
@@ -309,6 +354,26 @@ pub fn inspect(
         all.push((Assumed(assumed.then_some(mappings)), threads));
     }
     Ok(all)
+}
+
+/// The lowest stack pointer in the main stack of an address space of an image ([`lowest_pointer`]).
+pub fn lowest_stack(image: &Image, space: u32) -> u64 {
+    let mappings = &image.spaces[space as usize].mappings;
+    let stack = mappings.iter().find(|m| m.flags.contains(MappingFlags::STACK));
+    let sharers: Vec<&Process> = image.processes.iter().filter(|p| p.space == space).collect();
+    stack.map_or(0, |stack| lowest_pointer(&sharers, stack.start..stack.end))
+}
+
+/// The lowest stack pointer in the main stack, which is this range, of all threads of some processes, which share it; 0 if the
+/// first one's main thread is on another stack: then nobody knows what that holds.
+pub(crate) fn lowest_pointer(sharers: &[&Process], range: std::ops::Range<u64>) -> u64 {
+    let pointer = |thread: &Thread| Regs::from_bytes(&thread.regs.0).map_or(0, |regs| regs.sp());
+    let main = sharers.first().and_then(|p| p.threads.first()).map_or(0, pointer);
+    if !range.contains(&main) {
+        return 0;
+    }
+    let all = sharers.iter().flat_map(|p| &p.threads).map(pointer);
+    all.filter(|sp| range.contains(sp)).min().unwrap_or(0)
 }
 
 /// Looks at the threads of a frozen process, and what it is waiting for.
@@ -334,7 +399,7 @@ fn look(builder: &mut Builder, frozen: &Frozen, known: &Known, newer: &[u32]) ->
 /// Looks at what does not change while the threads answer.
 fn look_around(builder: &mut Builder, portrait: &mut Portrait, known: &Known) -> Result<()> {
     let (folder, main) = (&known.target.process, &portrait.threads[0].look);
-    let found = attributes::process::process(folder, &main.stat, &main.status)?;
+    let found = attributes::process::process(folder, &known.target.home, &main.stat, &main.status)?;
     let seen = std::mem::take(&mut portrait.process);
     portrait.process = Process {
         threads: seen.threads,
@@ -395,7 +460,7 @@ fn ask(frozen: &Frozen, memory: &Memory) -> Result<Vec<Asked>> {
     let mut registered: Vec<&mut Asked> = all.iter_mut().filter(|a| section(a).is_some()).collect();
     let words: Vec<(u64, u64)> = registered.iter().filter_map(|a| Some((section(a)?, 8))).collect();
     let mut bytes = vec![0; 8 * words.len()];
-    memory.read_many(&words, &mut bytes)?;
+    memory.read_pinning(&words, &mut bytes)?;
     for (i, asked) in registered.iter_mut().enumerate() {
         asked.section = layout::word(&bytes, i);
     }

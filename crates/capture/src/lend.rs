@@ -19,6 +19,8 @@ pub struct Lender<'a> {
     pub memory: &'a Memory,
     /// Where in its code calls can be made, if there is such a place.
     pub gadgets: Option<Gadgets>,
+    /// The lowest stack pointer in the main stack, if that is not the main thread's ([`crate::inspect::lowest_pointer`]).
+    pub lowest: Option<u64>,
 }
 
 impl Lender<'_> {
@@ -45,7 +47,8 @@ impl Lender<'_> {
         let gadgets = gadgets.ok_or_else(|| no("it has no way to make a system call"))?;
         let stack = find(b"[stack]").ok_or_else(|| no("its stack is unmapped"))?;
         permitted(self.process, frozen, gadgets, calls).map_err(|why| no(&why))?;
-        let stack = Stack { start: stack.start, end: stack.end, sp: leader.regs()?.sp() };
+        let sp = self.lowest.map_or_else(|| leader.regs().map(|regs| regs.sp()), Ok)?;
+        let stack = Stack { start: stack.start, end: stack.end, sp };
         let xstate_len = leader.xstate()?.len();
         let site = Site::choose(self.memory, gadgets, stack, xstate_len, 1, twin::site_data_len(xstate_len))?;
         let mut visit = site.visit(0, frozen.threads.remove(0))?;

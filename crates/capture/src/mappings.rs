@@ -79,6 +79,22 @@ impl Mappings {
         Some(Mappings { smaps, guards: self.guards.clone(), took: self.took })
     }
 
+    /// These, with the guard regions of now.
+    ///
+    /// # Errors
+    /// That they cannot be looked up.
+    pub fn with_guards_of_now(mut self, pagemap: &Pagemap) -> Result<Self> {
+        let end =
+            self.smaps.iter().filter(|s| s.vma.name != b"[vsyscall]").map(|s| s.vma.end).max().unwrap_or(0);
+        self.guards = regions::guards(pagemap, end)?;
+        Ok(self)
+    }
+
+    /// Whether some of them have protection keys.
+    pub fn have_keys(&self) -> bool {
+        self.smaps.iter().any(|s| s.pkey != 0)
+    }
+
     /// Whether nothing that is there in both has other states in `later`.
     pub fn agree_with(&self, later: &Mappings) -> bool {
         let states = |s: &Smap| (s.flags - PASSING, s.pkey, s.kernel_page_size);

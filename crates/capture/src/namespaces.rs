@@ -4,6 +4,7 @@
 //! the program's own if nobody outside the tree is in it; who made it cannot be told, and does not matter.
 
 mod ipc;
+pub(crate) mod mounts;
 
 use crate::attributes::target::{has_ended, named};
 use crate::relations::descends;
@@ -17,8 +18,14 @@ use stillpoint_linux::proc::{self, Namespace, NamespaceKind, Proc};
 use stillpoint_linux::{Error as Kernel, Result as KernelResult, network, sysv};
 
 /// Kinds that can be captured, but time, of which there is nothing in a namespace that anybody could change.
-const KINDS: [NamespaceKind; 4] =
-    [NamespaceKind::Uts, NamespaceKind::Ipc, NamespaceKind::Cgroup, NamespaceKind::Network];
+const KINDS: [NamespaceKind; 6] = [
+    NamespaceKind::Uts,
+    NamespaceKind::Ipc,
+    NamespaceKind::Cgroup,
+    NamespaceKind::Network,
+    NamespaceKind::Pid,
+    NamespaceKind::Mount,
+];
 
 /// The namespaces of the program's own.
 #[derive(Clone, Debug, Default)]
@@ -46,6 +53,8 @@ struct Own {
     queues: Option<u64>,
     /// What a new network namespace is like, with its loopback interface up or not.
     fresh: Option<Arc<Fresh>>,
+    /// The pid namespaces around it, by their inode numbers: its own first, without that in which ids are told.
+    around: Vec<u64>,
 }
 
 /// A new network namespace.
@@ -65,6 +74,13 @@ enum When {
     Still,
     /// It stands still, and is not to be looked at again.
     Exactly,
+}
+
+impl Own {
+    fn new(space: Namespace, file: OwnedFd, around: Vec<u64>) -> Self {
+        let (file, pids, segments) = (Arc::new(file), Vec::new(), Vec::new());
+        Own { space, file, pids, row: None, segments, queues: None, fresh: None, around }
+    }
 }
 
 impl Namespaces {
@@ -128,6 +144,16 @@ impl Namespaces {
         self.own.iter().find(|own| own.space.kind == NamespaceKind::Ipc && own.pids.contains(&pid))
     }
 
+    /// Pid namespaces, by their inode numbers, with their rows.
+    fn pid_rows(&self) -> Vec<(u64, Option<u32>)> {
+        let pids = self.own.iter().filter(|own| own.space.kind == NamespaceKind::Pid);
+        pids.map(|own| (own.space.id, own.row)).collect()
+    }
+
+    fn pids_of(&self, id: u64) -> Option<&Own> {
+        self.own.iter().find(|own| own.space == Namespace { kind: NamespaceKind::Pid, id })
+    }
+
     /// Whether a process that is found in an unknown namespace of this kind must have entered it after all were looked for.
     pub fn would_know(&self, kind: NamespaceKind) -> bool {
         self.settled && KINDS.contains(&kind)
@@ -144,14 +170,22 @@ pub(crate) fn learn(builder: &mut Builder, targets: &[Arc<Target>]) -> Result<()
         if let Ok(theirs) = target.process.namespaces_of(&kinds) {
             refuse_other_clocks_for_children(builder, target.pid, &theirs);
         }
+        if let Ok(theirs) = target.process.namespaces_of(&[NamespaceKind::Pid, NamespaceKind::PidForChildren])
+            && let Children::Nowhere = children(&found, &theirs)
+        {
+            refuse_children_nowhere(builder, target.pid);
+        }
     }
     if !found.is_empty() {
         refuse_shared(builder, &found, &members, proc::processes()?);
     }
     // What stands against it now will stand against it in the freeze. What is just changing cannot be read.
+    let rows = found.pid_rows();
     for own in &mut found.own {
-        let mut rehearsed = Builder::new();
-        if contents(&mut rehearsed, own, 0, When::Running).is_ok() {
+        let mut rehearsed = Builder::at(&builder.home);
+        if own.space.kind != NamespaceKind::Pid
+            && contents(&mut rehearsed, own, 0, &rows, When::Running).is_ok()
+        {
             builder.refusals.extend(rehearsed.refusals);
         }
     }
@@ -178,7 +212,8 @@ fn find(builder: &mut Builder, found: &mut Namespaces, pids: &[u32]) -> Result<(
     if pids.is_empty() {
         return Ok(());
     }
-    let ours = Proc::process(std::process::id())?.namespaces_of(&KINDS)?;
+    let mut ours = Proc::process(std::process::id())?.namespaces_of(&KINDS)?;
+    ours.extend(&builder.home.private);
     for &pid in pids {
         let theirs = match Proc::process(pid).and_then(|p| p.namespaces_of(&KINDS)) {
             Err(Kernel::Gone(_)) => continue,
@@ -196,18 +231,33 @@ fn find(builder: &mut Builder, found: &mut Namespaces, pids: &[u32]) -> Result<(
                 let why = "it belongs to another user namespace than stillpoint";
                 builder.refuse(name(space.kind), why, HINT);
             }
-            found.own.push(Own {
-                space,
-                file: Arc::new(file),
-                pids: vec![pid],
-                row: None,
-                segments: Vec::new(),
-                queues: None,
-                fresh: None,
-            });
+            let around = match space.kind {
+                NamespaceKind::Pid => around(builder, &file, space)?,
+                _ => Vec::new(),
+            };
+            found.own.push(Own { pids: vec![pid], ..Own::new(space, file, around) });
         }
     }
     Ok(())
+}
+
+/// A pid namespace and those that it lies in, by their inode numbers, up to that in which ids are told; one that lies elsewhere is
+/// refused.
+fn around(builder: &mut Builder, file: &OwnedFd, space: Namespace) -> Result<Vec<u64>> {
+    let home = match builder.home.private.iter().find(|s| s.kind == NamespaceKind::Pid) {
+        Some(space) => space.id,
+        None => namespaces::open("/proc/self", NamespaceKind::Pid)?.1.id,
+    };
+    let mut all = vec![space.id];
+    let mut next = namespaces::parent(file)?;
+    while let Some((file, id)) = next.filter(|(_, id)| *id != home) {
+        all.push(id);
+        next = namespaces::parent(&file)?;
+        if next.is_none() {
+            builder.refuse(name(space.kind), "it lies in one that stillpoint is not in", HINT);
+        }
+    }
+    Ok(all)
 }
 
 /// So many differences are told.
@@ -219,6 +269,7 @@ fn name(kind: NamespaceKind) -> String {
         NamespaceKind::Uts => "UTS namespace".into(),
         NamespaceKind::Ipc => "IPC namespace".into(),
         NamespaceKind::Network => "network namespace".into(),
+        NamespaceKind::Mount => "mount namespace".into(),
         kind => format!("{} namespace", kind.name()),
     }
 }
@@ -236,9 +287,32 @@ fn refuse_shared(builder: &mut Builder, own: &Namespaces, members: &[u32], proce
             if own.has(&space) && !descends(pid, members) && !has_ended(pid) {
                 let why = format!("{}, which is not part of the program, is in it too", named(pid));
                 builder.refuse(name(space.kind), why, HINT);
+            } else if space.kind == NamespaceKind::Pid
+                && is_below(own, pid)
+                && !descends(pid, members)
+                && !has_ended(pid)
+            {
+                let why =
+                    format!("{}, which is not part of the program, is in one that lies in it", named(pid));
+                builder.refuse(name(space.kind), why, HINT);
             }
         }
     }
+}
+
+/// Whether a process is in a pid namespace that lies in one of these, and is none of them.
+fn is_below(own: &Namespaces, pid: u32) -> bool {
+    let Ok((file, space)) = namespaces::open(&format!("/proc/{pid}"), NamespaceKind::Pid) else {
+        return false;
+    };
+    let mut next = if own.has(&space) { None } else { namespaces::parent(&file).ok().flatten() };
+    while let Some((file, id)) = next {
+        if own.pids_of(id).is_some() {
+            return true;
+        }
+        next = namespaces::parent(&file).ok().flatten();
+    }
+    false
 }
 
 /// Namespaces of all threads of a process.
@@ -272,9 +346,28 @@ pub(crate) fn describe(builder: &mut Builder, pids: &[u32], exact: bool) -> Resu
             found.own.iter_mut().filter(|own| own.space == space).for_each(|own| own.pids.push(pid));
         }
     }
-    for own in found.own.iter_mut().filter(|own| !own.pids.is_empty()) {
+    // A pid namespace stands behind that in which it lies.
+    found.own.sort_by_key(|own| (own.space.kind != NamespaceKind::Pid, own.around.len()));
+    for at in 0..found.own.len() {
+        let parent = found.own[at].around.get(1).copied();
+        let parent = parent.and_then(|id| found.pids_of(id)?.row);
+        let rows = found.pid_rows();
+        let own = &mut found.own[at];
+        if own.pids.is_empty() {
+            continue;
+        }
+        if own.space.kind == NamespaceKind::Pid {
+            if parent.is_none() && own.around.len() > 1 {
+                let what =
+                    "a process in a pid namespace, in another one that nobody is in any more, is just ending";
+                return Err(Error::Passing(what.into()));
+            }
+            own.row = Some(builder.image.namespaces.len() as u32);
+            builder.image.namespaces.push(image::Namespace::Pid { parent });
+            continue;
+        }
         let row = builder.image.namespaces.len() as u32;
-        let contents = contents(builder, own, row, when)?;
+        let contents = contents(builder, own, row, &rows, when)?;
         builder.image.namespaces.push(contents);
         own.row = Some(row);
     }
@@ -285,9 +378,95 @@ pub(crate) fn describe(builder: &mut Builder, pids: &[u32], exact: bool) -> Resu
     Ok(rows)
 }
 
+/// The row of the pid namespace of a process that has ended: if it was process 1, there may be nobody else who tells of it.
+pub(crate) fn of_ended(builder: &mut Builder, pid: u32) -> Result<Option<u32>> {
+    let (file, space) = namespaces::open(&format!("/proc/{pid}"), NamespaceKind::Pid)?;
+    let around = around(builder, &file, space)?;
+    if let Some(own) = builder.namespaces.pids_of(space.id).filter(|own| own.row.is_some()) {
+        return Ok(own.row);
+    }
+    let parent = around.get(1).and_then(|id| builder.namespaces.pids_of(*id)?.row);
+    let user = namespaces::open("/proc/self", NamespaceKind::User)?.1;
+    if namespaces::owner(&file)? != Some(user.id) {
+        builder.refuse(name(space.kind), "it belongs to another user namespace than stillpoint", HINT);
+    }
+    if parent.is_none() && around.len() > 1 {
+        let why = "it was in a pid namespace that lies in one that nobody is in any more";
+        builder.refuse(named(pid), why, "try again when the program has waited for it");
+    }
+    let row = builder.image.namespaces.len() as u32;
+    builder.image.namespaces.push(image::Namespace::Pid { parent });
+    let own = &mut builder.namespaces.own;
+    own.retain(|own| own.space != space);
+    own.push(Own::new(space, file, around));
+    own.iter_mut().filter(|own| own.space == space).for_each(|own| own.row = Some(row));
+    Ok(Some(row))
+}
+
+/// Where further children of a process are to be.
+enum Children {
+    /// In its own pid namespace, or in one whose process 1 is still to be made.
+    Here,
+    Apart,
+    /// In this one.
+    In(u64),
+    /// In one whose process 1 has ended: it can have none.
+    Nowhere,
+}
+
+fn children(found: &Namespaces, theirs: &[Namespace]) -> Children {
+    let of = |kind| theirs.iter().find(|s| s.kind == kind).map(|s| s.id);
+    match (of(NamespaceKind::Pid), of(NamespaceKind::PidForChildren)) {
+        (None, _) => Children::Here,
+        (Some(_), None) => Children::Apart,
+        (Some(own), Some(of_children)) if own == of_children => Children::Here,
+        (_, Some(of_children)) => match found.pids_of(of_children).is_some_and(|own| !own.pids.is_empty()) {
+            true => Children::In(of_children),
+            false => Children::Nowhere,
+        },
+    }
+}
+
+fn refuse_children_nowhere(builder: &mut Builder, pid: u32) {
+    let why = "its children are to be in a pid namespace whose process 1 has ended: it cannot have any";
+    builder.refuse(
+        named(pid),
+        why,
+        "try again when the program has waited for that process, and ended or begun another namespace",
+    );
+}
+
+/// Describes where further children are to be, of processes that have said so. `theirs`: as for [`describe_clocks`].
+pub(crate) fn describe_children(builder: &mut Builder, theirs: &[(u32, &[Namespace])]) -> Result<()> {
+    for (row, &(pid, spaces)) in theirs.iter().enumerate() {
+        let found = children(&builder.namespaces, spaces);
+        let process = &mut builder.image.processes[row];
+        match found {
+            Children::Here => continue,
+            Children::Apart => process.children_apart = true,
+            Children::In(id) => {
+                process.children_in = builder.namespaces.pids_of(id).and_then(|own| own.row);
+            }
+            Children::Nowhere => refuse_children_nowhere(builder, pid),
+        }
+        if builder.image.processes[row].threads.len() > 1 {
+            let why = "its children are to be in another pid namespace, and it has several threads";
+            builder.refuse(named(pid), why, "");
+        }
+    }
+    Ok(())
+}
+
 /// What is in a namespace.
-fn contents(builder: &mut Builder, own: &mut Own, row: u32, when: When) -> Result<image::Namespace> {
+fn contents(
+    builder: &mut Builder,
+    own: &mut Own,
+    row: u32,
+    pids: &[(u64, Option<u32>)],
+    when: When,
+) -> Result<image::Namespace> {
     match own.space.kind {
+        NamespaceKind::Mount => mounts::describe(builder, own, pids),
         NamespaceKind::Uts => {
             let (host, domain) =
                 inside(&[(own.space.kind, own.file.as_fd())], || Ok::<_, Error>(host_names()))?;
@@ -411,7 +590,9 @@ pub(crate) fn describe_clocks(builder: &mut Builder, theirs: &[(u32, &[Namespace
 /// What the kernel tells of its clocks is what its children have.
 fn refuse_other_clocks_for_children(builder: &mut Builder, pid: u32, spaces: &[Namespace]) {
     let of = |kind| spaces.iter().find(|s| s.kind == kind).map(|s| s.id);
-    if of(NamespaceKind::Time) != of(NamespaceKind::TimeForChildren) {
+    // One that ends between the two looks has none any more.
+    let both = of(NamespaceKind::Time).zip(of(NamespaceKind::TimeForChildren));
+    if both.is_some_and(|(own, of_children)| own != of_children) {
         let why = "its children are to be in another time namespace than it is";
         builder.refuse(
             named(pid),

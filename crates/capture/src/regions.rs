@@ -94,23 +94,7 @@ pub fn guards(pagemap: &Pagemap, end: u64) -> Result<Vec<Range>> {
 
 /// The parts of ascending ranges that lie in `[start, end)`.
 pub fn within(ranges: &[Range], start: u64, end: u64) -> Vec<Range> {
-    let first = ranges.partition_point(|r| r.end() <= start);
-    let touching = ranges[first..].iter().take_while(|r| r.start < end);
-    let cut = touching.map(|r| (r.start.max(start), r.end().min(end)));
-    cut.map(|(start, end)| Range { start, len: end - start }).collect()
-}
-
-/// All ranges, ascending and apart.
-pub fn union(mut ranges: Vec<Range>) -> Vec<Range> {
-    ranges.sort_unstable_by_key(|r| r.start);
-    let mut union: Vec<Range> = Vec::with_capacity(ranges.len());
-    for range in ranges {
-        match union.last_mut() {
-            Some(last) if range.start <= last.end() => last.len = last.len.max(range.end() - last.start),
-            _ => union.push(range),
-        }
-    }
-    union
+    Range { start, len: end - start }.parts_of(ranges).collect()
 }
 
 #[cfg(test)]
@@ -121,7 +105,7 @@ mod tests {
     fn ranges_are_united() {
         let r = |start, len| Range { start, len };
         let all = vec![r(8, 4), r(0, 4), r(4, 2), r(9, 1), r(20, 1)];
-        assert_eq!(union(all), vec![r(0, 6), r(8, 4), r(20, 1)]);
+        assert_eq!(Range::joined(all), vec![r(0, 6), r(8, 4), r(20, 1)]);
     }
 
     #[test]

@@ -2,9 +2,12 @@
 
 use crate::attributes::target::{Seen, named, refuse_sharer};
 use crate::builder::Sharing;
-use crate::{Builder, Result};
+use crate::home::Home;
+use crate::target::Target;
+use crate::{Builder, Error, Result, namespaces};
 use std::collections::HashMap;
-use stillpoint_image::{Ended, tree};
+use stillpoint_image::pids::{Pids, namespace_of};
+use stillpoint_image::{Ended, Image, LostLeader, Namespace, tree};
 use stillpoint_linux::proc::{self, Proc, Stat, Status};
 use stillpoint_linux::sharing::{self, Shared};
 
@@ -28,16 +31,15 @@ struct Ids {
 }
 
 impl Ids {
-    fn of(stat: &Stat, status: &Status) -> Self {
-        // In a pid namespace of its own, session and group may lie outside: 0 there.
-        let inner = |ids: &[u32], outer: u32| ids.last().copied().unwrap_or(outer);
+    fn of(home: &Home, stat: &Stat, status: &Status) -> Self {
+        // In a private pid namespace, session and group may lie outside: 0 there.
         Ids {
             pid: stat.pid,
-            own: status.own_pid(),
+            own: home.pid(status),
             session: stat.session,
-            own_session: inner(&status.ns_sid, stat.session),
+            own_session: home.id(&status.ns_sid, stat.session),
             group: stat.pgrp,
-            own_group: inner(&status.ns_pgid, stat.pgrp),
+            own_group: home.id(&status.ns_pgid, stat.pgrp),
         }
     }
 }
@@ -50,20 +52,23 @@ pub fn describe(builder: &mut Builder, relatives: &[Relative]) -> Result<()> {
     let row_of: HashMap<u32, usize> = relatives.iter().enumerate().map(|(row, r)| (r.pid, row)).collect();
     let mut all = Vec::with_capacity(relatives.len());
     let mut ended: Vec<(usize, Ids, Ended)> = Vec::new();
+    let mut leaders = Leaders::default();
+    let home = builder.home.clone();
     for (row, relative) in relatives.iter().enumerate() {
         let look = &relative.threads[0].look;
-        all.push(Ids::of(&look.stat, &look.status));
+        all.push(Ids::of(&home, &look.stat, &look.status));
+        leaders.see(&home, namespace_of(&builder.image, &builder.image.processes[row]), &look.status);
         let process = &mut builder.image.processes[row];
         process.parent = row_of.get(&look.stat.ppid).filter(|_| row > 0).map(|&parent| parent as u32);
         let signal = look.stat.exit_signal;
         process.exit_signal = (signal != libc::SIGCHLD && row > 0).then_some(signal.max(0) as u32);
         for (place, thread) in relative.threads.iter().enumerate() {
-            let parent_thread = (place > 0).then(|| thread.look.status.own_tid());
+            let parent_thread = (place > 0).then(|| home.tid(&thread.look.status));
             for child in &thread.look.children {
                 match row_of.get(child) {
                     Some(&child) => builder.image.processes[child].parent_thread = parent_thread,
                     None => {
-                        let found = zombie(builder, *child)?;
+                        let found = zombie(builder, *child, &mut leaders)?;
                         ended.extend(found.map(|(ids, e)| (row, ids, Ended { parent_thread, ..e })));
                     }
                 }
@@ -81,21 +86,67 @@ pub fn describe(builder: &mut Builder, relatives: &[Relative]) -> Result<()> {
         (end.session, end.group) = belonging(builder, root, &members, &ids);
         builder.image.processes[row].ended.get_or_insert_with(Vec::new).push(end);
     }
+    leaders.note(&mut builder.image);
     Ok(())
 }
 
+/// What is told, in pid namespaces of the program's own, of those who lead (or led) sessions and process groups: by their ids, where
+/// they were and what they are called there.
+#[derive(Default)]
+struct Leaders(HashMap<u32, (Option<u32>, Vec<u32>)>);
+
+impl Leaders {
+    /// Takes in what a member tells, who is in this namespace.
+    fn see(&mut self, home: &Home, namespace: Option<u32>, status: &Status) {
+        if namespace.is_none() {
+            return;
+        }
+        for ids in [&status.ns_sid, &status.ns_pgid] {
+            let inner = home.inner(ids);
+            let known = self.0.entry(home.id(ids, 0)).or_default();
+            if inner.len() > known.1.len() {
+                *known = (namespace, inner);
+            }
+        }
+    }
+
+    /// Notes those who are no more.
+    fn note(self, image: &mut Image) {
+        let mut found = Vec::new();
+        let pids = Pids::of(image);
+        for pid in tree::lost_leaders(image) {
+            let Some((mut namespace, inner)) = self.0.get(&pid).cloned() else { continue };
+            // It is one of those around the member, or the same.
+            while pids.depth(namespace) > inner.len() {
+                namespace = namespace.and_then(|namespace| pids.parent(namespace));
+            }
+            found.extend(namespace.map(|namespace| LostLeader { pid, namespace, inner }));
+        }
+        image.leaders = found;
+    }
+}
+
 /// A child that is not part of the tree: it has ended, or is about to.
-fn zombie(builder: &mut Builder, pid: u32) -> Result<Option<(Ids, Ended)>> {
+fn zombie(builder: &mut Builder, pid: u32, leaders: &mut Leaders) -> Result<Option<(Ids, Ended)>> {
     let Ok(folder) = Proc::process(pid) else { return Ok(None) };
     let (stat, status) = (folder.stat()?, folder.status()?);
     if stat.state != b'Z' {
         builder.refuse(format!("child {}", named(pid)), "it is just beginning or ending", "try again");
         return Ok(None);
     }
-    let ids = Ids::of(&stat, &status);
+    let home = builder.home.clone();
+    let ids = Ids::of(&home, &stat, &status);
     let signal = stat.exit_signal;
     let exit_signal = (signal != libc::SIGCHLD).then_some(signal.max(0) as u32);
-    let ended = Ended { pid: ids.own, status: stat.exit_code, exit_signal, ..Ended::default() };
+    let inner = home.inner(&status.ns_tgid);
+    let namespace = if inner.is_empty() { None } else { namespaces::of_ended(builder, pid)? };
+    leaders.see(&home, namespace, &status);
+    if inner.last() == Some(&1) && !matches!(stat.exit_code as i32 & 0x7f, 0 | libc::SIGKILL) {
+        let why = "it was process 1 of a pid namespace, and has ended by a signal that none can be sent";
+        builder.refuse(format!("child {}", named(pid)), why, "try again when the program has waited for it");
+    }
+    let (pid, status) = (ids.own, stat.exit_code);
+    let ended = Ended { pid, status, exit_signal, namespace, inner, ..Ended::default() };
     Ok(Some((ids, ended)))
 }
 
@@ -152,6 +203,7 @@ pub fn refuse_sharers(builder: &mut Builder, pids: &[u32], runs: bool) {
         if sharing::shared(found.process, found.other, found.object).unwrap_or(false) {
             let name = match found.object {
                 Shared::Files => "descriptors",
+                Shared::Memory => "memory",
                 _ => "current directory",
             };
             refuse_sharer(builder, found.other, name);
@@ -174,6 +226,68 @@ fn refuse_sharers_of_threads(builder: &mut Builder) {
             builder.refuse(named(other), why, "");
         }
     }
+}
+
+/// Refuses processes that share memory and have clocks of their own: nobody enters a time namespace who does.
+pub fn check_clocks(builder: &mut Builder, pids: &[u32]) {
+    let image = &builder.image;
+    let is_time = |n: &u32| matches!(image.namespaces[*n as usize], Namespace::Time { .. });
+    let mut firsts: HashMap<u32, usize> = HashMap::new();
+    let mut found = Vec::new();
+    for (row, process) in image.processes.iter().enumerate() {
+        let first = *firsts.entry(process.space).or_insert(row);
+        let mut namespaces = process.namespaces.iter().chain(&image.processes[first].namespaces);
+        if first != row && namespaces.any(is_time) {
+            found.push(row);
+        }
+    }
+    for row in found {
+        let why = "it shares its memory with another process, and is in another time namespace than the root";
+        builder.refuse(named(pids[row]), why, "");
+    }
+}
+
+/// Makes sure that those processes of the tree share memory that are said to, and nobody else does.
+///
+/// # Errors
+/// [`Error::Passing`] if one of them has become another program just before it came to rest.
+pub fn check_memory(builder: &Builder, targets: &[&Target]) -> Result<()> {
+    let shared = |one, other| sharing::shared(one, other, Shared::Memory);
+    let changed = |pid| Err(Error::Passing(format!("{} has just become another program", named(pid))));
+    let mut firsts: HashMap<u32, u32> = HashMap::new();
+    for target in targets {
+        let first = *firsts.entry(target.space).or_insert(target.pid);
+        if first != target.pid && !shared(first, target.pid)? {
+            return changed(target.pid);
+        }
+    }
+    let space = |pid| targets.iter().find(|t| t.pid == pid).map(|t| t.space);
+    for found in builder.sharing.iter().filter(|s| s.object == Shared::Memory) {
+        let (Some(one), Some(other)) = (space(found.process), space(found.other)) else { continue };
+        if one != other && shared(found.process, found.other).unwrap_or(false) {
+            return changed(found.process);
+        }
+    }
+    Ok(())
+}
+
+/// Notes who shares signal actions, of those that share their memory.
+///
+/// # Errors
+/// That they cannot be compared.
+pub fn describe_actions(builder: &mut Builder, pids: &[u32]) -> Result<()> {
+    for row in 1..builder.image.processes.len() {
+        let (before, of_it) = builder.image.processes.split_at(row);
+        let firsts = before.iter().enumerate().filter(|(_, p)| p.space == of_it[0].space);
+        let firsts: Vec<usize> = firsts.filter(|(_, p)| p.shares_actions.is_none()).map(|(i, _)| i).collect();
+        for first in firsts {
+            if sharing::shared(pids[first], pids[row], Shared::SignalActions)? {
+                builder.image.processes[row].shares_actions = Some(first as u32);
+                break;
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Whether a process is one of these, or a descendant of one.

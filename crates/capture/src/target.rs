@@ -2,6 +2,7 @@
 
 use crate::attributes::target;
 use crate::freeze::Frozen;
+use crate::home::Home;
 use crate::{Builder, Error, Result};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use rustix::time::{ClockId, clock_gettime};
@@ -9,6 +10,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::SystemTime;
 use stillpoint_image::{Image, Meta, Owner, Process};
+use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::arch::Gadgets;
 use stillpoint_linux::inject::find_gadgets;
 use stillpoint_linux::memory::Memory;
@@ -20,7 +22,9 @@ use stillpoint_linux::proc::Proc;
 pub struct Target {
     /// Its id in our pid namespace.
     pub pid: u32,
-    /// Row of its address space in the image, under which its pages are stored.
+    /// Where its ids are told.
+    pub home: Arc<Home>,
+    /// Row of its address space in the image, under which its pages are stored. Processes that share it have the same.
     pub space: u32,
     /// Its pidfd.
     pub pidfd: OwnedFd,
@@ -32,17 +36,19 @@ pub struct Target {
     pub pagemap: Pagemap,
     /// Where in its code a system call can be made; none if that was not looked for, or there is no such place.
     pub gadgets: Option<Gadgets>,
+    /// Where 16 bytes are that tell it from what it may become (`AT_RANDOM`).
+    random: Option<RemoteAddr>,
     /// What its clocks differ by from ours, nanoseconds.
     clock_shift: (i64, i64),
 }
 
 impl Target {
-    /// Refuses what cannot be captured, before anything is done to it.
+    /// Refuses what cannot be captured, before anything is done to it. `home`: that of the root, if this is not the root.
     ///
     /// # Errors
     /// [`Error::Target`], [`Error::Refused`], and what cannot be read.
-    pub fn open(pid: u32, space: u32) -> Result<Self> {
-        let mut target = Self::open_quickly(pid, space)?;
+    pub fn open(pid: u32, space: u32, home: Option<Arc<Home>>) -> Result<Self> {
+        let mut target = Self::open_quickly(pid, space, home)?;
         let maps = target.process.maps()?;
         let code = maps.iter().filter(|v| v.prot & libc::PROT_EXEC as u32 != 0);
         let mut code: Vec<_> = code.filter(|v| v.name != b"[vsyscall]").collect();
@@ -57,7 +63,7 @@ impl Target {
     ///
     /// # Errors
     /// As [`Target::open`].
-    pub fn open_quickly(pid: u32, space: u32) -> Result<Self> {
+    pub fn open_quickly(pid: u32, space: u32, home: Option<Arc<Home>>) -> Result<Self> {
         let gone = || Error::Target(format!("there is no process {pid}"));
         let id = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or_else(gone)?;
         let pidfd = pidfd_open(id, PidfdFlags::empty()).map_err(|_| gone())?;
@@ -68,7 +74,13 @@ impl Target {
         builder.refuse_if_needed()?;
         let (memory, pagemap) = (Memory::open(pid)?, Pagemap::open(pid)?);
         let clock_shift = clock_shift(&process);
-        Ok(Target { pid, space, pidfd, process, memory, pagemap, gadgets: None, clock_shift })
+        let home = match home {
+            Some(home) => home,
+            None => Arc::new(Home::of(&process)?),
+        };
+        let auxv = process.auxv().unwrap_or_default();
+        let random = auxv.iter().find(|(kind, _)| *kind == libc::AT_RANDOM).map(|(_, at)| RemoteAddr(*at));
+        Ok(Target { pid, home, space, pidfd, process, memory, pagemap, gadgets: None, random, clock_shift })
     }
 
     /// Brings all threads to rest.
@@ -83,8 +95,16 @@ impl Target {
         }
     }
 
-    /// Whether it has become another program (`execve(2)`) since it was opened: its memory of then is no more.
+    /// Whether it has become another program (`execve(2)`) since it was opened: its memory of then is no more, or, if it shared
+    /// that, others'.
     pub fn is_replaced(&self) -> bool {
+        // Nobody waits here for a page that is still to be loaded: that is one of a program that was not replaced.
+        let is_others = |random| self.pagemap.has_page(random) && !self.memory.is_still_its_own(random);
+        self.has_no_memory() || self.random.is_some_and(is_others)
+    }
+
+    /// Whether nobody has the memory any more that it had when it was opened.
+    pub fn has_no_memory(&self) -> bool {
         self.pagemap.is_of_the_past()
     }
 
@@ -113,7 +133,15 @@ impl Target {
     /// # Errors
     /// That it is not described there.
     pub fn described<'i>(&self, image: &'i Image) -> Result<&'i Process> {
-        let own = image.processes.iter().find(|p| p.space == self.space);
+        let mut all = image.processes.iter().filter(|p| p.space == self.space);
+        let own = match (all.next(), all.next()) {
+            (own, None) => own,
+            // They share it.
+            _ => {
+                let pid = self.process.status()?.own_pid();
+                image.processes.iter().find(|p| p.space == self.space && p.pid == pid)
+            }
+        };
         own.ok_or_else(|| Error::Failed(format!("process {} has not been described", self.pid)))
     }
 }

@@ -7,7 +7,7 @@
 use crate::attributes::inside::{ProcessQuery, ThreadQuery};
 use crate::attributes::target::Seen;
 use crate::freeze::Frozen;
-use crate::inspect::{Known, Portrait};
+use crate::inspect::{Known, Portrait, lowest_pointer};
 use crate::{Builder, Error, Result};
 use std::collections::VecDeque;
 use stillpoint_image::{PAGE, Process, Thread};
@@ -46,12 +46,14 @@ pub(crate) struct Visits<'a> {
 }
 
 impl<'a> Visits<'a> {
-    /// Gets ready to ask a process, of these mappings, and all its threads. Refuses where that cannot be done.
+    /// Gets ready to ask a process, of these mappings, and all its threads. Refuses where that cannot be done. `sharers` are all
+    /// who have its memory, itself among them.
     pub fn plan(
         builder: &mut Builder,
         known: &'a Known,
         maps: &[Vma],
         portrait: &Portrait,
+        sharers: &[&Process],
         of_thread: &'a ThreadQuery,
     ) -> Result<Option<Self>> {
         let Portrait { process, threads, .. } = portrait;
@@ -73,7 +75,7 @@ impl<'a> Visits<'a> {
             builder.refuse("main stack", "the program has unmapped it", hint);
             return Ok(None);
         };
-        let sp = registers(&process.threads[0])?.sp();
+        let sp = lowest_pointer(sharers, vma.start..vma.end);
         let stack = Stack { start: vma.start, end: vma.end, sp };
         let ways = ways(process, threads, planted.as_ref())?;
         let timers = known.target.process.timers()?;
@@ -129,33 +131,33 @@ fn free_page(maps: &[Vma]) -> Option<u64> {
     if first > 1 << 20 { Some(first - (1 << 19)) } else { gap }
 }
 
-/// Asks processes and all their threads, each of them at the same time as the others; `meanwhile` is done while they are on
-/// their way.
+/// Asks processes, by their places, and all their threads, each of them at the same time as the others; `meanwhile` is done
+/// while they are on their way.
 pub(crate) fn make(
-    all: &[Visits<'_>],
+    all: &[(usize, Visits<'_>)],
     builder: &mut Builder,
     frozen: &mut [Frozen],
     portraits: &mut [Portrait],
     meanwhile: impl FnOnce(&mut Builder, &mut [Portrait]) -> Result<()>,
 ) -> Result<()> {
     let mut rounds: Vec<Round<'_>> =
-        all.iter().zip(frozen.iter_mut()).map(|(visits, frozen)| Round::new(visits, frozen)).collect();
+        all.iter().map(|(place, visits)| Round::new(visits, &mut frozen[*place])).collect();
     let ask = || {
-        for (round, portrait) in rounds.iter_mut().zip(portraits.iter()) {
-            round.set_off(portrait)?;
+        for (round, (place, _)) in rounds.iter_mut().zip(all) {
+            round.set_off(&portraits[*place])?;
         }
         meanwhile(builder, portraits)?;
-        for (round, portrait) in rounds.iter_mut().zip(portraits.iter_mut()) {
-            round.complete(builder, portrait)?;
+        for (round, (place, _)) in rounds.iter_mut().zip(all) {
+            round.complete(builder, &mut portraits[*place])?;
         }
         Ok(())
     };
     let result = ask();
     // With an error, those that are still away are waited for here.
-    for (round, frozen) in rounds.into_iter().zip(frozen) {
-        frozen.threads.extend(round.threads.into_iter().flatten());
+    for (round, (place, _)) in rounds.into_iter().zip(all) {
+        frozen[*place].threads.extend(round.threads.into_iter().flatten());
     }
-    let cleaned = all.iter().try_for_each(|visits| Ok(visits.site.clean()?));
+    let cleaned = all.iter().try_for_each(|(_, visits)| Ok(visits.site.clean()?));
     result.and(cleaned)
 }
 

@@ -2,6 +2,7 @@
 
 use crate::ahead::Ahead;
 use crate::blocked::Earlier;
+use crate::engine::elsewhere::Elsewhere;
 use crate::engine::fork::Fork;
 use crate::engine::precopy::{Behind, Precopy};
 use crate::engine::stop::Stop;
@@ -9,13 +10,13 @@ use crate::engine::tracking::joined_with;
 use crate::engine::wp::Wp;
 use crate::engine::{self, Cut, Engine, Kept, Log, MemoryEngine, Running, Still, politely};
 use crate::files::{Holder, Moment, Outsiders};
-use crate::freeze::Hurry;
+use crate::freeze::{BURIAL, Hurry, waits_for_burials};
 use crate::herd::FrozenTree;
 use crate::inspect::{Assumed, Known, Ready, Regard, inspect};
 use crate::keeper::Keeper;
 use crate::relations::{self, Relative};
 use crate::target::Target;
-use crate::{Builder, Error, Options, Progress, Result, attributes, files, groups, namespaces};
+use crate::{Builder, Error, Options, Progress, Result, attributes, files, groups, kin, names, namespaces};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Signal, pidfd_send_signal};
 use std::collections::{HashMap, VecDeque};
@@ -23,9 +24,9 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use stillpoint_image::{AddressSpace, Image, Namespace, Owner, PathFile, Usage};
-use stillpoint_linux::host;
 use stillpoint_linux::proc::{self, Proc, Vma};
 use stillpoint_linux::sharing::Shared;
+use stillpoint_linux::{host, spawn};
 use stillpoint_store::{Committed, Writer};
 
 /// For so many checkpoints it is taken that a program that wrote faster than could be copied still does.
@@ -55,6 +56,10 @@ pub(crate) struct Member {
     left: VecDeque<Engine>,
     /// Its memory may still be on its way, and the engine knows from where.
     is_loading: bool,
+    /// It was found when it stood still already, or its memory was last to be saved by another's engine.
+    is_new: bool,
+    /// It shares its memory with another member, whose engine saves it.
+    is_elsewhere: bool,
 }
 
 impl Member {
@@ -63,22 +68,42 @@ impl Member {
         let is_loading =
             behind.loading.is_some() || kept.tracking.as_ref().is_some_and(|t| t.loading.is_some());
         let (engine, left) = (None, VecDeque::new());
-        Member { target, earlier, outpaced, behind, kept, engine, left, is_loading }
+        let (is_new, is_elsewhere) = (false, false);
+        Member { target, earlier, outpaced, behind, kept, engine, left, is_loading, is_new, is_elsewhere }
     }
 
     /// One that was found when it stood still already.
     fn newcomer(target: Arc<Target>, asked: Engine, most: u64) -> Result<Self> {
-        let rss = target.process.status()?.rss;
         let mut member = Self::new(target, Earlier::default(), 0, Kept::default(), Behind::default());
-        let small = rss <= SMALL || asked == Engine::Stop;
-        member.engine = Some(match small {
+        member.begin_anew(asked, most)?;
+        Ok(member)
+    }
+
+    /// Gives it an engine that needs nothing to be prepared. What is followed of it is kept for later.
+    fn begin_anew(&mut self, asked: Engine, most: u64) -> Result<()> {
+        self.kept = self.kept();
+        let status = self.target.process.status()?;
+        // No twin is made in a pid namespace of the program's own.
+        let is_inside = !self.target.home.inner(&status.ns_tgid).is_empty();
+        let small = status.rss <= SMALL || asked == Engine::Stop || is_inside;
+        (self.is_new, self.is_elsewhere) = (true, false);
+        self.left.clear();
+        self.engine = Some(match small {
             true => Box::new(Stop::default()),
             false => {
-                member.left = VecDeque::from([Engine::Stop]);
+                self.left = VecDeque::from([Engine::Stop]);
                 Box::new(Fork::new(most))
             }
         });
-        Ok(member)
+        Ok(())
+    }
+
+    /// Leaves its memory to the engine of another member.
+    fn leave_it_to_another(&mut self) {
+        self.kept = self.kept();
+        self.left.clear();
+        self.is_elsewhere = true;
+        self.engine = Some(Box::new(Elsewhere));
     }
 
     /// Takes back what is followed from the engine, which is done.
@@ -192,6 +217,8 @@ impl<'a> Work<'a> {
 
     /// Takes the checkpoint, of each process with the first engine that can.
     pub fn take(&mut self) -> Result<Done> {
+        kin::keep_in_common(self.members.iter().map(|m| &m.target))?;
+        kin::relate(writer(&mut self.writer)?, self.members.iter().map(|m| &m.target));
         for member in &mut self.members {
             member.left = engine::order(self.options.engine).into();
             if self.options.engine == Engine::Auto && member.outpaced > 0 {
@@ -200,6 +227,7 @@ impl<'a> Work<'a> {
                 member.left.retain(|&engine| engine != Engine::Precopy);
             }
         }
+        self.share();
         // Nothing is done to a program that must be refused. Where it is followed already, there is nothing new to do.
         let is_followed = |member: &Member| match member.left.front() {
             Some(Engine::Precopy) => member.kept.tracking.is_some(),
@@ -219,6 +247,7 @@ impl<'a> Work<'a> {
                 self.after_no_cut(held, not_taken)?;
                 continue;
             }
+            self.still_there()?;
             let exact = self.exact;
             let lost = match self.complete(held) {
                 Err((member, Error::Lost(why))) => {
@@ -230,6 +259,67 @@ impl<'a> Work<'a> {
             };
             // What was only assumed wrongly is no reason for another engine.
             self.again(lost.filter(|_| self.exact == exact))?;
+        }
+    }
+
+    /// Memory that several members share is saved by the engine of the first of them.
+    fn share(&mut self) {
+        for first in 0..self.members.len() {
+            let sharers = self.sharers(first);
+            if sharers.len() == 1 || sharers[0] != first {
+                continue;
+            }
+            self.members[first].left.retain(|engine| engine::can_share(*engine));
+            let pid = self.members[first].target.pid;
+            for &other in &sharers[1..] {
+                self.members[other].leave_it_to_another();
+                self.tell(other, format!("its memory is that of process {pid}"));
+            }
+        }
+    }
+
+    /// Members with the memory of this one, which is one of them.
+    fn sharers(&self, member: usize) -> Vec<usize> {
+        let space = self.members[member].target.space;
+        (0..self.members.len()).filter(|&other| self.members[other].target.space == space).collect()
+    }
+
+    /// Sees to it, now that all members are known, that each memory is saved by one engine, which can.
+    fn share_at_rest(&mut self) -> Result<()> {
+        let (asked, most) = (self.options.engine, self.options.buffer);
+        for first in 0..self.members.len() {
+            let sharers = self.sharers(first);
+            if sharers[0] != first || sharers.len() == 1 && !self.members[first].is_elsewhere {
+                continue;
+            }
+            let saves = sharers.iter().copied().find(|&index| !self.members[index].is_elsewhere);
+            let saves = saves.unwrap_or(first);
+            let is_fit = match &self.members[saves].engine {
+                Some(engine) => !self.members[saves].is_elsewhere && engine::can_share(engine.engine()),
+                None => false,
+            };
+            if !is_fit {
+                self.tell(saves, "it shares its memory with another process by now");
+                self.members[saves].begin_anew(asked, most)?;
+            }
+            for other in sharers.into_iter().filter(|other| *other != saves) {
+                if !self.members[other].is_elsewhere {
+                    self.members[other].leave_it_to_another();
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes sure that nobody was killed while it stood still: files in `/proc` then end where they are read at that moment, and
+    /// page maps are empty.
+    fn still_there(&self) -> Result<()> {
+        match self.members.iter().find(|m| m.target.has_no_memory()) {
+            Some(member) => {
+                let pid = member.target.pid;
+                Err(Error::Passing(format!("process {pid} was killed while it stood still")))
+            }
+            None => Ok(()),
         }
     }
 
@@ -333,6 +423,10 @@ impl<'a> Work<'a> {
     /// Gives a member the next engine that can be prepared.
     fn choose(&mut self, index: usize) -> Result<()> {
         let asked = self.options.engine;
+        if self.members[index].is_elsewhere {
+            self.members[index].engine = Some(Box::new(Elsewhere));
+            return Ok(());
+        }
         while let Some(next) = self.members[index].left.pop_front() {
             let member = &mut self.members[index];
             let mut kept = member.kept();
@@ -500,6 +594,7 @@ impl<'a> Work<'a> {
             self.members.push(member);
             in_order.push(of_it);
         }
+        self.share_at_rest()?;
         for (member, known) in self.members.iter().zip(&mut in_order) {
             known.stopped(&member.earlier, member.target.clocks().0);
         }
@@ -542,15 +637,19 @@ impl<'a> Work<'a> {
             return Ok(Vec::new());
         }
         let (assumed, threads): (Vec<_>, Vec<_>) = all.into_iter().unzip();
+        let targets: Vec<&Target> = self.members.iter().map(|m| &*m.target).collect();
+        relations::check_memory(builder, &targets)?;
+        relations::describe_actions(builder, &pids)?;
         let relatives: Vec<Relative> =
             pids.iter().zip(threads).map(|(&pid, threads)| Relative { pid, threads }).collect();
         attributes::semaphores::refuse_undo(builder, &pids)?;
         files::segments::refuse_shared(builder, &pids);
+        builder.image.processes.iter_mut().zip(spaces).for_each(|(p, spaces)| p.namespaces = spaces);
         relations::describe(builder, &relatives)?;
         let holders: Vec<Holder<'_>> = self.members.iter().map(|m| holder(&m.target)).collect();
-        let (frozen, inherited) = (true, self.options.inherited.as_slice());
+        let inherited = self.options.inherited.as_slice();
         let tables = relations::sharing(builder, &pids, Shared::Files);
-        let target = files::Target { holders: &holders, tables: &tables, frozen, inherited, outsiders };
+        let target = files::Target { holders: &holders, tables: &tables, inherited, outsiders };
         let tables = files::capture_files(builder, &target)?;
         let directories = relations::sharing(builder, &pids, Shared::FileSystem);
         for (row, process) in builder.image.processes.iter_mut().enumerate() {
@@ -559,9 +658,12 @@ impl<'a> Work<'a> {
                 Some(directories[row]).filter(|&first| first != row).map(|first| first as u32);
         }
         relations::check(builder, &pids);
-        builder.image.processes.iter_mut().zip(spaces).for_each(|(p, spaces)| p.namespaces = spaces);
         let theirs: Vec<_> = relatives.iter().map(|r| (r.pid, r.threads[0].namespaces.as_slice())).collect();
         namespaces::describe_clocks(builder, &theirs)?;
+        relations::check_clocks(builder, &pids);
+        namespaces::describe_children(builder, &theirs)?;
+        names::check(builder, &pids);
+        namespaces::mounts::check(builder, &pids);
         // Of processes that have ended since they were numbered nothing is there.
         builder.image.spaces.resize(self.rows as usize, AddressSpace::default());
         Ok(assumed)
@@ -577,8 +679,7 @@ impl<'a> Work<'a> {
             loop {
                 let still = &mut Still { target: &target, frozen, builder, writer, progress, log };
                 let cut = member.engine()?.cut(still)?;
-                let may_change = member.left.front() == Some(&Engine::Stop)
-                    && held.tree.newcomers.iter().any(|t| t.pid == target.pid);
+                let may_change = member.left.front() == Some(&Engine::Stop) && member.is_new;
                 match cut {
                     Cut::Taken => break,
                     Cut::Impossible(_) if may_change && options.engine == Engine::Auto => {
@@ -602,8 +703,9 @@ impl<'a> Work<'a> {
         if self.options.kill {
             return self.complete_and_kill(builder, tree);
         }
-        let pause = tree.thaw();
+        // What the program closes from now on is closed.
         builder.forget_sockets();
+        let pause = tree.thaw();
         let spaces = std::mem::take(&mut builder.namespaces);
         drop((hurry, ready));
         self.note_calls(&builder.image);
@@ -642,6 +744,10 @@ impl<'a> Work<'a> {
     }
 
     fn finish(&mut self) -> Result<(), (Option<usize>, Error)> {
+        if self.members.iter().any(|m| m.is_new) {
+            let of_all = |writer: &mut Writer| kin::relate(writer, self.members.iter().map(|m| &m.target));
+            writer(&mut self.writer).map(of_all).map_err(|e| (None, e))?;
+        }
         for index in 0..self.members.len() {
             let finished = self.running(index, |engine, running| engine.finish(running));
             finished.map_err(|e| (Some(index), e))?;
@@ -677,7 +783,7 @@ impl<'a> Work<'a> {
         if let Some(keeper) = keeper {
             keeper.take_over();
         }
-        self.members.iter().rev().for_each(|member| wait_for_end(&member.target));
+        wait_for_ends(self.members.iter().rev().map(|member| &*member.target).collect());
         Ok(Done { pause, ..done })
     }
 
@@ -760,7 +866,8 @@ fn with_newer(mut outsiders: Outsiders, last_pid: Option<u32>, tree: &FrozenTree
 /// What can be known of a program while it runs; refuses what cannot be captured. With each process, whether its memory may
 /// still be on its way.
 fn learn(members: &[(Arc<Target>, bool)], options: &Options, exact: bool) -> Result<Learned> {
-    let (mut builder, mut rehearsed) = (Builder::new(), Builder::new());
+    let home = &members[0].0.home;
+    let (mut builder, mut rehearsed) = (Builder::at(home), Builder::at(home));
     describe(&mut builder.image, options, &members[0].0)?;
     let targets: Vec<_> = members.iter().map(|(target, _)| target.clone()).collect();
     namespaces::learn(&mut builder, &targets)?;
@@ -780,13 +887,8 @@ fn learn(members: &[(Arc<Target>, bool)], options: &Options, exact: bool) -> Res
     }
     relations::refuse_sharers(&mut builder, &pids, true);
     builder.refuse_if_needed()?;
-    let holders: Vec<Holder<'_>> = members.iter().map(|(target, _)| holder(target)).collect();
-    let (frozen, inherited) = (false, options.inherited.as_slice());
-    let tables = relations::sharing(&builder, &pids, Shared::Files);
-    let target =
-        files::Target { holders: &holders, tables: &tables, frozen, inherited, outsiders: &outsiders };
-    let _ = files::capture_files(&mut rehearsed, &target);
-    rehearsed.forget_sockets();
+    // One that has ended meanwhile is no concern.
+    pids.iter().for_each(|&pid| drop(files::note_open(&mut rehearsed, pid)));
     Ok(Learned { builder, outsiders, last_pid, known, rehearsed })
 }
 
@@ -812,11 +914,33 @@ fn impossible(engine: &str, why: &str) -> Error {
     Error::Failed(format!("the engine {engine} is not possible: {why} (auto takes another)"))
 }
 
-/// Waits until a killed process is no more (though its parent may not have noticed yet).
-fn wait_for_end(target: &Target) {
-    let mut fds = [PollFd::new(&target.pidfd, PollFlags::IN)];
-    let patience = Timespec { tv_sec: 10, tv_nsec: 0 };
-    let _ = poll(&mut fds, Some(&patience));
+/// Waits until killed processes are no more (though their parents may not have noticed yet).
+///
+/// Process 1 of a pid namespace ends when all others in it are buried, which they can be when we, who trace them, have seen their
+/// ends.
+fn wait_for_ends(mut targets: Vec<&Target>) {
+    const PATIENCE: Duration = Duration::from_secs(10);
+    const PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 1_000_000 };
+    let (start, us) = (Instant::now(), std::process::id());
+    let (mut last, mut before) = (start, targets.len());
+    while let Some(target) = targets.first().filter(|_| start.elapsed() < PATIENCE) {
+        if targets.len() < before {
+            (last, before) = (Instant::now(), targets.len());
+        } else if last.elapsed() > BURIAL && targets.iter().all(|target| waits_for_burials(target.pid)) {
+            return;
+        }
+        let mut fds = [PollFd::new(&target.pidfd, PollFlags::IN)];
+        let _ = poll(&mut fds, Some(&PAUSE));
+        targets.retain(|target| {
+            let mut fds = [PollFd::new(&target.pidfd, PollFlags::IN)];
+            let has_ended = poll(&mut fds, Some(&Timespec::default())).is_ok_and(|n| n > 0);
+            // A child of ours is not for us to bury here.
+            if target.process.stat().is_ok_and(|stat| stat.ppid != us) {
+                spawn::reap_now(target.pid);
+            }
+            !has_ended
+        });
+    }
 }
 
 /// Takes over what an earlier checkpoint told of files that have not changed since. (Through a shared mapping a file
@@ -832,10 +956,10 @@ fn reuse_digests(builder: &mut Builder, last: Option<&Image>) {
 }
 
 /// The interrupted calls of a checkpoint, if a process of it is this one.
-pub(crate) fn earlier_calls(last: &Image, target: &Target) -> Earlier {
+pub fn earlier_calls(last: &Image, target: &Target) -> Earlier {
     let Ok(status) = target.process.status() else { return Earlier::default() };
     let same_boot = last.meta.host.boot_id == host::boot_id();
-    let process = last.processes.iter().find(|p| same_boot && p.pid == status.own_pid());
+    let process = last.processes.iter().find(|p| same_boot && p.pid == target.home.pid(&status));
     let Some(process) = process else { return Earlier::default() };
     let calls = process.threads.iter().filter_map(|t| Some((t.tid, t.blocked?)));
     // By its own clock.

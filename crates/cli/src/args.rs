@@ -47,6 +47,16 @@ pub enum Command {
     Checkpoint(Checkpoint),
     /// Bring a program back from the store
     Restore(Restore),
+    /// Make live twins of a running program, beside it
+    Fork(Fork),
+    /// Remember a running program as it is now, in memory
+    Snapshot(Snapshot),
+    /// Bring a running program back to a snapshot
+    Rollback(Rollback),
+    /// List the snapshots of a running program
+    Snapshots(Snapshots),
+    /// Forget a snapshot
+    Forget(SnapshotName),
     /// Make a running program a job, so that each further checkpoint of it saves only what changed
     Adopt(Adopt),
     /// Let go of a program that was adopted; it runs on
@@ -63,6 +73,9 @@ pub enum Command {
     Prune(Prune),
     /// Tell what this kernel and these privileges allow, and how to get what is missing
     Doctor,
+    /// Keep the snapshots of a program, beside it
+    #[command(hide = true)]
+    Brancher(Brancher),
     /// Take the checkpoints of a job, beside its supervisor
     #[command(hide = true)]
     Checkpointer(Checkpointer),
@@ -124,10 +137,16 @@ pub struct Checkpoint {
     /// A note to find the checkpoint by
     #[arg(long, value_name = "TEXT")]
     pub label: Option<String>,
+    /// Then keep only the newest N checkpoints of the job [default: all]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub keep: Option<u64>,
 }
 
 /// Memory for pages on their way, unless told otherwise.
 pub const DEFAULT_BUFFER: &str = "16MiB";
+
+/// Less than this is loaded before a program runs, where nothing else is asked for.
+pub const EAGER_BELOW: &str = "8MiB";
 
 /// Reads the name of a memory engine.
 fn engine() -> impl TypedValueParser<Value = Engine> {
@@ -211,7 +230,7 @@ pub struct Restore {
     #[arg(long)]
     pub eager: bool,
     /// Load all of it before the program runs if it is less than this
-    #[arg(long, value_name = "SIZE", default_value = "8MiB", value_parser = crate::units::size)]
+    #[arg(long, value_name = "SIZE", default_value = EAGER_BELOW, value_parser = crate::units::size)]
     pub eager_below: u64,
     /// Read memory from the store no faster than this: 7MB/s, 100MiB/s
     #[arg(long, value_name = "RATE", value_parser = crate::units::rate)]
@@ -237,6 +256,23 @@ pub struct Restore {
     #[arg(long, value_name = "same", conflicts_with = "clone")]
     pub pid: Option<PidPolicy>,
     /// Checkpoints as time passes.
+    #[command(flatten)]
+    pub periodic: Periodic,
+}
+
+/// `stillpoint fork`
+#[derive(Debug, Args)]
+pub struct Fork {
+    /// Name of a running job, or a process id
+    #[arg(value_name = "TARGET")]
+    pub target: String,
+    /// How many twins there are to be [default: 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=MOST_CLONES))]
+    pub count: Option<u32>,
+    /// Each in a pid namespace of its own, where it has its old process ids; there are no others yet
+    #[arg(long)]
+    pub isolated: bool,
+    /// Checkpoints of the twins as time passes.
     #[command(flatten)]
     pub periodic: Periodic,
 }
@@ -321,4 +357,63 @@ pub struct Prune {
     /// How many of the newest checkpoints to keep
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub keep: u64,
+}
+
+/// `stillpoint snapshot`
+#[derive(Debug, Args)]
+pub struct Snapshot {
+    /// Name of a running job, or a process id
+    #[arg(value_name = "TARGET")]
+    pub target: String,
+    /// A name for the snapshot, beside its number
+    #[arg(long, value_name = "NAME")]
+    pub name: Option<String>,
+}
+
+/// `stillpoint rollback`
+#[derive(Debug, Args)]
+pub struct Rollback {
+    /// Which snapshot.
+    #[command(flatten)]
+    pub of: SnapshotName,
+    /// Kill child processes that were made since, with all that they have made
+    #[arg(long)]
+    pub kill_children: bool,
+    /// What sp_snapshot() returns, if the program has taken the snapshot itself
+    #[arg(long, value_name = "NUMBER", default_value_t = 1, allow_negative_numbers = true)]
+    pub value: i64,
+}
+
+/// `stillpoint snapshots`
+#[derive(Debug, Args)]
+pub struct Snapshots {
+    /// Name of a running job, or a process id
+    #[arg(value_name = "TARGET")]
+    pub target: String,
+}
+
+/// A snapshot of a running program: `TARGET[@SNAPSHOT]`.
+#[derive(Clone, Debug, Args)]
+pub struct SnapshotName {
+    /// Name of a running job or a process id; number or name of a snapshot [default: the last one it was at]
+    #[arg(value_name = "TARGET[@SNAPSHOT]", value_parser = snapshot_name)]
+    pub which: (String, Option<String>),
+}
+
+fn snapshot_name(text: &str) -> Result<(String, Option<String>), String> {
+    match text.rsplit_once('@') {
+        Some((_, "")) => Err("there is nothing behind the @".into()),
+        Some((target, snapshot)) => Ok((target.into(), Some(snapshot.into()))),
+        None => Ok((text.into(), None)),
+    }
+}
+
+/// `stillpoint brancher`
+#[derive(Debug, Args)]
+pub struct Brancher {
+    /// The process
+    pub pid: u32,
+    /// Standard input is the line to the program's own library
+    #[arg(long)]
+    pub own: bool,
 }

@@ -8,6 +8,7 @@ use rustix::fd::{AsFd, BorrowedFd};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, PipeWriter, Write, stderr, stdout};
 use std::process::ExitCode;
+use stillpoint_linux::descriptors;
 use stillpoint_linux::supervise::{Side, background, drop_inherited};
 
 /// What a command tells when it worked.
@@ -150,8 +151,7 @@ fn outcome(line: &str) -> Result<Answer> {
 /// build system, a test harness) are closed, as is the custom of daemons: they would tie the job to programs it has
 /// nothing to do with. Returns the streams that lead nowhere now.
 pub fn background_stdio() -> Result<Vec<&'static str>> {
-    let null = std::fs::OpenOptions::new().read(true).write(true).open("/dev/null");
-    let null = null.map_err(|e| Failure::failed(format!("/dev/null: {e}")))?;
+    let null = descriptors::null()?;
     let failed = |e| Failure::failed(format!("dup2: {e}"));
     let mut lost = Vec::new();
     rustix::stdio::dup2_stdin(&null).map_err(failed)?;

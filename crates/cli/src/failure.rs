@@ -11,7 +11,7 @@ pub const USAGE: u8 = 2;
 pub const REFUSED: u8 = 3;
 
 /// A failed command.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Failure {
     /// Exit code.
     pub code: u8,
@@ -22,7 +22,7 @@ pub struct Failure {
 }
 
 /// Result of a command.
-pub type Result<T> = std::result::Result<T, Failure>;
+pub type Result<T, E = Failure> = std::result::Result<T, E>;
 
 impl Failure {
     /// The command failed.

@@ -108,7 +108,7 @@ pub fn running(store: &Store, job: &str) -> Result<Option<Running>> {
     }
 }
 
-fn stat_of(pid: u32) -> Option<Stat> {
+pub fn stat_of(pid: u32) -> Option<Stat> {
     Proc::process(pid).and_then(|p| p.stat()).ok()
 }
 
@@ -126,6 +126,11 @@ pub struct Target {
 }
 
 impl Target {
+    /// Streams besides the standard ones that it was started with, as far as that is known.
+    pub fn inherited(&self) -> Vec<(u32, Vec<u8>)> {
+        self.running.as_ref().map(inherited).unwrap_or_default()
+    }
+
     fn of_job(job: String, running: Running) -> Self {
         Self { pid: running.pid, job, running: Some(running), note: None }
     }

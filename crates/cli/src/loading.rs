@@ -22,7 +22,7 @@ const WIDTH: u64 = 30;
 /// Between two looks whether anybody loads it.
 const LOOK: Duration = Duration::from_millis(300);
 
-/// Hears when all is loaded, or will not be any more.
+/// Hears when all is loaded, or may not be any more.
 pub type Tell = Box<dyn FnOnce()>;
 
 /// The loading of a program, or of many clones.
@@ -87,10 +87,13 @@ impl Loading {
         if self.is_loaded() {
             self.tell();
             self.line = None;
+        } else if self.pager.coming.failure().is_some() {
+            // The rest may never come.
+            self.tell();
         }
         self.show();
-        // Its last word is that it is done.
-        self.pager.coming.count(Count::Done) == 0
+        // Its last word is that it is done; and our child is to be buried.
+        self.pager.coming.count(Count::Done) == 0 || !self.is_left_to_others
     }
 
     /// Waits until its processes have left, which fill in what is missing in a core dump, but not for longer than that.

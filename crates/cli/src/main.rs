@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod args;
+mod branch;
 mod checkpointer;
 mod commands;
 mod control;
@@ -51,6 +52,11 @@ fn dispatch(cli: Cli) -> Result<ExitCode> {
         Command::Run(args) => commands::run::run(common, &args),
         Command::Checkpoint(args) => commands::checkpoint::run(common, &args),
         Command::Restore(args) => commands::restore::run(common, &args),
+        Command::Fork(args) => commands::fork::run(common, &args),
+        Command::Snapshot(args) => commands::branch::snapshot(common, &args),
+        Command::Rollback(args) => commands::branch::rollback(common, &args),
+        Command::Snapshots(args) => commands::branch::snapshots(common, &args),
+        Command::Forget(args) => commands::branch::forget(common, &args),
         Command::Adopt(args) => commands::adopt::run(common, &args),
         Command::Release(args) => commands::release::run(common, &args),
         Command::Ls(args) => commands::list::run(common, &args),
@@ -59,6 +65,7 @@ fn dispatch(cli: Cli) -> Result<ExitCode> {
         Command::Rm(args) => commands::remove::rm(common, &args),
         Command::Prune(args) => commands::remove::prune(common, &args),
         Command::Doctor => commands::doctor::run(common),
+        Command::Brancher(args) => commands::branch::keep(common, &args),
         Command::Checkpointer(args) => commands::checkpointer::run(common, &args),
         Command::Completions { shell } => {
             let mut script = Vec::new();

@@ -10,6 +10,7 @@ use rustix::process::{Pid, Signal, pidfd_send_signal};
 use std::cell::Cell;
 use std::io::{PipeReader, PipeWriter, Write};
 use std::time::Duration;
+use stillpoint_linux::descriptors;
 use stillpoint_linux::proc::{Proc, Stat};
 use stillpoint_linux::supervise::{
     Change, Received, Signals, die_of, drop_inherited, forward, reap_orphans, stop_like, wait,
@@ -374,8 +375,7 @@ pub fn wait_for(sources: &[BorrowedFd<'_>], period: Option<Duration>) -> Result<
 /// Lets go of what belongs to the job: a pipe whose other end waits for the job to close it must not stay open because
 /// we hold it too. `stdin` is kept where we still read it for the job.
 pub fn let_go(keep_stdin: bool) -> Result<()> {
-    let null = std::fs::OpenOptions::new().read(true).write(true).open("/dev/null");
-    let null = null.map_err(|e| Failure::failed(format!("/dev/null: {e}")))?;
+    let null = descriptors::null()?;
     let failed = |e| Failure::failed(format!("dup2: {e}"));
     if !keep_stdin {
         rustix::stdio::dup2_stdin(&null).map_err(failed)?;

@@ -131,21 +131,20 @@ impl Taken {
     }
 }
 
-/// Why there is no checkpoint of what the user calls `target`.
-pub fn failure(error: Error, target: &str) -> Failure {
+/// Why what is to be done (`verb`) with what the user calls `target` cannot be: there is no checkpoint of it.
+pub fn failure(error: Error, verb: &str, target: &str) -> Failure {
+    let what = format!("{verb} {target}");
     match error {
         Error::Refused(refusals) => {
             let list = stillpoint_capture::list(&refusals);
-            Failure::refused(format!("cannot checkpoint {target}, which runs on unharmed:\n{list}"))
+            Failure::refused(format!("cannot {what}, which runs on unharmed:\n{list}"))
         }
         Error::Target(what) | Error::Busy(what) => Failure::usage(what),
-        Error::Store(e) => jobs::store_failure(e).within(&format!("checkpoint {target}")),
-        Error::Kernel(e) => Failure::from(e).within(&format!("checkpoint {target}")),
+        Error::Store(e) => jobs::store_failure(e).within(&what),
+        Error::Kernel(e) => Failure::from(e).within(&what),
         Error::Replaced | Error::Loading | Error::Passing(_) => {
-            Failure::failed(error.to_string()).within(&format!("checkpoint {target}"))
+            Failure::failed(error.to_string()).within(&what)
         }
-        Error::Failed(what) | Error::Lost(what) => {
-            Failure::failed(what).within(&format!("checkpoint {target}"))
-        }
+        Error::Failed(why) | Error::Lost(why) => Failure::failed(why).within(&what),
     }
 }

@@ -157,6 +157,61 @@ fn processes_and_threads() {
     ]);
 }
 
+/// Makes the program have another process, a child of that row with that address space; returns its row.
+fn add_child(image: &mut Image, parent: u32, space: u32) -> usize {
+    let row = image.processes.len();
+    let mut process = image.processes[0].clone();
+    process.pid += row as u32;
+    process.threads.truncate(1);
+    process.threads[0].tid = process.pid;
+    (process.parent, process.space, process.leads_session) = (Some(parent), space, false);
+    (process.session, process.group, process.leads_group) = (None, None, false);
+    while image.spaces.len() <= space as usize {
+        image.spaces.push(image.spaces[0].clone());
+    }
+    image.processes.push(process);
+    row
+}
+
+#[test]
+fn processes_that_share_memory() {
+    refused(&[
+        ("memory of a grandparent", |i| {
+            let child = add_child(i, 0, 1);
+            add_child(i, child as u32, 0);
+        }),
+        ("siblings that send signals of their own", |i| {
+            add_child(i, 0, 1);
+            let second = add_child(i, 0, 1);
+            i.processes[second].exit_signal = Some(0);
+        }),
+        ("children of two in one memory", |i| {
+            let (first, second) = (add_child(i, 0, 1), add_child(i, 0, 2));
+            add_child(i, first as u32, 3);
+            add_child(i, second as u32, 3);
+        }),
+        ("another program in the same memory", |i| {
+            let child = add_child(i, 0, 0);
+            i.processes[child].exe = file(i) as u32;
+        }),
+        ("signal actions of other memory", |i| {
+            let child = add_child(i, 0, 1);
+            i.processes[child].shares_actions = Some(0);
+        }),
+        ("signal actions of a sibling's child", |i| {
+            let first = add_child(i, 0, 0);
+            add_child(i, 0, 0);
+            let grandchild = add_child(i, first as u32, 0);
+            i.processes[grandchild].shares_actions = Some(2);
+        }),
+        ("signal actions that differ", |i| {
+            let child = add_child(i, 0, 0);
+            i.processes[child].shares_actions = Some(0);
+            i.processes[child].actions.clear();
+        }),
+    ]);
+}
+
 #[test]
 fn memory() {
     refused(&[

@@ -12,6 +12,7 @@ pub mod files;
 pub mod memory;
 pub mod namespaces;
 pub mod pages;
+pub mod pids;
 pub mod process;
 mod records;
 pub mod tree;
@@ -128,6 +129,11 @@ pub struct Image {
     /// restores.
     #[n(31)]
     pub network: Option<u32>,
+    /// Leaders of sessions and process groups who are not among the processes, not even as ended ones, and had ids of their own in pid
+    /// namespaces.
+    #[n(32)]
+    #[cbor(default)]
+    pub leaders: Vec<LostLeader>,
 }
 
 /// What a checkpoint is called, when and where it was taken.

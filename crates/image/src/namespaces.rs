@@ -39,6 +39,38 @@ pub enum Namespace {
         #[n(0)]
         up: bool,
     },
+    /// Process ids: those in it have one more.
+    #[n(5)]
+    Pid {
+        /// The one that it lies in, a row before this; none: that of the root's parent.
+        #[n(0)]
+        parent: Option<u32>,
+    },
+    /// Mounts: those of whoever restores.
+    #[n(6)]
+    Mount {
+        /// What they share with these.
+        #[n(0)]
+        propagation: Propagation,
+        /// On `/proc` is procfs of this pid namespace of the program's own, a row before this.
+        #[n(1)]
+        proc: Option<u32>,
+    },
+}
+
+/// What the mounts of a mount namespace share with those that they were copied from. mount_namespaces(7)
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+#[cbor(index_only)]
+pub enum Propagation {
+    /// The same as those share with others.
+    #[n(0)]
+    Unchanged,
+    /// Nothing.
+    #[n(1)]
+    Private,
+    /// They receive what is mounted there.
+    #[n(2)]
+    Slave,
 }
 
 /// Names of the settings of an IPC namespace in `/proc/sys`.
@@ -159,6 +191,8 @@ impl Namespace {
             Namespace::Time { .. } => "time",
             Namespace::Cgroup => "cgroup",
             Namespace::Network { .. } => "net",
+            Namespace::Pid { .. } => "pid",
+            Namespace::Mount { .. } => "mnt",
         }
     }
 }

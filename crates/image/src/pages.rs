@@ -1,6 +1,6 @@
 //! Where the contents of pages are stored.
 
-use crate::PAGE;
+use crate::{PAGE, Range};
 
 /// What a run of pages belongs to.
 ///
@@ -52,6 +52,17 @@ impl Extent {
     /// First address behind it.
     pub fn end(&self) -> u64 {
         self.address + self.len()
+    }
+
+    /// The addresses of its pages.
+    pub fn range(&self) -> Range {
+        Range { start: self.address, len: self.len() }
+    }
+
+    /// Its parts that lie in some ranges of whole pages (ascending, apart).
+    pub fn parts_in(&self, ranges: &[Range]) -> impl Iterator<Item = Extent> {
+        let extent = *self;
+        extent.range().parts_of(ranges).map(move |part| extent.part(part.start, part.end()))
     }
 
     /// The part of it within `[from, to)`, which must lie inside it and be whole pages.

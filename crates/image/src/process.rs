@@ -7,13 +7,14 @@ use minicbor::{Decode, Encode};
 #[derive(Clone, Debug, Default, PartialEq, Encode, Decode)]
 #[cbor(map)]
 pub struct Process {
-    /// Process id, as the program itself sees it.
+    /// Process id, as the program itself sees it: in the pid namespace that the root was made in, as are all ids here. Those in
+    /// namespaces of the program's own are [`Thread::inner`].
     #[n(0)]
     pub pid: u32,
     /// Threads; the first is the leader (`tid == pid`).
     #[n(1)]
     pub threads: Vec<Thread>,
-    /// Index into [`crate::Image::spaces`].
+    /// Index into [`crate::Image::spaces`]. Processes that share their memory have the same one.
     #[n(2)]
     pub space: u32,
     /// Index into [`crate::Image::tables`].
@@ -100,9 +101,33 @@ pub struct Process {
     #[n(30)]
     #[cbor(default)]
     pub namespaces: Vec<u32>,
+    /// The process with which it shares its signal actions, index into [`crate::Image::processes`]: the first of all that do,
+    /// which has none here. They share their memory, too.
+    #[n(40)]
+    pub shares_actions: Option<u32>,
+    /// The pid namespace that its further children are to be in, index into [`crate::Image::namespaces`], if that is another one than
+    /// its own.
+    #[n(31)]
+    pub children_in: Option<u32>,
+    /// Its next child is to be process 1 of a new pid namespace.
+    #[n(32)]
+    #[cbor(default)]
+    pub children_apart: bool,
+}
+
+impl Thread {
+    /// Its id, as it sees it itself.
+    pub fn own_tid(&self) -> u32 {
+        self.inner.last().copied().unwrap_or(self.tid)
+    }
 }
 
 impl Process {
+    /// Its id, as it sees it itself.
+    pub fn own_pid(&self) -> u32 {
+        self.threads.first().map_or(self.pid, Thread::own_tid)
+    }
+
     /// Its session, if that is within the tree.
     pub fn own_session(&self) -> Option<u32> {
         self.session.or(self.leads_session.then_some(self.pid))
@@ -138,7 +163,7 @@ pub struct ControlGroup {
 }
 
 /// A process that has ended, and of which its parent has not taken notice yet.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
 #[cbor(map)]
 pub struct Ended {
     /// Process id.
@@ -159,6 +184,28 @@ pub struct Ended {
     /// The thread of its parent that it is a child of, as [`Process::parent_thread`].
     #[n(5)]
     pub parent_thread: Option<u32>,
+    /// The pid namespace of the program's own that it was in, index into [`crate::Image::namespaces`].
+    #[n(6)]
+    pub namespace: Option<u32>,
+    /// Its ids there, as [`Thread::inner`].
+    #[n(7)]
+    #[cbor(default)]
+    pub inner: Vec<u32>,
+}
+
+/// Somebody who is no more, and whose id a session or process group still has, if he was in a pid namespace of the program's own.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct LostLeader {
+    /// Process id.
+    #[n(0)]
+    pub pid: u32,
+    /// That namespace, index into [`crate::Image::namespaces`].
+    #[n(1)]
+    pub namespace: u32,
+    /// His ids there, as [`Thread::inner`].
+    #[n(2)]
+    pub inner: Vec<u32>,
 }
 
 /// A resource limit.
@@ -243,6 +290,10 @@ pub struct Thread {
     /// Current directory, root and umask, if it does not share those of the main thread.
     #[n(20)]
     pub directories: Option<Directories>,
+    /// Its ids in the pid namespaces of the program's own that it is in, the outermost first: the last is what it sees itself.
+    #[n(21)]
+    #[cbor(default)]
+    pub inner: Vec<u32>,
 }
 
 /// File-system context of a thread that has one apart from the main thread's (`unshare(CLONE_FS)`).
@@ -304,6 +355,33 @@ impl Range {
             goes_on
         });
         ranges
+    }
+
+    /// The parts of some ranges (ascending, apart) that lie in it.
+    pub fn parts_of(self, ranges: &[Range]) -> impl Iterator<Item = Range> {
+        let first = ranges.partition_point(|range| range.end() <= self.start);
+        ranges[first..].iter().take_while(move |range| range.start < self.end()).map(move |range| {
+            let (start, end) = (range.start.max(self.start), range.end().min(self.end()));
+            Range { start, len: end - start }
+        })
+    }
+
+    /// What is in ranges and not in others; both ascend and are apart.
+    pub fn without(ranges: &[Range], others: &[Range]) -> Vec<Range> {
+        let mut left = Vec::new();
+        for range in ranges {
+            let mut at = range.start;
+            for other in range.parts_of(others) {
+                if other.start > at {
+                    left.push(Range { start: at, len: other.start - at });
+                }
+                at = other.end();
+            }
+            if at < range.end() {
+                left.push(Range { start: at, len: range.end() - at });
+            }
+        }
+        left
     }
 
     /// Whether it overlaps one of some ranges that do not overlap each other, in ascending order.

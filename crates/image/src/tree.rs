@@ -3,7 +3,12 @@
 //! A child inherits its parent's session, and a copy of its parent's descriptor table and file-system context (current
 //! directory, root, umask), or these themselves. Afterwards a process can only leave them for new ones. So what several
 //! processes have in common is had from birth, by way of their common ancestors.
+//!
+//! Memory cannot even be left, but by executing another program. So of those that share theirs, one is made by its parent, and
+//! the others each by one of them: its parent, or one of its siblings. The same goes for signal actions, which only those that
+//! share their memory can share.
 
+use crate::pids::{Pids, namespace_of};
 use crate::{Image, Process};
 use std::collections::{BTreeSet, HashMap, HashSet};
 
@@ -18,6 +23,12 @@ pub enum Inherited {
     Files,
     /// The current directory, root and umask that they share.
     FileSystem,
+    /// The memory that they share.
+    Memory,
+    /// The signal actions that they share.
+    Actions,
+    /// The pid namespaces that they are in.
+    Namespace,
 }
 
 impl Inherited {
@@ -28,6 +39,9 @@ impl Inherited {
             Inherited::Group => "process groups",
             Inherited::Files => "descriptor tables",
             Inherited::FileSystem => "current directories",
+            Inherited::Memory => "memory",
+            Inherited::Actions => "signal actions",
+            Inherited::Namespace => "pid namespaces",
         }
     }
 }
@@ -61,6 +75,18 @@ impl Context {
     }
 }
 
+/// Whose memory a process begins with.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Memory {
+    /// A copy of its maker's.
+    #[default]
+    Copied,
+    /// That of its maker.
+    Shared,
+    /// That of its maker, and its signal actions.
+    SharedWithActions,
+}
+
 /// A child that is to be made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Child {
@@ -88,11 +114,17 @@ pub enum Step {
         child: Child,
         /// Whether it shares its descriptor table, and its file-system context, with it.
         shares: [bool; 2],
+        /// Whose memory it has.
+        memory: Memory,
+        /// Whether it becomes a child of its maker's parent, and not of its maker.
+        sibling: bool,
         /// The session whose stand-in makes it, as a child of the stand-in's parent.
         by: Option<u32>,
     },
     /// It begins a session.
     BeginSession,
+    /// It joins its process group, in which some of its children are to be born.
+    JoinGroup,
     /// From here on it shares this with nobody.
     Leave(Context),
 }
@@ -117,7 +149,7 @@ pub fn in_front(image: &Image) -> Option<u32> {
 /// # Errors
 /// [`NotInherited`]: there is no such way, or none that is known.
 pub fn steps(image: &Image) -> Result<Vec<Vec<Step>>, NotInherited> {
-    let tree = Tree::of(image);
+    let tree = Tree::of(image)?;
     let mut births = vec![Birth::default(); image.processes.len()];
     let mut all = vec![Vec::new(); image.processes.len()];
     for row in (0..image.processes.len()).rev() {
@@ -129,7 +161,31 @@ pub fn steps(image: &Image) -> Result<Vec<Vec<Step>>, NotInherited> {
         return Err(NotInherited { row: 0, what: Inherited::Session });
     }
     tree.check_groups()?;
+    if !tree.pids.are_plain() {
+        let mut play = Play::new(&tree);
+        let mut next = vec![0];
+        while let Some(row) = next.pop() {
+            let born = play.process(row, &all)?;
+            next.extend(born.into_iter().rev());
+        }
+        for row in play.joins {
+            all[row].insert(0, Step::JoinGroup);
+        }
+    }
     Ok(all)
+}
+
+/// Process groups that somebody within a pid namespace is in and that have no id there. He cannot join them by himself: they are
+/// joined while processes are made, so that he is born in them.
+pub fn groups_from_birth(image: &Image) -> BTreeSet<u32> {
+    let pids = Pids::of(image);
+    if pids.are_plain() {
+        return BTreeSet::new();
+    }
+    let living = image.processes.iter().map(|p| (namespace_of(image, p), p.own_group()));
+    let ended = image.processes.iter().flat_map(|p| p.ended().iter().map(|e| (e.namespace, e.group)));
+    let all = living.chain(ended).filter_map(|(namespace, group)| Some((namespace, group?)));
+    all.filter(|(namespace, group)| pids.seen_from(*namespace, *group).is_none()).map(|(_, g)| g).collect()
 }
 
 /// Rows of a process's children that live.
@@ -147,29 +203,105 @@ pub fn lost_leaders(image: &Image) -> BTreeSet<u32> {
     of_ended.chain(of_living).flatten().filter(|id| !leads.contains(id)).collect()
 }
 
+/// Who makes a process.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Maker {
+    /// Its parent, or a sibling that comes before it.
+    row: Option<usize>,
+    sibling: bool,
+    memory: Memory,
+}
+
+/// Who makes each process.
+///
+/// # Errors
+/// [`NotInherited`]: some that share memory, or signal actions, cannot be made by each other.
+fn makers(image: &Image) -> Result<Vec<Maker>, NotInherited> {
+    let parent = |row: usize| image.processes[row].parent.map(|parent| parent as usize).filter(|&p| p < row);
+    let actions = |row: usize| image.processes[row].shares_actions.map_or(row, |first| first as usize);
+    let mut spaces: HashMap<u32, Vec<usize>> = HashMap::new();
+    for (row, process) in image.processes.iter().enumerate() {
+        spaces.entry(process.space).or_default().push(row);
+    }
+    let mut makers = Vec::with_capacity(image.processes.len());
+    for (row, process) in image.processes.iter().enumerate() {
+        let before = |other: &&usize| **other < row;
+        let same_memory: Vec<usize> = spaces[&process.space].iter().take_while(before).copied().collect();
+        let same_actions: Vec<usize> =
+            same_memory.iter().copied().filter(|&other| actions(other) == actions(row)).collect();
+        let is_sibling = |other: &usize| {
+            let its = &image.processes[*other];
+            its.parent.is_some() && (its.parent, its.parent_thread) == (process.parent, process.parent_thread)
+        };
+        let among = |all: &[usize]| {
+            let parent = parent(row).filter(|parent| all.contains(parent)).map(|parent| (parent, false));
+            parent.or_else(|| Some((all.iter().copied().find(is_sibling)?, true)))
+        };
+        let not_inherited = |what| {
+            let first = same_actions.first().or(same_memory.first()).copied().unwrap_or(row);
+            NotInherited { row: common_ancestor(image, first, row), what }
+        };
+        let (made, memory) = match (same_actions.is_empty(), same_memory.is_empty()) {
+            (false, _) => (among(&same_actions), Memory::SharedWithActions),
+            (true, false) => (among(&same_memory), Memory::Shared),
+            (true, true) => (parent(row).map(|parent| (parent, false)), Memory::Copied),
+        };
+        let what = if same_actions.is_empty() { Inherited::Memory } else { Inherited::Actions };
+        if made.is_none() && memory != Memory::Copied {
+            return Err(not_inherited(what));
+        }
+        let (maker, sibling) = made.map_or((None, false), |(maker, sibling)| (Some(maker), sibling));
+        // Who is made by a sibling sends its parent the signal that the sibling sends.
+        let signal = |row: usize| image.processes[row].exit_signal;
+        if sibling && maker.is_some_and(|maker| signal(maker) != signal(row)) {
+            return Err(not_inherited(what));
+        }
+        makers.push(Maker { row: maker, sibling, memory });
+    }
+    Ok(makers)
+}
+
+/// The nearest process that two are descendants of, or are.
+fn common_ancestor(image: &Image, mut one: usize, mut other: usize) -> usize {
+    let above = |row: usize| image.processes[row].parent.map_or(0, |parent| (parent as usize).min(row));
+    while one != other {
+        let lower = if one > other { &mut one } else { &mut other };
+        match above(*lower) {
+            parent if parent < *lower => *lower = parent,
+            _ => return 0,
+        }
+    }
+    one
+}
+
 /// Which processes of a tree belong together.
 struct Tree<'a> {
     image: &'a Image,
+    makers: Vec<Maker>,
+    /// Those that each makes.
     children: Vec<Vec<usize>>,
     /// Members of each session of the tree's own, those that have ended by their parents.
     sessions: HashMap<u32, Vec<usize>>,
     /// Members of each context.
     contexts: [HashMap<u32, Vec<usize>>; 2],
     rows: HashMap<u32, usize>,
+    pids: Pids<'a>,
 }
 
 impl<'a> Tree<'a> {
-    fn of(image: &'a Image) -> Self {
+    fn of(image: &'a Image) -> Result<Self, NotInherited> {
         let mut tree = Tree {
             image,
+            makers: makers(image)?,
             children: vec![Vec::new(); image.processes.len()],
             sessions: HashMap::new(),
             contexts: Default::default(),
             rows: image.processes.iter().enumerate().map(|(row, p)| (p.pid, row)).collect(),
+            pids: Pids::of(image),
         };
         for (row, process) in image.processes.iter().enumerate() {
-            if let Some(children) = process.parent.and_then(|p| tree.children.get_mut(p as usize)) {
-                children.push(row);
+            if let Some(maker) = tree.makers[row].row {
+                tree.children[maker].push(row);
             }
             let of_ended = process.ended().iter().filter_map(|e| e.session);
             for session in of_ended.chain(process.own_session()) {
@@ -178,7 +310,7 @@ impl<'a> Tree<'a> {
             tree.contexts[0].entry(process.table).or_default().push(row);
             tree.contexts[1].entry(process.shares_fs.unwrap_or(row as u32)).or_default().push(row);
         }
-        tree
+        Ok(tree)
     }
 
     /// The context that a process shares with others.
@@ -190,9 +322,9 @@ impl<'a> Tree<'a> {
 
     fn is_inside(&self, ancestor: usize, mut row: usize) -> bool {
         while row > ancestor {
-            match self.image.processes[row].parent {
-                Some(parent) if (parent as usize) < row => row = parent as usize,
-                _ => return false,
+            match self.makers[row].row {
+                Some(maker) => row = maker,
+                None => return false,
             }
         }
         row == ancestor
@@ -216,9 +348,14 @@ impl<'a> Tree<'a> {
                 else {
                     continue;
                 };
-                if stand_in_parent(self.image, group).is_none() {
+                if stand_in_parent(self.image, &self.pids, group).is_none() {
                     return Err(NotInherited { row, what: Inherited::Group });
                 }
+            }
+            // (Who leads a session leads a group of this id, too.)
+            let group = process.own_group().filter(|g| lost.contains(g) && !self.sessions.contains_key(g));
+            if group.is_some_and(|group| stand_in_parent(self.image, &self.pids, group).is_none()) {
+                return Err(NotInherited { row, what: Inherited::Group });
             }
         }
         Ok(())
@@ -226,12 +363,138 @@ impl<'a> Tree<'a> {
 }
 
 /// The process that can make somebody who leads this group for the moment, in the session of the group.
-pub fn stand_in_parent(image: &Image, group: u32) -> Option<usize> {
+pub fn stand_in_parent(image: &Image, pids: &Pids<'_>, group: u32) -> Option<usize> {
+    let of_group = pids.namespace(group);
     let is_member = |p: &Process| {
         p.own_group() == Some(group)
             || p.ended().iter().any(|e| e.group == Some(group) && e.session == p.own_session())
     };
-    image.processes.iter().position(is_member)
+    let can_make = |p: &Process| pids.lies_in(of_group, namespace_of(image, p));
+    image.processes.iter().position(|p| is_member(p) && can_make(p))
+}
+
+/// All processes of a tree being made, in the order in which a restore makes them: each makes its children, and then these do.
+struct Play<'a> {
+    tree: &'a Tree<'a>,
+    /// Groups that are joined at once, [`groups_from_birth`].
+    from_birth: BTreeSet<u32>,
+    /// Namespaces whose process 1 is there.
+    begun: HashSet<u32>,
+    /// Groups that can be joined by now.
+    led: HashSet<u32>,
+    /// Who is in which group by now, by row.
+    groups: Vec<Option<u32>>,
+    /// Who joins his before he makes anybody.
+    joins: Vec<usize>,
+}
+
+impl<'a> Play<'a> {
+    fn new(tree: &'a Tree<'a>) -> Self {
+        let groups = vec![None; tree.image.processes.len()];
+        let from_birth = groups_from_birth(tree.image);
+        Play { tree, from_birth, begun: HashSet::new(), led: HashSet::new(), groups, joins: Vec::new() }
+    }
+
+    /// Whether all that a process makes can be where it was; returns the rows of those who live, in their order.
+    fn process(&mut self, row: usize, steps: &[Vec<Step>]) -> Result<Vec<usize>, NotInherited> {
+        let (image, pids) = (self.tree.image, &self.tree.pids);
+        let Some(process) = image.processes.get(row) else { return Ok(Vec::new()) };
+        let own = namespace_of(image, process);
+        if row == 0 {
+            // It is made by whoever restores, outside of all.
+            self.is_born(0, None, own, process.pid)?;
+            self.takes_group(0, process.own_group(), own, process.pid, None, Some(0))?;
+        }
+        let group = process.own_group().filter(|g| self.from_birth.contains(g) && self.led.contains(g));
+        let can_join = |g| process.own_session() != Some(process.pid) && pids.seen_from(own, g).is_some();
+        if group != self.groups[row] && group.is_some_and(can_join) {
+            self.groups[row] = group;
+            self.joins.push(row);
+        }
+        let mut born = Vec::new();
+        for step in &steps[row] {
+            match *step {
+                Step::BeginSession => {
+                    self.groups[row] = Some(process.pid);
+                    self.led.insert(process.pid);
+                }
+                Step::Leave(_) | Step::JoinGroup => {}
+                Step::StandIn { session, .. } => {
+                    self.is_born(row, own, pids.namespace(session), session)?;
+                    self.led.insert(session);
+                }
+                Step::Bear { child, by, .. } => {
+                    let (maker, group) = match by {
+                        Some(session) => (pids.namespace(session), Some(session)),
+                        None => (own, self.groups[row]),
+                    };
+                    let (id, theirs, wanted, place) = match child {
+                        Child::Living(child) => {
+                            let of = &image.processes[child];
+                            born.push(child);
+                            (of.pid, namespace_of(image, of), of.own_group(), Some(child))
+                        }
+                        Child::Ended(place) => {
+                            let of = &process.ended()[place];
+                            (of.pid, of.namespace, of.group, None)
+                        }
+                    };
+                    self.is_born(row, maker, theirs, id)?;
+                    self.takes_group(row, wanted, theirs, id, group, place)?;
+                }
+            }
+        }
+        Ok(born)
+    }
+
+    /// Somebody is made by a process in a namespace that is `maker`.
+    fn is_born(
+        &mut self,
+        row: usize,
+        maker: Option<u32>,
+        own: Option<u32>,
+        id: u32,
+    ) -> Result<(), NotInherited> {
+        let pids = &self.tree.pids;
+        let is_first = pids.is_first(id);
+        // That in which he is made, or with which he makes a new one.
+        let inside = if is_first { own.and_then(|own| pids.parent(own)) } else { own };
+        let is_begun = inside == maker || inside.is_some_and(|inside| self.begun.contains(&inside));
+        if !is_begun || !pids.lies_in(inside, maker) {
+            return Err(NotInherited { row, what: Inherited::Namespace });
+        }
+        if let Some(own) = own.filter(|_| is_first) {
+            self.begun.insert(own);
+        }
+        Ok(())
+    }
+
+    /// Somebody is born in a group, and has to get into his own.
+    fn takes_group(
+        &mut self,
+        row: usize,
+        wanted: Option<u32>,
+        own: Option<u32>,
+        id: u32,
+        inherited: Option<u32>,
+        place: Option<usize>,
+    ) -> Result<(), NotInherited> {
+        let leads_session =
+            place.is_some_and(|place| self.tree.image.processes[place].own_session() == Some(id));
+        let leads = wanted == Some(id) && !leads_session && self.from_birth.contains(&id);
+        if leads {
+            self.led.insert(id);
+        }
+        let now = if leads { Some(id) } else { inherited };
+        if let Some(place) = place {
+            self.groups[place] = now;
+        }
+        let can_join = wanted.is_some_and(|group| self.tree.pids.seen_from(own, group).is_some());
+        match can_join || now == wanted {
+            true => Ok(()),
+            false => Err(NotInherited { row, what: Inherited::Group }),
+        }
+    }
 }
 
 /// One process that is about to make its children.
@@ -257,7 +520,13 @@ impl<'a> Making<'a> {
             (Child::Ended(place), Birth { session, ..Birth::default() })
         });
         let own = Birth { session: Some(session), contexts: [tree.context(row, 0), tree.context(row, 1)] };
-        let children = living.chain(ended).collect();
+        let mut children: Vec<(Child, Birth)> = living.chain(ended).collect();
+        // Others in a pid namespace are made behind its process 1.
+        let is_first = |child: &Child| match *child {
+            Child::Living(row) => tree.pids.is_first(tree.image.processes[row].pid),
+            Child::Ended(_) => false,
+        };
+        children.sort_by_key(|(child, _)| !is_first(child));
         let leads = session == Some(process.pid);
         let mut making =
             Making { tree, row, birth: Birth::default(), own, leads, lost: Vec::new(), children };
@@ -328,7 +597,9 @@ impl<'a> Making<'a> {
                 for (has, wanted) in has.iter_mut().zip(birth.contexts) {
                     *has = has.or(wanted);
                 }
-                steps.push(Step::Bear { child, shares: birth.contexts.map(|c| c.is_some()), by: None });
+                let Maker { memory, sibling, .. } = self.maker_of(child);
+                let shares = birth.contexts.map(|c| c.is_some());
+                steps.push(Step::Bear { child, shares, memory, sibling, by: None });
             } else if !begun && self.children.iter().all(|(_, b)| self.is_after(b)) {
                 steps.push(Step::BeginSession);
                 begun = true;
@@ -371,7 +642,10 @@ impl<'a> Making<'a> {
         let mut signals: Vec<_> = members.iter().map(|(child, _)| signal(child)).collect();
         signals.extend(ended.map(|place| process.ended()[place].exit_signal));
         signals.dedup();
-        let shares = members.iter().any(|(_, birth)| birth.contexts != [None; 2]);
+        let shares = members.iter().any(|(child, birth)| {
+            let Maker { memory, sibling, .. } = self.maker_of(*child);
+            birth.contexts != [None; 2] || memory != Memory::Copied || sibling
+        });
         let by_thread = members.iter().any(|(child, _)| self.is_of_thread(*child));
         let &[exit_signal] = signals.as_slice() else { return Err(self.not_inherited(Inherited::Session)) };
         if shares || by_thread || ended.is_none() && elsewhere() {
@@ -382,14 +656,24 @@ impl<'a> Making<'a> {
         steps.extend(members.iter().map(|&(child, _)| Step::Bear {
             child,
             shares: [false; 2],
+            memory: Memory::Copied,
+            sibling: false,
             by: Some(session),
         }));
         Ok(())
     }
 
-    /// The thread that has this child, if it is not the main one.
+    fn maker_of(&self, child: Child) -> Maker {
+        match child {
+            Child::Living(row) => self.tree.makers[row],
+            Child::Ended(_) => Maker::default(),
+        }
+    }
+
+    /// The thread that makes this child, if it is not the main one.
     fn thread_of(&self, child: Child) -> Option<u32> {
         match child {
+            Child::Living(row) if self.tree.makers[row].sibling => None,
             Child::Living(row) => self.tree.image.processes[row].parent_thread,
             Child::Ended(place) => self.tree.image.processes[self.row].ended()[place].parent_thread,
         }
@@ -415,7 +699,9 @@ impl<'a> Making<'a> {
         let birth = &self.children[child].1;
         let in_session = match begun {
             true => self.is_after(birth),
-            false => birth.session.is_none() || birth.session != self.own.session,
+            // Process 1 of the pid namespace of such a one may have to be made after.
+            false if birth.session.is_none() => !self.is_elsewhere(self.children[child].0),
+            false => birth.session != self.own.session,
         };
         // What it is to have in the end it does not take before it has made those that are to have something else.
         let is_free = |c: usize, wanted: u32| {
@@ -430,6 +716,19 @@ impl<'a> Making<'a> {
             })
     }
 
+    /// Whether a child is in another pid namespace, and not the first there.
+    fn is_elsewhere(&self, child: Child) -> bool {
+        let image = self.tree.image;
+        let (id, namespace) = match child {
+            Child::Living(row) => (image.processes[row].pid, namespace_of(image, &image.processes[row])),
+            Child::Ended(place) => {
+                let ended = &image.processes[self.row].ended()[place];
+                (ended.pid, ended.namespace)
+            }
+        };
+        namespace != namespace_of(image, &image.processes[self.row]) && !self.tree.pids.is_first(id)
+    }
+
     /// Whether it has a context that is neither its own nor one for a child that is still to be made.
     fn is_done_with(&self, context: usize, has: Option<u32>) -> bool {
         has.is_some_and(|has| {
@@ -442,13 +741,14 @@ impl<'a> Making<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Ended;
+    use crate::{Ended, Namespace, Thread};
 
     fn image(rows: &[(u32, Option<u32>, Option<u32>)]) -> Image {
         let process = |(row, &(pid, parent, session)): (usize, &(u32, Option<u32>, Option<u32>))| Process {
             pid,
             parent,
             session,
+            space: row as u32,
             table: row as u32,
             ..Process::default()
         };
@@ -456,11 +756,12 @@ mod tests {
     }
 
     fn bear(row: usize) -> Step {
-        Step::Bear { child: Child::Living(row), shares: [false; 2], by: None }
+        sharing(row, false, false)
     }
 
     fn sharing(row: usize, files: bool, fs: bool) -> Step {
-        Step::Bear { child: Child::Living(row), shares: [files, fs], by: None }
+        let (child, memory) = (Child::Living(row), Memory::Copied);
+        Step::Bear { child, shares: [files, fs], memory, sibling: false, by: None }
     }
 
     #[test]
@@ -484,7 +785,10 @@ mod tests {
 
     #[test]
     fn sessions_outlive_their_leaders() {
-        let by = |child, session| Step::Bear { child, shares: [false; 2], by: Some(session) };
+        let by = |child, session| {
+            let (shares, memory) = ([false; 2], Memory::Copied);
+            Step::Bear { child, shares, memory, sibling: false, by: Some(session) }
+        };
         let stand_in = |ended| Step::StandIn { session: 9, ended, exit_signal: None };
         let mut daemon =
             image(&[(1, None, None), (2, Some(0), Some(9)), (3, Some(0), Some(9)), (4, Some(1), Some(9))]);
@@ -518,21 +822,31 @@ mod tests {
         parent: usize,
         session: Option<u32>,
         contexts: [u32; 2],
+        memory: u32,
+        actions: u32,
     }
 
-    /// A tree that has come about by chance: processes made, sharing or not, sessions begun, contexts left, ends, of which
-    /// orphans come to the root.
+    const FIRST: Has = Has { pid: 1, parent: 0, session: None, contexts: [0, 1], memory: 0, actions: 0 };
+
+    /// A tree that has come about by chance: processes made, sharing or not, sessions begun, contexts left, other programs
+    /// executed, ends, of which orphans come to the root. Tells whether there were orphans, or children made for others, or
+    /// somebody has left memory that is shared.
     fn by_chance(mut seed: u64) -> (Vec<Has>, bool) {
         let mut next = move |below: u64| {
             seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
             (seed >> 33) % below
         };
-        let mut all = vec![Has { pid: 1, parent: 0, session: None, contexts: [0, 1] }];
+        let mut all = vec![FIRST];
         let (mut fresh, mut orphans) = (2, false);
         for pid in 2..2 + 4 + next(20) as u32 {
             let who = next(all.len() as u64) as usize;
-            match next(10) {
+            match next(12) {
                 0 if who > 0 => all[who].session = Some(all[who].pid),
+                10 => {
+                    orphans |= all.iter().filter(|p| p.memory == all[who].memory).count() > 1;
+                    (all[who].memory, all[who].actions) = (fresh, fresh);
+                    fresh += 1;
+                }
                 1 | 2 => {
                     all[who].contexts[next(2) as usize] = fresh;
                     fresh += 1;
@@ -556,6 +870,18 @@ mod tests {
                             fresh += 1;
                         }
                     }
+                    let shares = next(6);
+                    if shares > 0 {
+                        child.actions = fresh;
+                    }
+                    if shares > 1 {
+                        child.memory = fresh;
+                    }
+                    fresh += 1;
+                    if who > 0 && next(6) == 0 {
+                        child.parent = all[who].parent; // CLONE_PARENT
+                        orphans = true;
+                    }
                     all.push(child);
                 }
             }
@@ -567,7 +893,10 @@ mod tests {
         let first = |row: usize, context: usize| {
             all.iter().position(|other| other.contexts[context] == all[row].contexts[context])
         };
+        let first_of = |of: fn(&Has) -> u32, row: usize| all.iter().position(|p| of(p) == of(&all[row]));
         let process = |(row, has): (usize, &Has)| Process {
+            space: first_of(|p| p.memory, row).unwrap_or(row) as u32,
+            shares_actions: first_of(|p| p.actions, row).filter(|&first| first != row).map(|f| f as u32),
             pid: has.pid,
             parent: (row > 0).then_some(has.parent as u32),
             session: has.session,
@@ -581,7 +910,7 @@ mod tests {
     /// Does what the steps say.
     fn replayed(image: &Image, steps: &[Vec<Step>]) -> Vec<Has> {
         let mut all: Vec<Option<Has>> = vec![None; image.processes.len()];
-        all[0] = Some(Has { pid: image.processes[0].pid, parent: 0, session: None, contexts: [0, 1] });
+        all[0] = Some(Has { pid: image.processes[0].pid, ..FIRST });
         let mut fresh = 2;
         for row in 0..all.len() {
             let mut stand_ins = HashSet::new();
@@ -589,19 +918,30 @@ mod tests {
                 let own = all[row].as_mut().expect("its parent has made it");
                 match *step {
                     Step::BeginSession => own.session = Some(own.pid),
+                    Step::JoinGroup => unreachable!("there are no namespaces"),
                     Step::Leave(context) => {
                         own.contexts[usize::from(context == Context::FileSystem)] = fresh;
                         fresh += 1;
                     }
                     Step::StandIn { session, .. } => assert!(stand_ins.insert(session)),
-                    Step::Bear { child: Child::Living(child), shares, by } => {
-                        let mut born = Has { pid: image.processes[child].pid, parent: row, ..*own };
+                    Step::Bear { child: Child::Living(child), shares, memory, sibling, by } => {
+                        let parent = if sibling { own.parent } else { row };
+                        assert!(row > 0 || !sibling, "nobody is a sibling of the root");
+                        let mut born = Has { pid: image.processes[child].pid, parent, ..*own };
+                        if memory != Memory::SharedWithActions {
+                            born.actions = fresh;
+                        }
+                        if memory == Memory::Copied {
+                            born.memory = fresh;
+                        }
+                        fresh += 1;
                         for context in (0..2).filter(|&c| !shares[c]) {
                             born.contexts[context] = fresh;
                             fresh += 1;
                         }
                         if let Some(session) = by {
                             assert!(stand_ins.contains(&session) && shares == [false; 2]);
+                            assert!(memory == Memory::Copied && !sibling);
                             born.session = Some(session);
                         }
                         assert!(all[child].replace(born).is_none());
@@ -638,7 +978,130 @@ mod tests {
             assert_eq!(described(&replayed(&image, &steps)), image, "seed {seed}: {steps:?}");
         }
         println!("{made} made, {refused} refused");
-        assert!(made > refused * 10);
+        assert!(made > refused * 5);
+    }
+
+    #[test]
+    fn memory_is_that_of_a_parent_or_a_sibling() {
+        let with = |row, memory, sibling| Step::Bear {
+            child: Child::Living(row),
+            shares: [false; 2],
+            memory,
+            sibling,
+            by: None,
+        };
+        let family = || image(&[(1, None, None), (2, Some(0), None), (3, Some(0), None), (4, Some(1), None)]);
+        let shared = |rows: &[usize]| {
+            let mut image = family();
+            rows.iter().for_each(|&row| image.processes[row].space = rows[0] as u32);
+            image
+        };
+        let all = steps(&shared(&[0, 1, 2, 3])).expect("there is a way");
+        let [first, second, third] = [1, 2, 3].map(|row| with(row, Memory::Shared, false));
+        assert_eq!(all, [vec![first, second], vec![third], vec![], vec![]]);
+        let siblings = steps(&shared(&[1, 2])).expect("there is a way");
+        assert_eq!(siblings, [vec![bear(1)], vec![with(2, Memory::Shared, true), bear(3)], vec![], vec![]]);
+
+        let mut actions = shared(&[1, 2, 3]);
+        actions.processes[2].shares_actions = Some(1);
+        let found = steps(&actions).expect("there is a way");
+        assert_eq!(found[1], [with(2, Memory::SharedWithActions, true), third]);
+        actions.processes[3].shares_actions = Some(1);
+        actions.processes[2].shares_actions = None;
+        let found = steps(&actions).expect("there is a way");
+        assert_eq!(found[1], [with(2, Memory::Shared, true), with(3, Memory::SharedWithActions, false)]);
+        // 3 and 4 share actions that their common ancestor has not.
+        (actions.processes[2].shares_actions, actions.processes[3].shares_actions) = (None, Some(2));
+        assert_eq!(steps(&actions), Err(NotInherited { row: 0, what: Inherited::Actions }));
+
+        // 2 has executed another program since it made 4.
+        let memory = |row| Err(NotInherited { row, what: Inherited::Memory });
+        assert_eq!(steps(&shared(&[0, 3])), memory(0));
+        assert_eq!(steps(&shared(&[2, 3])), memory(0));
+        let mut signals = shared(&[1, 2]);
+        signals.processes[2].exit_signal = Some(0);
+        assert_eq!(steps(&signals), memory(0), "the one that makes it sends another signal");
+    }
+
+    /// Processes as [`image`] makes them, each in the pid namespace of this row, with these ids there. Each namespace lies in the one
+    /// before it.
+    fn in_namespaces(
+        namespaces: u32,
+        rows: &[(u32, Option<u32>, Option<u32>)],
+        inside: &[(usize, u32, &[u32])],
+    ) -> Image {
+        let mut image = image(rows);
+        let parents = (0..namespaces).map(|row| row.checked_sub(1));
+        image.namespaces = parents.map(|parent| Namespace::Pid { parent }).collect();
+        for process in &mut image.processes {
+            process.threads = vec![Thread { tid: process.pid, ..Thread::default() }];
+        }
+        for &(row, namespace, inner) in inside {
+            image.processes[row].namespaces = vec![namespace];
+            image.processes[row].threads[0].inner = inner.to_vec();
+        }
+        image
+    }
+
+    #[test]
+    fn process_1_comes_first() {
+        // Who is inside is older than process 1 is among the rows, and would be made before the root begins its session.
+        let rows = [(10, None, Some(10)), (11, Some(0), Some(11)), (12, Some(0), Some(10))];
+        let mut image = in_namespaces(1, &rows, &[(1, 0, &[2]), (2, 0, &[1])]);
+        image.processes.iter_mut().for_each(|p| p.group = p.session);
+        assert_eq!(steps(&image).expect("there is a way")[0], [Step::BeginSession, bear(2), bear(1)]);
+        // It is made by a cousin who comes later.
+        let rows = [
+            (10, None, None),
+            (11, Some(0), None),
+            (12, Some(0), None),
+            (13, Some(1), None),
+            (14, Some(2), None),
+        ];
+        let inside: [(usize, u32, &[u32]); 2] = [(3, 0, &[2]), (4, 0, &[1])];
+        let failed = NotInherited { row: 1, what: Inherited::Namespace };
+        assert_eq!(steps(&in_namespaces(1, &rows, &inside)), Err(failed));
+        let inside: [(usize, u32, &[u32]); 2] = [(3, 0, &[1]), (4, 0, &[2])];
+        assert!(steps(&in_namespaces(1, &rows, &inside)).is_ok());
+        // From within nobody can be made outside.
+        let rows = [(10, None, None), (11, Some(0), None), (12, Some(1), None)];
+        assert!(steps(&in_namespaces(1, &rows, &[(1, 0, &[1])])).is_err());
+        // Two namespaces at once; then without the one between.
+        assert!(steps(&in_namespaces(2, &rows, &[(1, 0, &[1]), (2, 1, &[2, 1])])).is_ok());
+        assert!(steps(&in_namespaces(2, &rows, &[(2, 1, &[2, 1])])).is_err());
+    }
+
+    #[test]
+    fn groups_without_a_name_are_inherited() {
+        let rows = [
+            (10, None, None),
+            (11, Some(0), None),
+            (12, Some(0), None),
+            (13, Some(2), None),
+            (14, Some(3), None),
+        ];
+        let inside: [(usize, u32, &[u32]); 2] = [(3, 0, &[1]), (4, 0, &[2])];
+        let mut image = in_namespaces(1, &rows, &inside);
+        for (row, group) in [(1, 11), (2, 11), (3, 11), (4, 11)] {
+            image.processes[row].group = Some(group);
+        }
+        let all = steps(&image).expect("there is a way");
+        assert_eq!(groups_from_birth(&image), BTreeSet::from([11]));
+        assert_eq!(all[2], [Step::JoinGroup, bear(3)]);
+        assert_eq!(all[3], [bear(4)], "it was born in it");
+        // One that its parent is not in, or that has lost its leader, it cannot be born in.
+        image.processes[2].group = Some(12);
+        assert_eq!(steps(&image), Err(NotInherited { row: 2, what: Inherited::Group }));
+        for row in 1..5 {
+            image.processes[row].group = Some(9);
+        }
+        assert_eq!(steps(&image), Err(NotInherited { row: 2, what: Inherited::Group }));
+        // Its own it joins by itself.
+        image.processes[1].group = None;
+        image.processes[2].group = None;
+        image.processes[3].group = Some(13);
+        image.processes[4].group = Some(13);
+        assert!(steps(&image).is_ok());
     }
 
     #[test]

@@ -3,11 +3,12 @@
 //! A decoded image may come from anywhere. Whoever uses one that passed [`image`] and [`page_map`] can index its
 //! tables and subtract its addresses without looking again.
 
+use crate::pids::{DEEPEST, Pids, namespace_of};
 use crate::{
     Backing, Codec, Directories, FileKind, IPC_SETTINGS, Image, Ipc, MAX_BLOCK_PAGES, Mapping, MemoryObject,
-    Namespace, OpenFile, Owner, PAGE, PageMap, Place, Process, Setting, Socket, SystemV,
+    Namespace, OpenFile, Owner, PAGE, PageMap, Place, Process, Propagation, Setting, Socket, SystemV, tree,
 };
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 /// Length of a `siginfo_t`, bytes.
 const SIGINFO: usize = 128;
@@ -69,9 +70,11 @@ fn rows<'t, T>(what: &'static str, table: &'t [T]) -> impl Iterator<Item = (Row,
 /// Checks all cross references of an image and the order of its mappings and descriptors.
 pub fn image(image: &Image) -> Result<(), Invalid> {
     check_tree(image)?;
+    check_pids(image)?;
     for (row, process) in rows("process", &image.processes) {
         check_process(&row, process, image)?;
     }
+    check_shared_memory(image)?;
     for (row, space) in rows("address space", &image.spaces) {
         let mut end = 0;
         for mapping in &space.mappings {
@@ -115,7 +118,25 @@ pub fn image(image: &Image) -> Result<(), Invalid> {
         row.must(is_network, "its sockets are in a namespace of another kind")?;
         row.must(image.kept.is_none(), "sockets of a namespace of its own are kept")?;
     }
-    let used: HashSet<u32> = image.processes.iter().flat_map(|p| p.namespaces.iter().copied()).collect();
+    let of_living = image.processes.iter().flat_map(|p| p.namespaces.iter().copied());
+    let of_ended = image.processes.iter().flat_map(|p| p.ended().iter().filter_map(|e| e.namespace));
+    for (row, namespace) in rows("namespace", &image.namespaces) {
+        let Namespace::Mount { proc: Some(of), propagation } = *namespace else { continue };
+        // It would be mounted around the program as well.
+        row.must(
+            propagation != Propagation::Unchanged,
+            "it passes on what is mounted in it, and has a procfs",
+        )?;
+        let is_before = (of as usize) < row.row;
+        let is_pid = matches!(image.namespaces.get(of as usize), Some(Namespace::Pid { .. }));
+        row.must(is_before && is_pid, "its procfs is that of no pid namespace before it")?;
+        let is_in = |p: &&Process| p.namespaces.contains(&of) && p.namespaces.contains(&(row.row as u32));
+        row.must(
+            image.processes.iter().any(|p| is_in(&p)),
+            "nobody in it is in the pid namespace of its procfs",
+        )?;
+    }
+    let used: HashSet<u32> = of_living.chain(of_ended).collect();
     for (row, namespace) in rows("namespace", &image.namespaces) {
         row.must(used.contains(&(row.row as u32)), "nobody is in it")?;
         check_namespace(&row, namespace)?;
@@ -167,6 +188,140 @@ fn check_tree(image: &Image) -> Result<(), Invalid> {
         }
     }
     Ok(())
+}
+
+/// What belongs to an address space is the same for all that have it.
+fn check_shared_memory(image: &Image) -> Result<(), Invalid> {
+    let mut firsts: HashMap<u32, (usize, bool)> = HashMap::new();
+    for (row, process) in rows("process", &image.processes) {
+        if let Some(other) = process.shares_actions {
+            row.must((other as usize) < row.row, "it shares the signal actions of a later one")?;
+            let other = &image.processes[other as usize];
+            row.must(
+                other.space == process.space,
+                "it shares signal actions without the memory they are in",
+            )?;
+            let same = other.actions == process.actions && other.shares_actions.is_none();
+            row.must(same, "it shares signal actions that are not its own")?;
+        }
+        let is_time = |row: &u32| matches!(image.namespaces[*row as usize], Namespace::Time { .. });
+        let has_clocks = process.namespaces.iter().any(is_time);
+        let Some(&(first, clocks)) = firsts.get(&process.space) else {
+            firsts.insert(process.space, (row.row, has_clocks));
+            continue;
+        };
+        row.must(!has_clocks && !clocks, "it shares its memory, and has clocks of its own")?;
+        row.must(
+            image.processes[first].exe == process.exe,
+            "it executes another program in the same memory",
+        )?;
+    }
+    Ok(())
+}
+
+/// Pid namespaces lie in each other without a circle. Whoever is in one has an id in it and in each around it, which nobody else has
+/// there; each has one process 1, and is empty besides if that has ended.
+fn check_pids(image: &Image) -> Result<(), Invalid> {
+    let depths = depths(image)?;
+    let pids = Pids::of(image);
+    let mut ids = Ids { depths: &depths, pids: &pids, taken: HashSet::new(), first: HashSet::new() };
+    let (mut living, mut dead) = (HashSet::new(), HashSet::new());
+    for (row, process) in rows("process", &image.processes) {
+        let namespace = namespace_of(image, process);
+        living.extend(namespace);
+        for (place, thread) in process.threads.iter().enumerate() {
+            ids.take(&row, namespace, &thread.inner, place == 0)?;
+        }
+        for ended in process.ended() {
+            ids.take(&row, ended.namespace, &ended.inner, true)?;
+            dead.extend(ended.namespace.filter(|_| ended.inner.last() == Some(&1)));
+        }
+    }
+    for (row, process) in rows("process", &image.processes) {
+        let apart = process.children_in.is_some() || process.children_apart;
+        row.must(
+            !apart || process.threads.len() == 1,
+            "its children are elsewhere, and it has several threads",
+        )?;
+        let Some(namespace) = process.children_in else { continue };
+        row.refers("namespace", namespace, image.namespaces.len())?;
+        row.must(depths[namespace as usize].is_some(), "its children are in a namespace of another kind")?;
+        let inside = pids.lies_in(Some(namespace), namespace_of(image, process));
+        row.must(inside && !process.children_apart, "its children cannot be in that pid namespace")?;
+        row.must(!dead.contains(&namespace), "its children are to be where process 1 has ended")?;
+    }
+    let lost = tree::lost_leaders(image);
+    for (row, leader) in rows("leader", &image.leaders) {
+        row.refers("namespace", leader.namespace, image.namespaces.len())?;
+        ids.take(&row, Some(leader.namespace), &leader.inner, false)?;
+        row.must(lost.contains(&leader.pid), "it leads nobody, or is there")?;
+    }
+    let first = ids.first;
+    for (row, _) in rows("namespace", &image.namespaces).filter(|(row, _)| depths[row.row].is_some()) {
+        let number = row.row as u32;
+        row.must(first.contains(&number), "there is no process 1 in it")?;
+        row.must(
+            !dead.contains(&number) || !living.contains(&number),
+            "its process 1 has ended, others have not",
+        )?;
+    }
+    Ok(())
+}
+
+/// How many pid namespaces of the program's own each lies in, with itself; none of those of other kinds.
+fn depths(image: &Image) -> Result<Vec<Option<usize>>, Invalid> {
+    let mut depths: Vec<Option<usize>> = Vec::with_capacity(image.namespaces.len());
+    for (row, namespace) in rows("namespace", &image.namespaces) {
+        let Namespace::Pid { parent } = namespace else {
+            depths.push(None);
+            continue;
+        };
+        let depth = match parent {
+            None => Some(1),
+            Some(parent) => depths.get(*parent as usize).copied().flatten().map(|depth| depth + 1),
+        };
+        row.must(depth.is_some(), "it lies in a namespace that is none for process ids before it")?;
+        row.must(depth.is_some_and(|depth| depth <= DEEPEST), "it lies too deep")?;
+        depths.push(depth);
+    }
+    Ok(depths)
+}
+
+/// Who has which ids in pid namespaces, as far as was looked.
+struct Ids<'a> {
+    depths: &'a [Option<usize>],
+    pids: &'a Pids<'a>,
+    taken: HashSet<(u32, u32)>,
+    /// Namespaces that have a process 1.
+    first: HashSet<u32>,
+}
+
+impl Ids<'_> {
+    fn take(
+        &mut self,
+        row: &Row,
+        namespace: Option<u32>,
+        inner: &[u32],
+        can_be_first: bool,
+    ) -> Result<(), Invalid> {
+        let depth = match namespace {
+            None => Some(0),
+            Some(namespace) => self.depths.get(namespace as usize).copied().flatten(),
+        };
+        row.must(depth == Some(inner.len()), "it has not one id for each pid namespace that it is in")?;
+        let mut at = namespace;
+        for (level, &id) in inner.iter().rev().enumerate() {
+            row.must(id > 0 && i32::try_from(id).is_ok(), "an id of it in a pid namespace is none")?;
+            let Some(here) = at else { break };
+            row.must(self.taken.insert((here, id)), "an id of it is there twice in a pid namespace")?;
+            if id == 1 {
+                row.must(level == 0 && can_be_first, "it cannot be process 1 of a pid namespace")?;
+                self.first.insert(here);
+            }
+            at = self.pids.parent(here);
+        }
+        Ok(())
+    }
 }
 
 /// The ends of a connection are each other's peers; datagrams have one sender each.
@@ -295,7 +450,9 @@ fn check_namespace(row: &Row, namespace: &Namespace) -> Result<(), Invalid> {
             row.must(is_name(&host.0) && is_name(&domain.0), "its name is none")
         }
         Namespace::Ipc(ipc) => check_ipc(row, ipc),
+        // Pid namespaces with the processes in them ([`check_pids`]).
         Namespace::Time { .. } | Namespace::Cgroup | Namespace::Network { .. } => Ok(()),
+        Namespace::Pid { .. } | Namespace::Mount { .. } => Ok(()),
     }
 }
 

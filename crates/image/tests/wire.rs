@@ -171,8 +171,21 @@ fn connections_come_back_as_they_were() {
 
 #[test]
 fn references_are_validated() {
-    let wrong: [Spoiler<Image>; 72] = [
-        ("space", |i| i.processes[0].space = 1),
+    let wrong: [Spoiler<Image>; 77] = [
+        ("space", |i| i.processes[0].space = 2),
+        ("clocks of one with the same memory", |i| i.processes[1].space = 0),
+        ("another program in the same memory", |i| {
+            i.paths.push(PathFile::default());
+            i.processes[1].namespaces = vec![1];
+            (i.processes[1].space, i.processes[1].exe) = (0, 1);
+        }),
+        ("shared actions of other memory", |i| i.processes[1].shares_actions = Some(0)),
+        ("shared actions of a later one", |i| i.processes[0].shares_actions = Some(1)),
+        ("shared actions that differ", |i| {
+            i.processes[1].namespaces = vec![1];
+            (i.processes[1].space, i.processes[1].shares_actions) = (0, Some(0));
+            i.processes[1].actions.push(SignalAction { signal: 1, handler: 1, ..SignalAction::default() });
+        }),
         ("table", |i| i.processes[0].table = 1),
         ("exe", |i| i.processes[0].exe = 1),
         ("cwd", |i| i.processes[0].cwd = u32::MAX),
@@ -294,6 +307,152 @@ fn references_are_validated() {
         spoil(&mut image);
         let result = wire::decode(&wire::encode(&image, &sample_map()));
         assert!(matches!(result, Err(WireError::Invalid(_))), "{what}: {result:?}");
+    }
+}
+
+/// A root, process 1 of a pid namespace with a thread and an ended child in it, process 1 of another one within that, and a session
+/// in the first whose leader is no more.
+fn in_pid_namespaces() -> Image {
+    let mut image = sample();
+    let outer = image.namespaces.len() as u32;
+    image.namespaces.extend([Namespace::Pid { parent: None }, Namespace::Pid { parent: Some(outer) }]);
+    let root = image.processes[0].pid;
+    let space = image.spaces.len() as u32;
+    image.spaces.push(AddressSpace::default());
+    let process = |pid: u32, parent, namespace, inner: &[u32]| Process {
+        pid,
+        parent: Some(parent),
+        space,
+        namespaces: vec![namespace],
+        threads: vec![Thread { tid: pid, inner: inner.to_vec(), ..Thread::default() }],
+        ..Process::default()
+    };
+    let mut first = process(root + 10, 0, outer, &[1]);
+    first.threads.push(Thread { tid: root + 11, inner: vec![2], ..Thread::default() });
+    let ended = Ended { pid: root + 12, namespace: Some(outer), inner: vec![3], ..Ended::default() };
+    first.ended = Some(vec![ended]);
+    let mut second = process(root + 13, 2, outer + 1, &[4, 1]);
+    second.session = Some(root + 14);
+    image.processes.extend([first, second]);
+    image.leaders = vec![LostLeader { pid: root + 14, namespace: outer, inner: vec![5] }];
+    image
+}
+
+#[test]
+fn pid_namespaces_are_validated() {
+    let (back, _) = wire::decode(&wire::encode(&in_pid_namespaces(), &sample_map())).expect("it is sound");
+    assert_eq!(back, in_pid_namespaces());
+    fn outer(i: &Image) -> usize {
+        i.namespaces.iter().position(|n| matches!(n, Namespace::Pid { .. })).expect("there are two")
+    }
+    let wrong: [Spoiler<Image>; 24] = [
+        ("in itself", |i| {
+            let row = outer(i);
+            i.namespaces[row] = Namespace::Pid { parent: Some(row as u32) };
+        }),
+        ("in a circle", |i| {
+            let row = outer(i);
+            i.namespaces[row] = Namespace::Pid { parent: Some(row as u32 + 1) };
+        }),
+        ("in one of another kind", |i| {
+            let row = outer(i);
+            i.namespaces[row + 1] = Namespace::Pid { parent: Some(0) };
+        }),
+        ("in none that is there", |i| {
+            let row = outer(i);
+            i.namespaces[row + 1] = Namespace::Pid { parent: Some(99) };
+        }),
+        ("empty", |i| i.namespaces.push(Namespace::Pid { parent: None })),
+        ("too few ids", |i| i.processes[3].threads[0].inner = vec![1]),
+        ("too many ids", |i| i.processes[2].threads[0].inner.push(1)),
+        ("ids of a process outside", |i| i.processes[0].threads[0].inner.push(7)),
+        ("no id", |i| i.processes[2].threads[1].inner[0] = 0),
+        ("too high an id", |i| i.processes[2].threads[1].inner[0] = u32::MAX),
+        ("an id twice", |i| i.processes[2].threads[1].inner[0] = 3),
+        ("an id of a process within", |i| i.processes[2].threads[1].inner[0] = 4),
+        ("process 1 twice", |i| i.processes[3].threads[0].inner[0] = 1),
+        ("a thread as process 1", |i| {
+            i.processes[2].threads[0].inner[0] = 2;
+            i.processes[2].threads[1].inner[0] = 1;
+        }),
+        ("no process 1", |i| i.processes[3].threads[0].inner[1] = 2),
+        ("an ended one elsewhere", |i| i.processes[2].ended.as_mut().expect("one")[0].namespace = Some(0)),
+        ("an ended one nowhere", |i| i.processes[2].ended.as_mut().expect("one")[0].namespace = Some(99)),
+        ("a leader nowhere", |i| i.leaders[0].namespace = 99),
+        ("a leader with an id that is taken", |i| i.leaders[0].inner[0] = 2),
+        ("a leader of nobody", |i| i.processes[3].session = None),
+        ("a leader as process 1", |i| i.leaders[0].inner[0] = 1),
+        ("children nowhere", |i| i.processes[0].children_in = Some(99)),
+        ("children in one around", |i| {
+            let row = outer(i) as u32;
+            i.processes[3].children_in = Some(row);
+        }),
+        ("children of a process with threads", |i| i.processes[2].children_apart = true),
+    ];
+    for (what, spoil) in wrong {
+        let mut image = in_pid_namespaces();
+        spoil(&mut image);
+        let result = wire::decode(&wire::encode(&image, &sample_map()));
+        assert!(matches!(result, Err(WireError::Invalid(_))), "{what}: {result:?}");
+    }
+    // As deep as the kernel lets them be, and one more.
+    for (depth, sound) in [(32, true), (33, false)] {
+        let mut image = in_pid_namespaces();
+        for level in 3..=depth {
+            let mut deeper = image.processes[level].clone();
+            let namespace = image.namespaces.len() as u32;
+            image.namespaces.push(Namespace::Pid { parent: Some(namespace - 1) });
+            deeper.pid += 1;
+            (deeper.parent, deeper.namespaces) = (Some(level as u32), vec![namespace]);
+            deeper.threads[0].tid = deeper.pid;
+            deeper.threads[0].inner.iter_mut().for_each(|id| *id += 1);
+            deeper.threads[0].inner.push(1);
+            deeper.session = Some(image.leaders[0].pid);
+            image.processes.push(deeper);
+        }
+        image.leaders[0].pid += 1000;
+        image.processes[3..].iter_mut().for_each(|p| p.session = Some(image.leaders[0].pid));
+        image.leaders[0].inner[0] = 1000;
+        let result = wire::decode(&wire::encode(&image, &sample_map()));
+        assert_eq!(result.is_ok(), sound, "{depth}: {:?}", result.err());
+    }
+}
+
+#[test]
+fn mount_namespaces_are_validated() {
+    let sound = || {
+        let mut image = in_pid_namespaces();
+        let outer = image.namespaces.len() as u32 - 2;
+        let (propagation, proc) = (Propagation::Slave, Some(outer));
+        image.processes[2].namespaces.push(outer + 2);
+        image.processes[3].namespaces.push(outer + 2);
+        image.namespaces.push(Namespace::Mount { propagation, proc });
+        image
+    };
+    let (back, _) = wire::decode(&wire::encode(&sound(), &sample_map())).expect("it is sound");
+    assert_eq!(back, sound());
+    let wrong: [Spoiler<Image>; 5] = [
+        ("procfs that others would have, too", |i| *mounts(i).0 = Propagation::Unchanged),
+        ("procfs of no pid namespace", |i| *mounts(i).1 = Some(0)),
+        ("procfs of nothing", |i| *mounts(i).1 = Some(99)),
+        ("procfs of itself", |i| {
+            let own = i.namespaces.len() as u32 - 1;
+            *mounts(i).1 = Some(own);
+        }),
+        ("procfs of somebody outside", |i| i.processes[2].namespaces.truncate(1)),
+    ];
+    for (what, spoil) in wrong {
+        let mut image = sound();
+        spoil(&mut image);
+        let result = wire::decode(&wire::encode(&image, &sample_map()));
+        assert!(matches!(result, Err(WireError::Invalid(_))), "{what}: {result:?}");
+    }
+}
+
+fn mounts(image: &mut Image) -> (&mut Propagation, &mut Option<u32>) {
+    match image.namespaces.last_mut() {
+        Some(Namespace::Mount { propagation, proc }) => (propagation, proc),
+        _ => panic!("the last one is"),
     }
 }
 

@@ -178,7 +178,7 @@ impl Site<'_> {
         let len = |a: &Answers<'_>| (a.program.calls.len() + 1) * ENTRY + a.program.data.len();
         let places: Vec<(u64, u64)> = answers.iter().map(|a| (a.table, len(a) as u64)).collect();
         let mut bytes = vec![0; answers.iter().map(len).sum()];
-        self.memory().read_many(&places, &mut bytes)?;
+        self.memory().read_pinning(&places, &mut bytes)?;
         let mut rest = bytes.as_slice();
         let mut outcomes = Vec::with_capacity(answers.len());
         for answer in answers {

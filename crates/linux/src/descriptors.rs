@@ -31,6 +31,12 @@ pub fn duplicate_from(pidfd: BorrowedFd<'_>, fd: u32) -> Result<OwnedFd> {
     }
 }
 
+/// Opens `/dev/null` for reading and writing.
+pub fn null() -> Result<OwnedFd> {
+    let file = std::fs::File::options().read(true).write(true).open("/dev/null");
+    file.map(OwnedFd::from).map_err(|e| Error::file("/dev/null", e))
+}
+
 /// Opens a pidfd (`pidfd_open(2)`); `flags` may be `PIDFD_THREAD` (`O_EXCL`).
 pub fn pidfd_open(pid: u32, flags: u32) -> Result<OwnedFd> {
     // SAFETY: as in `duplicate_from`.

@@ -2,7 +2,7 @@
 
 use crate::{Error, Result};
 use rustix::fs::{Mode, OFlags};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 
 /// What `/proc/PID/fdinfo/FD` says.
@@ -174,6 +174,38 @@ impl Folders {
         let name = rustix::path::DecInt::new(fd);
         let link = rustix::fs::readlinkat(&self.fd, name.as_c_str(), Vec::with_capacity(256));
         link.map(|l| l.into_bytes()).map_err(|e| Error::file(format!("/proc/{}/fd/{fd}", self.pid), e))
+    }
+
+    /// The process that a descriptor is a handle to, if it is a pidfd (-1: it is gone).
+    ///
+    /// Of any other nothing is read: whoever reads the fdinfo of an epoll waits, and cannot be killed, for as long as a thread
+    /// in `epoll_wait(2)` waits for the memory that its events go to, and it may be the one who asks that has to bring that.
+    ///
+    /// # Errors
+    /// As [`Folders::read`].
+    pub fn process_of(&self, fd: u32) -> Result<Option<i64>> {
+        if self.link(fd)? != b"anon_inode:[pidfd]" {
+            return Ok(None);
+        }
+        Ok(match self.read(fd)?.detail {
+            Detail::Pid { pid, .. } => Some(pid),
+            _ => None,
+        })
+    }
+
+    /// A handle to the place of what is open there (`O_PATH`): nothing is opened, and what is closed there is closed.
+    ///
+    /// # Errors
+    /// [`Error::File`] if the descriptor is not open.
+    pub fn handle(&self, fd: u32) -> Result<OwnedFd> {
+        let name = rustix::path::DecInt::new(fd);
+        rustix::fs::openat(&self.fd, name.as_c_str(), OFlags::PATH | OFlags::CLOEXEC, Mode::empty())
+            .map_err(|e| Error::file(format!("/proc/{}/fd/{fd}", self.pid), e))
+    }
+
+    /// The two descriptors of ours that this is.
+    pub fn descriptors(&self) -> [BorrowedFd<'_>; 2] {
+        [self.fd.as_fd(), self.info.as_fd()]
     }
 
     /// As [`read`].

@@ -1,4 +1,5 @@
-//! Connections that no program has any more, as `sock_diag(7)` tells them, and making the kernel forget them (`SOCK_DESTROY`).
+//! TCP connections as `sock_diag(7)` tells them: those that are being made, and those that no program has any more, which the
+//! kernel can be made to forget (`SOCK_DESTROY`).
 
 use crate::netlink::{self, Request, receive, u32_at};
 use crate::{Error, Result};
@@ -6,8 +7,50 @@ use crate::{Error, Result};
 const SOCK_DESTROY: u16 = 21;
 /// `FIN_WAIT2` and `TIME_WAIT`: all data has been acknowledged.
 const OVER: u32 = 1 << 5 | 1 << 6;
+const SYN_SENT: u32 = 1 << 2;
 /// Length of `struct inet_diag_sockid`.
 const ID: usize = 48;
+// In `struct inet_diag_msg`: bytes to be sent (the beginning of the connection is one), and the inode number.
+const TO_BE_SENT: usize = 4 + ID + 8;
+const INODE: usize = 4 + ID + 16;
+
+/// A connection that is being made.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Connecting {
+    /// Where to: a raw `sockaddr`. (`getpeername(2)` does not tell it yet.)
+    pub remote: Vec<u8>,
+    /// Whether data goes with the first packet (`TCP_FASTOPEN_CONNECT`, `MSG_FASTOPEN`).
+    pub with_data: bool,
+}
+
+/// The connection that the socket with this inode number is making, in the network namespace of this thread; `None` if it is
+/// not, or not any more.
+pub fn connecting(family: i32, ino: u64) -> Result<Option<Connecting>> {
+    let body = about(family, SYN_SENT, &[0; ID]);
+    let request = request(netlink::SOCK_DIAG_BY_FAMILY, netlink::DUMP, &body);
+    let mut found = Vec::new();
+    request.answers(&request.send()?, &mut found, |body| {
+        let (inode, to_be_sent) = (u32_at(body, INODE)?, u32_at(body, TO_BE_SENT)?);
+        let remote = remote(body[0], body.get(4..4 + ID)?)?;
+        Some((u64::from(inode) == ino).then_some(Connecting { remote, with_data: to_be_sent > 1 }))
+    })?;
+    Ok(found.into_iter().flatten().next())
+}
+
+/// The remote address in a `struct inet_diag_sockid`, as a raw `sockaddr`.
+fn remote(family: u8, id: &[u8]) -> Option<Vec<u8>> {
+    let (port, address, interface) = (id.get(2..4)?, id.get(20..36)?, id.get(36..40)?);
+    let head = [&u16::from(family).to_ne_bytes(), port].concat();
+    match i32::from(family) {
+        libc::AF_INET => Some([&head[..], &address[..4], &[0; 8]].concat()),
+        libc::AF_INET6 => {
+            let is_link_local = address[0] == 0xfe && address[1] & 0xc0 == 0x80;
+            let scope = if is_link_local { interface } else { &[0; 4] };
+            Some([&head[..], &[0; 4], address, scope].concat())
+        }
+        _ => None,
+    }
+}
 
 /// Makes the kernel forget the connections of a local port (in network order, as in a raw `sockaddr`) that are over, and that it
 /// remembers only so that late packets of them are not taken for those of new ones. Returns how many there were.
@@ -26,9 +69,9 @@ pub fn forget(port: [u8; 2]) -> Result<usize> {
 }
 
 /// `struct inet_diag_req_v2`
-fn about(family: i32, id: &[u8]) -> Vec<u8> {
+fn about(family: i32, states: u32, id: &[u8]) -> Vec<u8> {
     let mut body = vec![family as u8, libc::IPPROTO_TCP as u8, 0, 0];
-    body.extend_from_slice(&OVER.to_ne_bytes());
+    body.extend_from_slice(&states.to_ne_bytes());
     body.extend_from_slice(id);
     body
 }
@@ -39,11 +82,9 @@ fn request(kind: u16, flags: u16, body: &[u8]) -> Request<'_> {
 
 /// Connections of a port that are over and belong to nobody: `struct inet_diag_sockid` each.
 fn remembered(family: i32, port: [u8; 2]) -> Result<Vec<Vec<u8>>> {
-    // In `struct inet_diag_msg`, behind the head of 16 bytes.
-    const INODE: usize = 4 + ID + 16;
     let mut id = vec![0; ID];
     id[..2].copy_from_slice(&port);
-    let body = about(family, &id);
+    let body = about(family, OVER, &id);
     let request = request(netlink::SOCK_DIAG_BY_FAMILY, netlink::DUMP, &body);
     let mut found = Vec::new();
     request.answers(&request.send()?, &mut found, |body| {
@@ -59,7 +100,7 @@ fn refused(body: &[u8]) -> Error {
 }
 
 fn destroy(family: i32, id: &[u8]) -> Result<()> {
-    let netlink = request(SOCK_DESTROY, netlink::ACKNOWLEDGE, &about(family, id)).send()?;
+    let netlink = request(SOCK_DESTROY, netlink::ACKNOWLEDGE, &about(family, OVER, id)).send()?;
     let mut buffer = [0; 512];
     let n = receive(&netlink, &mut buffer)?;
     match buffer[..n].get(16..).and_then(|body| u32_at(body, 0)) {
@@ -82,6 +123,30 @@ mod tests {
         let socket = sockets::socket(libc::AF_INET, libc::SOCK_STREAM, 0).unwrap();
         let address = [&2u16.to_ne_bytes()[..], &port.to_be_bytes(), &[127, 0, 0, 1], &[0; 8]].concat();
         sockets::bind(&socket, &address).is_ok() && rustix::net::listen(&socket, 1).is_ok()
+    }
+
+    #[test]
+    fn what_is_being_connected_has_another_end() {
+        for (family, text) in [(libc::AF_INET, "127.0.0.1"), (libc::AF_INET6, "::1")] {
+            let ip: std::net::IpAddr = text.parse().unwrap();
+            let door = TcpListener::bind((ip, 0)).unwrap();
+            let address = sockets::local_address(&door).unwrap();
+            rustix::net::listen(&door, 0).unwrap();
+            // As long as nobody accepts, there is room for one.
+            let sockets: Vec<_> = (0..3)
+                .map(|_| {
+                    let socket = sockets::socket(family, libc::SOCK_STREAM | libc::SOCK_NONBLOCK, 0).unwrap();
+                    let _ = sockets::connect(&socket, &address);
+                    socket
+                })
+                .collect();
+            let of = |socket: &std::os::fd::OwnedFd| {
+                let ino = rustix::fs::fstat(socket).unwrap().st_ino;
+                connecting(family, ino).unwrap()
+            };
+            assert_eq!(of(&sockets[0]), None);
+            assert_eq!(of(&sockets[2]), Some(Connecting { remote: address, with_data: false }));
+        }
     }
 
     #[test]

@@ -4,6 +4,7 @@
 #![allow(unsafe_code)] // each block says why it holds
 
 pub mod arch;
+pub mod aside;
 pub mod batch;
 pub mod bpf;
 pub mod cgroups;

@@ -1,12 +1,15 @@
 //! Reading and writing another process's memory. `process_vm_readv(2)`, `/proc/PID/mem`.
 
+use crate::pagemap::Pagemap;
 use crate::{Error, RemoteAddr, Result};
 use std::fs::File;
 use std::io::IoSlice;
 use std::os::unix::fs::FileExt;
+use std::sync::OnceLock;
 
 /// Most ranges of one call (`UIO_MAXIOV`).
 const MOST: usize = 1024;
+const PAGE: u64 = 4096;
 
 /// A range (address, length) in another process.
 fn remote(&(start, len): &(u64, u64)) -> libc::iovec {
@@ -20,6 +23,8 @@ pub struct Memory {
     mem: File,
     /// Read by `process_vm_readv` where that works.
     pinning: bool,
+    /// Tells which pages are not to be read so, as others have them too.
+    sharing: OnceLock<Pagemap>,
 }
 
 impl Memory {
@@ -27,7 +32,7 @@ impl Memory {
     pub fn open(pid: u32) -> Result<Self> {
         let path = format!("/proc/{pid}/mem");
         let mem = File::options().read(true).write(true).open(&path).map_err(|e| Error::file(&path, e))?;
-        Ok(Memory { pid, mem, pinning: true })
+        Ok(Memory { pid, mem, pinning: true, sharing: OnceLock::new() })
     }
 
     /// As [`Memory::open`], for a process that shares its pages copy-on-write with another one: they stay shared when
@@ -37,9 +42,35 @@ impl Memory {
         Ok(Memory { pinning: false, ..Self::open(pid)? })
     }
 
+    /// From now on, of pages that it shares with others copy-on-write none gets a copy because [`Memory::read_many`] reads it. That
+    /// takes a look at the page map for each range; pages of its own are read as ever.
+    pub fn keep_shared(&self) -> Result<()> {
+        if self.sharing.get().is_none() {
+            let _ = self.sharing.set(Pagemap::open(self.pid)?);
+        }
+        Ok(())
+    }
+
+    /// Whether pages that it shares remain shared when they are read.
+    pub fn keeps_shared(&self) -> bool {
+        !self.pinning || self.sharing.get().is_some()
+    }
+
     /// Process id.
     pub fn pid(&self) -> u32 {
         self.pid
+    }
+
+    /// Whether the process still has the memory that was opened, told by 16 bytes of it that are different in every program
+    /// (`AT_RANDOM`, getauxval(3)). It should be at rest.
+    pub fn is_still_its_own(&self, random: RemoteAddr) -> bool {
+        let (mut opened, mut now) = ([0; 16], [0; 16]);
+        let opened = self.mem.read_exact_at(&mut opened, random.0).is_ok().then_some(opened);
+        // What it shares is not to become its own because it is looked at.
+        let fast = !self.keeps_shared() && self.read_fast(random, &mut now) == now.len();
+        let mem = || File::open(format!("/proc/{}/mem", self.pid));
+        let is_read = fast || mem().and_then(|mem| mem.read_exact_at(&mut now, random.0)).is_ok();
+        opened == is_read.then_some(now)
     }
 
     /// Reads `buf.len()` bytes; the fast way first, then the one that also reads what the program itself may not
@@ -60,6 +91,15 @@ impl Memory {
             }
             return Ok(());
         }
+        match self.sharing.get() {
+            Some(pagemap) => self.read_kept(pagemap, ranges, rest),
+            None => self.read_pinning(ranges, rest),
+        }
+    }
+
+    /// As [`Memory::read_many`], at once, whether others have the same pages or not.
+    pub fn read_pinning(&self, ranges: &[(u64, u64)], buf: &mut [u8]) -> Result<()> {
+        let mut rest = buf;
         for part in ranges.chunks(MOST) {
             let len: u64 = part.iter().map(|r| r.1).sum();
             let (now, later) = rest.split_at_mut(len as usize);
@@ -78,6 +118,29 @@ impl Memory {
             for &(start, len) in part {
                 self.read(RemoteAddr(start), &mut now[at..at + len as usize])?;
                 at += len as usize;
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads runs of pages that nobody else has at once, and the others so that they stay what they are.
+    fn read_kept(&self, pagemap: &Pagemap, ranges: &[(u64, u64)], buf: &mut [u8]) -> Result<()> {
+        let mut rest = buf;
+        let mut shared = Vec::new();
+        for &(start, len) in ranges {
+            let (first, end) = (start / PAGE, (start + len).div_ceil(PAGE));
+            shared.clear();
+            pagemap.may_be_shared(RemoteAddr(first * PAGE), RemoteAddr(end * PAGE), &mut shared)?;
+            let mut at = start;
+            for run in shared.chunk_by(|a, b| a == b) {
+                let to = (at / PAGE * PAGE + run.len() as u64 * PAGE).min(start + len);
+                let (now, later) = rest.split_at_mut((to - at) as usize);
+                rest = later;
+                match run[0] {
+                    true => self.read_slow(RemoteAddr(at), now)?,
+                    false => self.read(RemoteAddr(at), now)?,
+                }
+                at = to;
             }
         }
         Ok(())

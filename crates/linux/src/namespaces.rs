@@ -11,6 +11,8 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 pub const LONGEST_NAME: usize = 64;
 /// `NS_GET_USERNS`.
 const GET_OWNER: libc::c_ulong = 0xb701;
+/// `NS_GET_PARENT`.
+const GET_PARENT: libc::c_ulong = 0xb702;
 
 impl NamespaceKind {
     /// Its `CLONE_NEW*`.
@@ -42,16 +44,26 @@ pub fn open(path: &str, kind: NamespaceKind) -> Result<(OwnedFd, Namespace)> {
 /// The user namespace whose privileges count in a namespace, by its inode number; `None` if that is none of those
 /// below ours.
 pub fn owner(namespace: impl AsFd) -> Result<Option<u64>> {
+    Ok(related(namespace, GET_OWNER)?.map(|(_, id)| id))
+}
+
+/// The pid (or user) namespace that one was made in, with its inode number; `None` if that is none of those below ours.
+pub fn parent(namespace: impl AsFd) -> Result<Option<(OwnedFd, u64)>> {
+    related(namespace, GET_PARENT)
+}
+
+fn related(namespace: impl AsFd, which: libc::c_ulong) -> Result<Option<(OwnedFd, u64)>> {
     // SAFETY: takes no argument; the result is a new descriptor nobody owns.
-    let owner = unsafe {
-        let r = libc::ioctl(namespace.as_fd().as_raw_fd(), GET_OWNER);
-        match check(|| "look for the owner of a namespace".into(), r.into()) {
+    let found = unsafe {
+        let r = libc::ioctl(namespace.as_fd().as_raw_fd(), which);
+        match check(|| "look for what a namespace belongs to".into(), r.into()) {
             Err(e) if e.errno() == Some(libc::EPERM) => return Ok(None),
             r => OwnedFd::from_raw_fd(r? as i32),
         }
     };
-    let stat = rustix::fs::fstat(&owner).map_err(|e| Error::call("look at the owner of a namespace", e))?;
-    Ok(Some(stat.st_ino))
+    let stat =
+        rustix::fs::fstat(&found).map_err(|e| Error::call("look at what a namespace belongs to", e))?;
+    Ok(Some((found, stat.st_ino)))
 }
 
 /// Does something in namespaces of others, on a thread that is made for it: it must not keep to itself what it does
@@ -123,6 +135,15 @@ fn on_a_thread<T: Send, E: From<Error> + Send>(work: impl FnOnce() -> Result<T, 
             Err(Error::Other("work in a namespace failed inside stillpoint".into()).into())
         })
     })
+}
+
+/// Lets the mounts of this thread's mount namespace share nothing with others; or, if they `receive`, what is mounted there.
+pub fn set_propagation(receive: bool) -> Result<()> {
+    let flags = libc::MS_REC | if receive { libc::MS_SLAVE } else { libc::MS_PRIVATE };
+    // SAFETY: the path is a string, and the other pointers may be null.
+    let r =
+        unsafe { libc::mount(std::ptr::null(), c"/".as_ptr(), std::ptr::null(), flags, std::ptr::null()) };
+    check(|| "set what mounts share".into(), r.into()).map(drop)
 }
 
 /// Host name and domain name of the UTS namespace that this thread is in.

@@ -71,6 +71,11 @@ const PROTECT_MATCHING: u64 = 1;
 /// `PM_SCAN_CHECK_WPASYNC`: fail where writes are not noted.
 const FOLLOWED_ONLY: u64 = 2;
 
+/// Bits of an entry of the map: in memory, or swapped out; of a file or shared memory; of this process alone.
+const THERE: u64 = 3 << 62;
+const OF_A_FILE: u64 = 1 << 61;
+const EXCLUSIVE: u64 = 1 << 56;
+
 /// A run of pages of the same categories.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {
@@ -139,9 +144,33 @@ impl Pagemap {
         self.file.read_at(&mut [0; 8], 0).is_ok_and(|n| n == 0)
     }
 
+    /// Whether there is a page at an address, or one that is swapped out.
+    pub fn has_page(&self, at: RemoteAddr) -> bool {
+        let mut entry = [[0; 8]];
+        self.read_entries(at, &mut entry).is_ok() && u64::from_le_bytes(entry[0]) & THERE != 0
+    }
+
+    /// What the map says of each page from `start` on, in 64 bits.
+    fn read_entries(&self, start: RemoteAddr, entries: &mut [[u8; 8]]) -> std::io::Result<()> {
+        self.file.read_exact_at(entries.as_flattened_mut(), start.0 / 4096 * 8)
+    }
+
     /// Whether the kernel tells guard regions.
     pub fn knows_guards(&self) -> bool {
         self.known.contains(Category::GUARD)
+    }
+
+    /// Appends, for each page of `[start, end)`, whether other processes may have the same page of memory by copy on write.
+    ///
+    /// # Errors
+    /// What the kernel says; then the answer for each is no.
+    pub fn may_be_shared(&self, start: RemoteAddr, end: RemoteAddr, shared: &mut Vec<bool>) -> Result<()> {
+        let mut entries = vec![[0; 8]; ((end.0 - start.0) / 4096) as usize];
+        let read = self.read_entries(start, &mut entries);
+        let may_be = |entry| entry & THERE != 0 && entry & (OF_A_FILE | EXCLUSIVE) == 0;
+        let is_read = read.is_ok();
+        shared.extend(entries.into_iter().map(|entry| is_read && may_be(u64::from_le_bytes(entry))));
+        read.map_err(|e| Error::file(format!("/proc/{}/pagemap", self.pid), e))
     }
 
     /// Appends the runs of pages in `[start, end)` that the query selects, in ascending order.

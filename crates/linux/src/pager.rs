@@ -1,6 +1,6 @@
 //! How processes of ours that put pages into a program are known: by their names, and by a handle to the program.
 
-use crate::fdinfo::{self, Detail};
+use crate::fdinfo::Folders;
 use crate::proc::{Proc, processes};
 
 /// What such a process does.
@@ -46,11 +46,9 @@ pub fn servers_of(pid: u32) -> Vec<Role> {
 
 /// Whether a process has a handle to another one.
 fn holds(holder: u32, pid: u32) -> bool {
-    let is_handle = |fd: u32| {
-        let info = fdinfo::read(holder, fd);
-        info.is_ok_and(|i| matches!(i.detail, Detail::Pid { pid: of, .. } if of == i64::from(pid)))
-    };
-    fdinfo::list(holder).unwrap_or_default().into_iter().any(is_handle)
+    let Ok(folders) = Folders::open(holder) else { return false };
+    let is_handle = |fd: u32| folders.process_of(fd).is_ok_and(|of| of == Some(pid.into()));
+    folders.list().unwrap_or_default().into_iter().any(is_handle)
 }
 
 #[cfg(test)]

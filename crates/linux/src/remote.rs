@@ -107,7 +107,8 @@ impl<'a> Remote<'a> {
         self.step_from(arch::step_address(self.area.code), nr, args)
     }
 
-    fn step_from(&mut self, gadget: RemoteAddr, nr: i64, args: [u64; 6]) -> Result<i64> {
+    /// As [`Remote::step`], by a `syscall` instruction anywhere in the process.
+    pub fn step_from(&mut self, gadget: RemoteAddr, nr: i64, args: [u64; 6]) -> Result<i64> {
         let thread = self.take()?;
         thread.set_regs(&self.base.for_call(gadget, self.stack(), nr, args))?;
         let thread = until_call(thread)?;

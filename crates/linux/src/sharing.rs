@@ -12,6 +12,8 @@ pub enum Shared {
     Files = 2,
     /// Current directory, root and umask (`CLONE_FS`).
     FileSystem = 3,
+    /// Signal actions (`CLONE_SIGHAND`).
+    SignalActions = 4,
     /// System V semaphore undo list (`CLONE_SYSVSEM`). Threads that both have none count as sharing.
     SemaphoreUndo = 6,
 }

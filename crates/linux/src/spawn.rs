@@ -54,11 +54,11 @@ pub struct Shell {
     pub pidfd: OwnedFd,
 }
 
-/// Makes a [`Shell`] with this process id (`CAP_CHECKPOINT_RESTORE`), or any.
+/// Makes a [`Shell`] with these process ids (`CAP_CHECKPOINT_RESTORE`), the innermost pid namespace first and ours last, or any
+/// if there are none.
 ///
 /// The child shares nothing with us but open files. It never returns into Rust code.
-pub fn shell(pid: Option<u32>, flags: u64) -> Result<Shell> {
-    let wanted = pid.unwrap_or(0) as libc::pid_t;
+pub fn shell(ids: &[u32], flags: u64) -> Result<Shell> {
     let mut pidfd: i32 = -1;
     let mut args = CloneArgs {
         flags: flags | libc::CLONE_PIDFD as u64,
@@ -66,9 +66,9 @@ pub fn shell(pid: Option<u32>, flags: u64) -> Result<Shell> {
         exit_signal: libc::SIGCHLD as u64,
         ..CloneArgs::default()
     };
-    if pid.is_some() {
-        args.set_tid = (&raw const wanted) as u64;
-        args.set_tid_size = 1;
+    if !ids.is_empty() {
+        args.set_tid = ids.as_ptr() as u64;
+        args.set_tid_size = ids.len() as u64;
     }
     let parent = std::process::id();
     // SAFETY: without CLONE_VM the child has its own copy of everything and its own stack. It makes only raw system
@@ -78,7 +78,7 @@ pub fn shell(pid: Option<u32>, flags: u64) -> Result<Shell> {
         wait_in_shell(parent, flags);
     }
     if r < 0 {
-        let what = match pid {
+        let what = match ids.last() {
             Some(p) => format!("make a process with id {p}"),
             None => "make a process".into(),
         };
@@ -103,6 +103,20 @@ fn wait_in_shell(parent: u32, flags: u64) -> ! {
     }
 }
 
+/// The id that the kernel has given last in our pid namespace. `ns_last_pid`, proc(5).
+pub fn last_id() -> Result<u32> {
+    let text = std::fs::read_to_string(LAST).map_err(|e| Error::file(LAST, e))?;
+    text.trim().parse().map_err(|_| Error::file(LAST, std::io::ErrorKind::InvalidData))
+}
+
+/// Lets the kernel go on after this id when it gives one of its own choice in our pid namespace: the next process or thread there has
+/// the next id, if it is free and nobody is made in between. `CAP_CHECKPOINT_RESTORE`.
+pub fn go_on_after(id: u32) -> Result<()> {
+    std::fs::write(LAST, id.to_string()).map_err(|e| Error::file(LAST, e))
+}
+
+const LAST: &str = "/proc/sys/kernel/ns_last_pid";
+
 /// Sends a signal to one thread.
 pub fn tgkill(pid: u32, tid: u32, signal: i32) -> Result<()> {
     // SAFETY: plain numbers.
@@ -125,6 +139,20 @@ pub fn reap(pid: u32) {
         // SAFETY: `status` outlives the call.
         unsafe { libc::waitpid(tid as libc::pid_t, &mut status, libc::__WALL) };
     }
+}
+
+/// As [`reap`], without waiting: as far as can be done by now. Returns the parent of what is left of it, if anything is; none of one
+/// that has not ended yet.
+pub fn reap_now(pid: u32) -> Option<Option<u32>> {
+    let process = crate::proc::Proc::process(pid);
+    let threads = process.as_ref().map_or(Vec::new(), |p| p.threads().unwrap_or_default());
+    for tid in threads.into_iter().filter(|&t| t != pid).chain([pid]) {
+        let mut status = 0;
+        // SAFETY: `status` outlives the call.
+        unsafe { libc::waitpid(tid as libc::pid_t, &mut status, libc::__WALL | libc::WNOHANG) };
+    }
+    let stat = process.and_then(|p| p.stat()).ok()?;
+    Some((stat.state == b'Z' && stat.num_threads <= 1).then_some(stat.ppid))
 }
 
 /// Length of the reserved head of the address space that no mapping may use (`vm.mmap_min_addr`), and its end.

@@ -226,6 +226,15 @@ pub struct Userfault {
     pid: u32,
 }
 
+fn in_pieces(start: RemoteAddr, end: RemoteAddr, work: impl Fn(RemoteAddr, RemoteAddr)) {
+    let mut at = start.0;
+    while at < end.0 {
+        let next = (at + PIECE).min(end.0);
+        work(RemoteAddr(at), RemoteAddr(next));
+        at = next;
+    }
+}
+
 impl Userfault {
     /// Takes over a descriptor made in process `pid`, on which no mode has been chosen yet.
     ///
@@ -349,13 +358,13 @@ impl Userfault {
     /// Releases the pages of `[start, end)`, as far as they are mapped, piece by piece: in one step, and when the descriptor
     /// is closed, the program's own page faults would wait for all of it.
     pub fn release_gently(&self, start: RemoteAddr, end: RemoteAddr) {
-        let mut at = start.0;
-        while at < end.0 {
-            let next = (at + PIECE).min(end.0);
-            // Fails where the program has unmapped it.
-            let _ = self.release(RemoteAddr(at), RemoteAddr(next));
-            at = next;
-        }
+        // Fails where the program has unmapped it.
+        in_pieces(start, end, |from, to| drop(self.release(from, to)));
+    }
+
+    /// Follows `[start, end)` no longer, as far as it is mapped, piece by piece as [`Userfault::release_gently`].
+    pub fn unregister_gently(&self, start: RemoteAddr, end: RemoteAddr) {
+        in_pieces(start, end, |from, to| drop(self.unregister(from, to)));
     }
 
     /// Releases the pages of `[start, end)`; whoever waits for them goes on with [`Userfault::wake`].

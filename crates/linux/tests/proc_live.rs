@@ -3,8 +3,10 @@
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, ChildStdout, Command, Stdio};
-use stillpoint_linux::Error;
+use stillpoint_linux::memory::Memory;
+use stillpoint_linux::pagemap::Pagemap;
 use stillpoint_linux::proc::{CurrentCall, NamespaceKind, Proc, TimerNotify, VmFlags};
+use stillpoint_linux::{Error, RemoteAddr};
 
 /// A child that is killed when the test ends.
 struct Running(Child);
@@ -190,4 +192,66 @@ fn an_ended_process_is_gone() {
     let ours = Proc::process(std::process::id()).unwrap();
     assert_eq!(ours.read("no such file").unwrap_err().errno(), Some(libc::ENOENT));
     assert!(ours.read_optional("no such file").unwrap().is_none());
+}
+
+/// Whose memory lives on in a child that shares it, as it executes itself where addresses are not random.
+const REPLACED: &str = r#"
+#define _GNU_SOURCE
+#include <sched.h>
+#include <signal.h>
+#include <stdio.h>
+#include <sys/personality.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+static char stack[65536];
+static volatile int called;
+static void call(int signal) { called = signal; }
+static int stay(void *unused) {
+  (void)unused;
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  for (;;)
+    pause();
+}
+static int again(char **argv, char *name) {
+  char *const next[] = {argv[0], name, 0};
+  execv("/proc/self/exe", next);
+  return 1;
+}
+int main(int argc, char **argv) {
+  if (argc < 2)
+    return personality(ADDR_NO_RANDOMIZE) < 0 ? 1 : again(argv, "a");
+  if (argv[1][0] == 'b')
+    for (;;)
+      pause();
+  signal(SIGUSR1, call);
+  if (clone(stay, stack + sizeof stack, CLONE_VM | SIGCHLD, 0) < 0)
+    return 1;
+  puts("ready");
+  fflush(stdout);
+  while (!called)
+    usleep(1000);
+  return again(argv, "b");
+}
+"#;
+
+#[test]
+fn another_program_has_other_random_bytes() {
+    let (child, _folder, line) = c_program(REPLACED);
+    assert_eq!(line, "ready\n");
+    let (proc, pid) = (child.proc(), child.0.id());
+    let random = || {
+        let auxv = proc.auxv().unwrap();
+        RemoteAddr(auxv.iter().find(|(kind, _)| *kind == libc::AT_RANDOM).unwrap().1)
+    };
+    let (at, memory, pagemap) = (random(), Memory::open(pid).unwrap(), Pagemap::open(pid).unwrap());
+    assert!(memory.is_still_its_own(at) && pagemap.has_page(at));
+    stillpoint_linux::spawn::tgkill(pid, pid, libc::SIGUSR1).unwrap();
+    while proc.cmdline().unwrap().get(1).is_none_or(|name| name != b"b") {
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    asleep(&proc);
+    assert_eq!(random(), at, "its addresses are random");
+    assert!(!pagemap.is_of_the_past() && pagemap.has_page(at), "the child has that memory");
+    assert!(!memory.is_still_its_own(at));
+    assert!(Memory::open(pid).unwrap().is_still_its_own(at));
 }

@@ -20,16 +20,19 @@ pub(crate) fn wait(ids: impl IntoIterator<Item = u32>) {
 }
 
 /// Makes something with an id (that of the moment), again and again while the kernel says that the id is taken
-/// (`is_taken`) though nothing that lives has it.
+/// (`is_taken`) though nothing that lives has it, or even so if we are to wait `for_the_living`.
 pub(crate) fn until_free<T, E>(
     id: impl Fn() -> u32,
     mut make: impl FnMut() -> Result<T, E>,
     is_taken: impl Fn(&E) -> bool,
+    for_the_living: bool,
 ) -> Result<T, E> {
     let start = Instant::now();
     loop {
         match make() {
-            Err(e) if is_taken(&e) && start.elapsed() < PATIENCE && none_alive_has(id()) => {
+            Err(e)
+                if is_taken(&e) && start.elapsed() < PATIENCE && (for_the_living || none_alive_has(id())) =>
+            {
                 std::thread::sleep(PAUSE);
             }
             other => return other,
@@ -89,6 +92,7 @@ mod tests {
                 if exists().is_ok() { Err("taken") } else { Ok(()) }
             },
             |_| true,
+            false,
         );
         assert_eq!((made, tries), (Ok(()), 2));
         assert!(member.wait().expect("wait").success());
@@ -99,6 +103,6 @@ mod tests {
         let id = std::process::id();
         assert!(!none_alive_has(id));
         wait([id]);
-        assert_eq!(until_free(|| id, || Err::<(), _>(()), |()| true), Err(()));
+        assert_eq!(until_free(|| id, || Err::<(), _>(()), |()| true, false), Err(()));
     }
 }

@@ -9,18 +9,30 @@
 //! 3. It begins its session, and takes its controlling terminal, which children inherit.
 //! 4. It makes its other children. Those that share its descriptors or directories are made sharing them; if it does not
 //!    share them itself in the end, it leaves them to its children ([`tree::steps`] has the order).
+//!    Those that share memory are made sharing it, by one of them, while there is nothing in it but that area: it lies at the
+//!    same place in all, and one of us at a time works with it.
 //! 5. When all are there, process groups are joined. A group whose leader has ended gets one for the moment.
 //! 6. Children that had ended end.
 //!
 //! Children of a thread that is not the main one are made by that thread, which therefore is there before all else.
 //!
+//! Whoever is in pid namespaces of the program's own is made with an id in each. Process 1 of one is made with the namespace; for
+//! others their parent lets its children be in it for the moment (`setns`). Groups that have no id there are joined before, and
+//! inherited. Where more ids are to be chosen than `clone3` takes, the outermost is left to the kernel, which gives the next that is
+//! free: it is told where to go on, and whoever gets another one is buried.
+//!
 //! All are traced from birth, and killed with us.
 
+use crate::attributes::process as of_process;
+use crate::groups::Joining;
+use crate::heritage::Heritage;
 use crate::{Error, Result, burial};
 use std::cell::{Cell, OnceCell, RefCell};
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::os::fd::OwnedFd;
-use stillpoint_image::tree::{self, Child, Context, Step};
+use std::time::{Duration, Instant};
+use stillpoint_image::pids::{DEEPEST, Pids, namespace_of};
+use stillpoint_image::tree::{self, Child, Context, Memory as Begins, Step};
 use stillpoint_image::{Ended, Image, Process, Thread};
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::program::{Arg, Program, Run};
@@ -39,9 +51,12 @@ pub(crate) struct Nursery {
 }
 
 impl Nursery {
-    /// Makes the root, a copy of ours with this id.
-    pub fn open(pid: u32) -> Result<Self> {
-        let made = burial::until_free(|| pid, || spawn::shell(Some(pid), 0), is_taken);
+    /// Makes the root, a copy of ours with its ids.
+    pub fn open(image: &Image) -> Result<Self> {
+        let (pid, pids) = (image.processes[0].pid, Pids::of(image));
+        let flags = if pids.is_first(pid) { libc::CLONE_NEWPID as u64 } else { 0 };
+        let ids = pids.all(pid);
+        let made = burial::until_free(|| pid, || spawn::shell(&ids, flags), is_taken, pids.are_deepest());
         let root = Some(made.map_err(|e| refused(pid, e))?);
         Ok(Nursery { root, others: RefCell::default(), seccomp_suspended: true })
     }
@@ -80,20 +95,39 @@ impl Drop for Nursery {
             let _ = spawn::tgkill(pid, pid, libc::SIGKILL);
         }
         let _ = rustix::process::pidfd_send_signal(&root.pidfd, rustix::process::Signal::KILL);
-        // Those whose parent has gone first are buried by whoever buries orphans, once we have seen their ends.
-        others.iter().rev().chain([&root.pid]).for_each(|&pid| spawn::reap(pid));
+        // Those whose parent has gone first are buried by whoever buries orphans, once we have seen their ends. If that is us, process
+        // 1 of a pid namespace in which they were may wait for it.
+        let all: Vec<u32> = others.iter().rev().chain([&root.pid, &std::process::id()]).copied().collect();
+        let mut left = all[..all.len() - 1].to_vec();
+        let start = Instant::now();
+        while !left.is_empty() && start.elapsed() < PATIENCE {
+            let ours = |parent: Option<u32>| parent.is_none_or(|parent| all.contains(&parent));
+            left.retain(|&pid| spawn::reap_now(pid).is_some_and(ours));
+            if !left.is_empty() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
     }
 }
+
+/// How long processes that were killed may take to end.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Whether an id was not to be had.
 pub(crate) fn is_taken(e: &stillpoint_linux::Error) -> bool {
     e.errno() == Some(libc::EEXIST)
 }
 
+/// The kernel came to another id than this one.
+fn passed_over(id: u32) -> stillpoint_linux::Error {
+    stillpoint_linux::Error::call(format!("come to id {id}"), std::io::Error::from_raw_os_error(libc::EEXIST))
+}
+
 fn refused(pid: u32, e: stillpoint_linux::Error) -> Error {
     match e.errno() {
         Some(libc::EEXIST) => Error::PidTaken(pid),
         Some(libc::EPERM) => Error::NoPidPrivilege(pid),
+        Some(libc::ENOSPC) => Error::TooDeep(pid),
         _ => e.into(),
     }
 }
@@ -114,6 +148,12 @@ pub(crate) struct Family<'a, 'i, 't> {
     stand_ins: Vec<StandIn<'a>>,
     /// Slaves of pseudo-terminals that control a session, by row.
     terminals: &'t HashMap<u32, OwnedFd>,
+    /// What children have in common with their parents.
+    heritage: &'t Heritage<'t>,
+    groups: Joining<'i>,
+    pids: Pids<'i>,
+    /// Groups that are led as soon as their leaders are there.
+    from_birth: BTreeSet<u32>,
 }
 
 /// A leader who has ended, for as long as members are made.
@@ -130,6 +170,8 @@ pub(crate) struct Made<'a> {
     pub main: Vec<Remote<'a>>,
     /// The other threads of those that have them already, by row.
     pub threads: HashMap<usize, Vec<Remote<'a>>>,
+    /// What could not be done about their control groups.
+    pub notes: Vec<String>,
 }
 
 /// How many memories a tree needs room for.
@@ -155,6 +197,7 @@ impl<'a, 'i, 't> Family<'a, 'i, 't> {
         memories: &'a [OnceCell<Memory>],
         root: Remote<'a>,
         terminals: &'t HashMap<u32, OwnedFd>,
+        heritage: &'t Heritage<'t>,
     ) -> Result<Made<'a>> {
         let members = image.processes.iter().map(|_| None).collect();
         let not_inherited = |tree::NotInherited { row, what }| {
@@ -163,34 +206,54 @@ impl<'a, 'i, 't> Family<'a, 'i, 't> {
         };
         let steps = tree::steps(image).map_err(not_inherited)?;
         let (threads, ended, stand_ins) = (HashMap::new(), Vec::new(), Vec::new());
+        let (pids, from_birth) = (Pids::of(image), tree::groups_from_birth(image));
         #[rustfmt::skip]
-        let mut family = Family { image, nursery, memories, used: 1, members, threads, ended, stand_ins, terminals };
+        let mut family = Family {
+            image, nursery, memories, used: 1, members, threads, ended, stand_ins, terminals, heritage,
+            groups: Joining::new(image), pids, from_birth,
+        };
+        let mut root = root;
+        if heritage.is_any() {
+            root.run(&of_process::huge_pages(1))?; // all that are made of it have this, too
+        }
         family.raise(&steps, 0, root)?;
         family.group()?;
         family.bring_to_foreground()?;
         family.end()?;
         let main = family.members.into_iter().collect::<Option<Vec<_>>>();
         let main = main.ok_or_else(|| Error::Failed("a process has no parent".into()))?;
-        Ok(Made { main, threads: family.threads })
+        Ok(Made { main, threads: family.threads, notes: family.groups.notes })
     }
 
     /// Makes the descendants of a process.
     fn raise(&mut self, steps: &[Vec<Step>], row: usize, mut remote: Remote<'a>) -> Result<()> {
         let process = &self.image.processes[row];
+        // What it takes from here on counts there.
+        self.groups.join(row, remote.tid());
+        self.heritage.leave(row, &mut remote)?;
+        let own = namespace_of(self.image, process);
         let mut born = Vec::new();
         let mut threads = match has_children_of_threads(self.image, row) {
-            true => others(remote.memory(), &mut remote, process)?,
+            true => others(remote.memory(), &mut remote, process, &self.pids)?,
             false => Vec::new(),
         };
+        if row == 0 {
+            self.lead_at_once(process.pid, process.own_group(), process.own_session(), &mut remote)?;
+        }
         for step in &steps[row] {
             match *step {
                 Step::BeginSession => self.begin_session(process, &mut remote)?,
+                Step::JoinGroup => {
+                    if let Some(group) = process.own_group() {
+                        self.join(own, group, &mut remote)?;
+                    }
+                }
                 Step::Leave(context) => leave(&mut remote, context)?,
                 Step::StandIn { session, ended, exit_signal } => {
-                    let mut made = self.bear(&mut remote, session, 0, exit_signal)?;
+                    let mut made = self.bear(&mut remote, own, session, 0, exit_signal)?;
                     made.run(&begin_session())?;
                     match ended {
-                        Some(place) => self.ended.push((row, process.ended()[place], made)),
+                        Some(place) => self.ended.push((row, process.ended()[place].clone(), made)),
                         None => self.stand_ins.push(StandIn {
                             parent: row,
                             id: session,
@@ -199,7 +262,7 @@ impl<'a, 'i, 't> Family<'a, 'i, 't> {
                         }),
                     }
                 }
-                Step::Bear { child, shares, by } => {
+                Step::Bear { child, shares, memory, sibling, by } => {
                     let (pid, exit_signal, thread) = match child {
                         Child::Living(child) => {
                             let child = &self.image.processes[child];
@@ -212,13 +275,26 @@ impl<'a, 'i, 't> Family<'a, 'i, 't> {
                     };
                     let place = process.threads.iter().skip(1).position(|t| Some(t.tid) == thread);
                     let parent = place.and_then(|place| threads.get_mut(place)).unwrap_or(&mut remote);
-                    let made = match by {
-                        None => self.bear(parent, pid, sharing(shares), exit_signal)?,
+                    let mut made = match by {
+                        None if sibling => {
+                            let flags = sharing(shares, memory) | libc::CLONE_PARENT as u64;
+                            self.bear(parent, own, pid, flags, Some(0))?
+                        }
+                        None => self.bear(parent, own, pid, sharing(shares, memory), exit_signal)?,
                         Some(session) => self.bear_by(session, pid)?,
                     };
                     match child {
-                        Child::Living(child) => born.push((child, made)),
-                        Child::Ended(place) => self.keep_ended(row, process.ended()[place], made)?,
+                        Child::Living(child) => {
+                            self.heritage.renounce(child, &mut made)?;
+                            let of = &self.image.processes[child];
+                            self.lead_at_once(pid, of.own_group(), of.own_session(), &mut made)?;
+                            born.push((child, made));
+                        }
+                        Child::Ended(place) => {
+                            let of = &process.ended()[place];
+                            self.lead_at_once(pid, of.group, of.session, &mut made)?;
+                            self.keep_ended(row, of.clone(), made)?;
+                        }
                     }
                 }
             }
@@ -250,35 +326,86 @@ impl<'a, 'i, 't> Family<'a, 'i, 't> {
         let leads =
             leads.or_else(|| ended.iter_mut().find(|(_, e, _)| e.pid == session).map(|(.., remote)| remote));
         let made = match leads {
-            Some(leader) => self.bear(leader, pid, libc::CLONE_PARENT as u64, Some(0)),
+            Some(leader) => {
+                let maker = self.pids.namespace(session);
+                self.bear(leader, maker, pid, libc::CLONE_PARENT as u64, Some(0))
+            }
             None => Err(Error::Failed(format!("session {session} has not begun"))),
         };
         (self.stand_ins, self.ended) = (stand_ins, ended);
         made
     }
 
-    /// Makes a child with this id.
+    /// Lets somebody lead a process group from birth, if others are to be born in it.
+    fn lead_at_once(
+        &self,
+        pid: u32,
+        group: Option<u32>,
+        session: Option<u32>,
+        remote: &mut Remote<'a>,
+    ) -> Result<()> {
+        match group == Some(pid) && session != Some(pid) && self.from_birth.contains(&pid) {
+            true => self.join(self.pids.namespace(pid), pid, remote),
+            false => Ok(()),
+        }
+    }
+
+    /// Joins a process group, if it has a name in the pid namespace of whoever does; otherwise he was born in it.
+    fn join(&self, namespace: Option<u32>, group: u32, remote: &mut Remote<'a>) -> Result<()> {
+        match self.pids.seen_from(namespace, group) {
+            Some(group) => join(remote, group),
+            None => Ok(()),
+        }
+    }
+
+    /// Makes a child with this id; `maker`: the pid namespace of the program's own that the parent is in.
+    ///
+    /// A process that is to be in another one than its parent is made while the parent's children are to be there.
     fn bear(
         &mut self,
         parent: &mut Remote<'a>,
+        maker: Option<u32>,
         pid: u32,
         flags: u64,
         exit_signal: Option<u32>,
     ) -> Result<Remote<'a>> {
-        let signal = exit_signal.unwrap_or(libc::SIGCHLD as u32);
+        let (own, is_first) = (self.pids.namespace(pid), self.pids.is_first(pid));
+        let inside = if is_first { own.and_then(|own| self.pids.parent(own)) } else { own };
+        let flags = if is_first { flags | libc::CLONE_NEWPID as u64 } else { flags };
         let mut program = Program::new();
-        let id = program.data(&pid.to_le_bytes());
-        let args = CloneArgs { flags, exit_signal: signal.into(), set_tid_size: 1, ..CloneArgs::default() };
-        let record = program.data(&args.to_bytes());
-        program.link(record, CloneArgs::SET_TID_OFFSET, id);
-        let what = format!("make process {pid}");
-        program.call(what, libc::SYS_clone3, [record, Arg::Value(size_of::<CloneArgs>() as u64)]);
-        burial::until_free(|| pid, || parent.run(&program), is_taken).map_err(|e| refused(pid, e))?;
-        let born = parent.take_born();
+        if inside != maker {
+            enter_for_children(&mut program, &self.pids, maker, inside)?;
+        }
+        let signal = exit_signal.unwrap_or(libc::SIGCHLD as u32);
+        let clone_args = CloneArgs { flags, exit_signal: signal.into(), ..CloneArgs::default() };
+        let left = clone_with(&mut program, &format!("make process {pid}"), &self.pids.all(pid), clone_args);
+        if inside != maker {
+            let own = program.call("getpid", libc::SYS_getpid, []);
+            let_children_be_with(&mut program, own.into());
+        }
+        // Who came to another id is buried by his parent, which is another one than his maker then.
+        let others_child = flags & libc::CLONE_PARENT as u64 != 0;
+        let name = |tid| if maker.is_none() { Some(tid) } else { self.pids.seen_from(maker, pid) };
+        let make = || {
+            as_next(left.then_some(pid), || parent.run(&program))?;
+            let born = parent.take_born();
+            self.nursery.others.borrow_mut().extend(&born);
+            if let Some(tid) = born.iter().copied().find(|&tid| tid != pid) {
+                if let Some(name) = name(tid).filter(|_| !others_child) {
+                    spawn::tgkill(tid, tid, libc::SIGKILL)?;
+                    see_end(Seized::born(tid))?;
+                    parent.run(&bury(name))?;
+                    self.nursery.others.borrow_mut().retain(|&other| other != tid);
+                }
+                return Err(passed_over(pid));
+            }
+            Ok(born)
+        };
+        let born = burial::until_free(|| pid, make, is_taken, self.pids.are_deepest())
+            .map_err(|e| refused(pid, e))?;
         let &[tid] = born.as_slice() else {
             return Err(Error::Failed(format!("process {pid} was not made")));
         };
-        self.nursery.others.borrow_mut().push(tid);
         let stopped = Seized::born(tid).wait()?.stopped(tid)?;
         let memory =
             self.memories.get(self.used).ok_or_else(|| Error::Failed("too many processes".into()))?;
@@ -309,14 +436,16 @@ impl<'a, 'i, 't> Family<'a, 'i, 't> {
             for (process, member) in self.image.processes.iter().zip(&mut self.members) {
                 let (Some(group), Some(member)) = (process.own_group(), member) else { continue };
                 let leads_session = process.own_session() == Some(process.pid);
-                if (group == process.pid) == leading && !leads_session {
-                    join(member, group)?;
+                let name = self.pids.seen_from(namespace_of(self.image, process), group);
+                if let Some(name) = name.filter(|_| (group == process.pid) == leading && !leads_session) {
+                    join(member, name)?;
                 }
             }
             for (_, ended, remote) in &mut self.ended {
                 let Some(group) = ended.group.filter(|_| ended.session != Some(ended.pid)) else { continue };
-                if (group == ended.pid) == leading {
-                    join(remote, group)?;
+                let name = self.pids.seen_from(ended.namespace, group);
+                if let Some(name) = name.filter(|_| (group == ended.pid) == leading) {
+                    join(remote, name)?;
                 }
             }
         }
@@ -326,9 +455,9 @@ impl<'a, 'i, 't> Family<'a, 'i, 't> {
             let tid = remote.tid();
             kill(remote)?;
             self.nursery.others.borrow_mut().retain(|&other| other != tid);
-            let mut program = Program::new();
-            let all = Arg::Value(libc::__WALL as u32 as u64);
-            program.call("bury a stand-in", libc::SYS_wait4, [u64::from(id).into(), 0.into(), all, 0.into()]);
+            let name = self.pids.seen_from(namespace_of(self.image, &self.image.processes[parent]), id);
+            let name = name.ok_or_else(|| Error::Failed(format!("{id} has no name where its parent is")))?;
+            let mut program = bury(name);
             program.append(disposition(signal, libc::SIG_IGN as u64));
             self.member(parent)?.run(&program)?;
         }
@@ -342,14 +471,15 @@ impl<'a, 'i, 't> Family<'a, 'i, 't> {
             if self.stand_ins.iter().any(|s| s.id == id) {
                 continue;
             }
-            let parent = tree::stand_in_parent(self.image, id);
+            let parent = tree::stand_in_parent(self.image, &self.pids, id);
             let parent = parent
                 .ok_or_else(|| Error::Failed(format!("process group {id} has no member that lives")))?;
             let Some(mut member) = self.members[parent].take() else { continue };
-            let made = self.bear(&mut member, id, 0, Some(0));
+            let maker = namespace_of(self.image, &self.image.processes[parent]);
+            let made = self.bear(&mut member, maker, id, 0, Some(0));
             self.members[parent] = Some(member);
             let mut made = made?;
-            join(&mut made, id)?;
+            self.join(self.pids.namespace(id), id, &mut made)?;
             self.stand_ins.push(StandIn { parent, id, exit_signal: Some(0), remote: made });
         }
         Ok(())
@@ -362,9 +492,11 @@ impl<'a, 'i, 't> Family<'a, 'i, 't> {
                 continue;
             };
             let session = pty.session.unwrap_or(self.image.processes[0].pid);
-            let in_session = |p: &Process| p.own_session() == Some(session);
-            let Some(member) = self.image.processes.iter().position(in_session) else { continue };
+            let name = |p: &Process| self.pids.seen_from(namespace_of(self.image, p), group);
+            let can = |p: &Process| p.own_session() == Some(session) && name(p).is_some();
+            let Some(member) = self.image.processes.iter().position(can) else { continue };
             let mut program = Program::new();
+            let group = name(&self.image.processes[member]).unwrap_or(group);
             let group = program.data(&group.to_ne_bytes());
             let args = [number(slave), libc::TIOCSPGRP.into(), group];
             program.attempt("take the foreground of the terminal", libc::SYS_ioctl, args);
@@ -396,15 +528,97 @@ impl<'a, 'i, 't> Family<'a, 'i, 't> {
     }
 }
 
+/// Makes a process or thread with these ids, the innermost first. True if there are more than `clone3` takes: the last is left to
+/// the kernel.
+fn clone_with(program: &mut Program, what: &str, ids: &[u32], args: CloneArgs) -> bool {
+    let left = ids.len() > DEEPEST;
+    let ids = &ids[..ids.len() - usize::from(left)];
+    let list = program.data(&ids.iter().flat_map(|id| id.to_ne_bytes()).collect::<Vec<_>>());
+    let record = program.data(&CloneArgs { set_tid_size: ids.len() as u64, ..args }.to_bytes());
+    program.link(record, CloneArgs::SET_TID_OFFSET, list);
+    program.call(what, libc::SYS_clone3, [record, Arg::Value(size_of::<CloneArgs>() as u64)]);
+    left
+}
+
+/// Makes something that is to have this id by the kernel's choice, if there is such. Others go on where they were: the ids after
+/// it may be wanted.
+fn as_next<T>(
+    id: Option<u32>,
+    make: impl FnOnce() -> stillpoint_linux::Result<T>,
+) -> stillpoint_linux::Result<T> {
+    let Some(id) = id else { return make() };
+    let before = spawn::last_id()?;
+    spawn::go_on_after(id.saturating_sub(1))?;
+    let made = make();
+    spawn::go_on_after(before)?;
+    made
+}
+
+/// Takes note of the end of a child.
+fn bury(name: u32) -> Program {
+    let mut program = Program::new();
+    let all = Arg::Value(libc::__WALL as u32 as u64);
+    program.call("bury a child", libc::SYS_wait4, [u64::from(name).into(), 0.into(), all, 0.into()]);
+    program
+}
+
+/// From here on children of whoever is in one pid namespace are to be in another one.
+fn enter_for_children(
+    program: &mut Program,
+    pids: &Pids<'_>,
+    from: Option<u32>,
+    to: Option<u32>,
+) -> Result<()> {
+    let first = to.and_then(|to| pids.seen_from(from, pids.first_of(to)?));
+    let first = first
+        .ok_or_else(|| Error::Failed("a pid namespace cannot be entered from where a process is".into()))?;
+    let_children_be_with(program, u64::from(first).into());
+    Ok(())
+}
+
+/// From here on its children are to be in the pid namespace of this process.
+fn let_children_be_with(program: &mut Program, pid: Arg) {
+    let handle = program.call("open a handle to a process", libc::SYS_pidfd_open, [pid, 0.into()]);
+    let what = Arg::Value(libc::CLONE_NEWPID as u64);
+    program.call("enter a pid namespace", libc::SYS_setns, [handle.into(), what]);
+    program.call("close", libc::SYS_close, [handle.into()]);
+}
+
+/// Lets its further children be in another pid namespace than itself, if they were to be.
+pub(crate) fn part_from_children(
+    pids: &Pids<'_>,
+    own: Option<u32>,
+    process: &Process,
+    remote: &mut dyn Run,
+) -> Result<()> {
+    let mut program = Program::new();
+    if process.children_in.is_some() {
+        enter_for_children(&mut program, pids, own, process.children_in)?;
+    }
+    if process.children_apart {
+        program.call("unshare", libc::SYS_unshare, [(libc::CLONE_NEWPID as u64).into()]);
+    }
+    if !program.is_empty() {
+        remote.run(&program)?;
+    }
+    Ok(())
+}
+
 fn number(fd: &OwnedFd) -> Arg {
     use std::os::fd::AsRawFd;
     Arg::Value(fd.as_raw_fd() as u64)
 }
 
-/// What `clone3` is told of a child that shares descriptors, directories, or both.
-fn sharing(shares: [bool; 2]) -> u64 {
+/// What `clone3` is told of a child that shares descriptors, directories, memory.
+fn sharing(shares: [bool; 2], memory: Begins) -> u64 {
     let flags = [libc::CLONE_FILES, libc::CLONE_FS].into_iter().zip(shares);
-    flags.filter(|(_, shares)| *shares).map(|(flag, _)| flag as u64).sum()
+    let contexts: u64 = flags.filter(|(_, shares)| *shares).map(|(flag, _)| flag as u64).sum();
+    contexts
+        | match memory {
+            Begins::Copied => 0,
+            Begins::Shared => libc::CLONE_VM as u64,
+            Begins::SharedWithActions => (libc::CLONE_VM | libc::CLONE_SIGHAND) as u64,
+        }
 }
 
 /// Lets it have a copy of its own of what it shares.
@@ -457,7 +671,7 @@ fn end_as(mut remote: Remote<'_>, status: u32) -> Result<()> {
     let mut program = Program::new();
     if signal == 0 {
         let stopped = remote.leave_by(libc::SYS_exit_group, u64::from(status >> 8 & 0xff))?;
-        return see_end(stopped);
+        return Ok(see_end(stopped)?);
     }
     // It had left a core dump then, if any.
     let args = [u64::from(linux_raw_sys::prctl::PR_SET_DUMPABLE).into(), 0.into()];
@@ -467,18 +681,18 @@ fn end_as(mut remote: Remote<'_>, status: u32) -> Result<()> {
     let stopped = remote.release()?;
     spawn::tgkill(pid, pid, signal)?;
     stopped.set_sigmask(0)?;
-    see_end(stopped.resume(0)?)
+    Ok(see_end(stopped.resume(0)?)?)
 }
 
 fn kill(remote: Remote<'_>) -> Result<()> {
     let tid = remote.tid();
     spawn::tgkill(tid, tid, libc::SIGKILL)?;
     drop(remote);
-    see_end(Seized::born(tid))
+    Ok(see_end(Seized::born(tid))?)
 }
 
 /// Waits for the end of a process, delivering what it is sent.
-fn see_end(mut running: Seized) -> Result<()> {
+pub fn see_end(mut running: Seized) -> stillpoint_linux::Result<()> {
     loop {
         match running.wait()? {
             Waited::Ended(_) => return Ok(()),
@@ -501,15 +715,16 @@ fn has_children_of_threads(image: &Image, row: usize) -> bool {
 
 /// All threads of a process, the leader first: those that there are not yet are made, and start stopped, in the middle of the
 /// leader's program.
-pub(crate) fn make_threads<'a>(
+pub fn make_threads<'a>(
     memory: &'a Memory,
     mut leader: Remote<'a>,
     process: &Process,
+    pids: &Pids<'_>,
     made: Option<Vec<Remote<'a>>>,
 ) -> Result<Vec<Remote<'a>>> {
     let made = match made {
         Some(made) => made,
-        None => others(memory, &mut leader, process)?,
+        None => others(memory, &mut leader, process, pids)?,
     };
     let mut threads = vec![leader];
     threads.extend(made);
@@ -525,7 +740,12 @@ pub(crate) fn make_threads<'a>(
 
 /// Makes the other threads of a process. Those that share directories apart from the main thread's are made by the first of
 /// them.
-fn others<'a>(memory: &'a Memory, leader: &mut Remote<'a>, process: &Process) -> Result<Vec<Remote<'a>>> {
+fn others<'a>(
+    memory: &'a Memory,
+    leader: &mut Remote<'a>,
+    process: &Process,
+    pids: &Pids<'_>,
+) -> Result<Vec<Remote<'a>>> {
     let of = |thread: &Thread| thread.directories.and_then(|d| d.shares);
     let mut made: HashMap<u32, Remote<'a>> = HashMap::new();
     let mut makers: Vec<Option<u32>> = process.threads.iter().skip(1).map(of).collect();
@@ -534,11 +754,11 @@ fn others<'a>(memory: &'a Memory, leader: &mut Remote<'a>, process: &Process) ->
     for maker in makers {
         let threads: Vec<&Thread> = process.threads.iter().skip(1).filter(|t| of(t) == maker).collect();
         let born = match maker {
-            None => beget(memory, leader, process.pid, &threads)?,
+            None => beget(memory, leader, process.pid, &threads, pids)?,
             Some(first) => {
                 let first = made.get_mut(&first);
                 let first = first.ok_or_else(|| Error::Failed("a thread has not been made".into()))?;
-                beget(memory, first, process.pid, &threads)?
+                beget(memory, first, process.pid, &threads, pids)?
             }
         };
         made.extend(threads.iter().map(|t| t.tid).zip(born));
@@ -553,37 +773,44 @@ fn beget<'a>(
     maker: &mut Remote<'a>,
     pid: u32,
     threads: &[&Thread],
+    pids: &Pids<'_>,
 ) -> Result<Vec<Remote<'a>>> {
     let flags = libc::CLONE_VM | libc::CLONE_FILES | libc::CLONE_SIGHAND;
     let flags = flags | libc::CLONE_THREAD | libc::CLONE_SYSVSEM;
-    let (mut born, made) = (Vec::new(), Cell::new(0));
-    let make = || {
-        let mut program = Program::new();
+    let area: Area = maker.area();
+    let (mut all, made) = (Vec::with_capacity(threads.len()), Cell::new(0));
+    let mut make = || {
+        let (mut program, mut left) = (Program::new(), None);
         for thread in &threads[made.get()..] {
             let is_apart = thread.directories.is_some_and(|d| d.shares.is_none());
             let flags = if is_apart { flags } else { flags | libc::CLONE_FS };
-            let id = program.data(&thread.tid.to_le_bytes());
-            let args = CloneArgs { flags: flags as u64, set_tid_size: 1, ..CloneArgs::default() };
-            let record = program.data(&args.to_bytes());
-            program.link(record, CloneArgs::SET_TID_OFFSET, id);
+            let args = CloneArgs { flags: flags as u64, ..CloneArgs::default() };
             let what = format!("make thread {}", thread.tid);
-            program.call(what, libc::SYS_clone3, [record, Arg::Value(size_of::<CloneArgs>() as u64)]);
+            if clone_with(&mut program, &what, &pids.all(thread.tid), args) {
+                left = Some(thread.tid);
+                break;
+            }
         }
-        let done = maker.run(&program);
-        born.extend(maker.take_born());
-        made.set(born.len());
+        let done = as_next(left, || maker.run(&program));
+        for tid in maker.take_born() {
+            let thread = Remote::new(memory, Seized::born(tid).wait()?.stopped(tid)?, area)?;
+            if let Some(wanted) = left.filter(|&wanted| wanted != tid) {
+                see_end(thread.leave_by(libc::SYS_exit, 0)?)?;
+                return Err(passed_over(wanted));
+            }
+            all.push(thread);
+            made.set(all.len());
+        }
         done
     };
     let next = || threads.get(made.get()).map_or(0, |thread| thread.tid);
-    burial::until_free(next, make, is_taken).map_err(|e| match is_taken(&e) {
-        true => Error::PidTaken(pid),
-        false => e.into(),
-    })?;
-    let area: Area = maker.area();
-    let mut all = Vec::with_capacity(born.len());
-    for tid in born {
-        let stopped = Seized::born(tid).wait()?.stopped(tid)?;
-        all.push(Remote::new(memory, stopped, area)?);
+    while made.get() < threads.len() {
+        burial::until_free(next, &mut make, is_taken, pids.are_deepest()).map_err(|e| {
+            match is_taken(&e) {
+                true => Error::PidTaken(pid),
+                false => e.into(),
+            }
+        })?;
     }
     Ok(all)
 }

@@ -8,27 +8,42 @@ use stillpoint_image::{ControlGroup, Image};
 use stillpoint_linux::cgroups::{self, Group};
 use stillpoint_linux::proc::Proc;
 
-/// Puts processes, by row and by their ids in our pid namespace, into their groups; tells what could not be done.
-pub(crate) fn join(image: &Image, pids: &[u32]) -> Vec<String> {
-    let mut notes = Vec::new();
-    let Ok(mounts) = cgroups::mounts() else { return notes };
-    let mut gone: Vec<(&str, &str)> = Vec::new();
-    for (process, &pid) in image.processes.iter().zip(pids) {
+/// Puts processes into their groups, one after the other.
+pub(crate) struct Joining<'i> {
+    image: &'i Image,
+    /// None if they cannot be known.
+    mounts: Option<String>,
+    /// Those that cannot be joined.
+    gone: Vec<(&'i str, &'i str)>,
+    /// What could not be done.
+    pub notes: Vec<String>,
+}
+
+impl<'i> Joining<'i> {
+    /// Those of a program.
+    pub fn new(image: &'i Image) -> Self {
+        Joining { image, mounts: cgroups::mounts().ok(), gone: Vec::new(), notes: Vec::new() }
+    }
+
+    /// Puts a process, by row and by its id in our pid namespace, into its groups.
+    pub fn join(&mut self, row: usize, pid: u32) {
+        let Some(mounts) = &self.mounts else { return };
         let here = Proc::process(pid).and_then(|p| p.cgroup()).unwrap_or_default();
-        for (controllers, path) in process.cgroup.iter().filter_map(|line| cgroups::parse(line)) {
+        let lines = self.image.processes[row].cgroup.iter().filter_map(|line| cgroups::parse(line));
+        for (controllers, path) in lines {
             let is_there =
                 here.iter().filter_map(|line| cgroups::parse(line)).any(|at| at == (controllers, path));
-            if is_there || gone.contains(&(controllers, path)) || !is_wanted(image, controllers, path) {
+            let is_gone = self.gone.contains(&(controllers, path));
+            if is_there || is_gone || !is_wanted(self.image, controllers, path) {
                 continue;
             }
-            if let Err(why) = join_one(image, controllers, path, &mounts, pid) {
+            if let Err(why) = join_one(self.image, controllers, path, mounts, pid) {
                 let name = if controllers.is_empty() { "version 2" } else { controllers };
-                notes.push(format!("it is not in its control group {path} ({name}): {why}"));
-                gone.push((controllers, path));
+                self.notes.push(format!("it is not in its control group {path} ({name}): {why}"));
+                self.gone.push((controllers, path));
             }
         }
     }
-    notes
 }
 
 /// What is recorded of a group.

@@ -3,7 +3,7 @@
 
 use crate::{Error, Result};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use stillpoint_image::{Image, Ipc, Namespace, Process, Setting, SystemV};
+use stillpoint_image::{Image, Ipc, Namespace, Process, Propagation, Setting, SystemV};
 use stillpoint_linux::namespaces::{self, Visit, inside};
 use stillpoint_linux::proc::{NamespaceKind, Proc};
 use stillpoint_linux::program::{Arg, Program, Run};
@@ -12,7 +12,7 @@ use stillpoint_linux::{Error as Kernel, Result as KernelResult, ipc, network};
 /// The program's own namespaces, by row of [`Image::namespaces`].
 #[derive(Debug, Default)]
 pub struct Namespaces {
-    made: Vec<(NamespaceKind, OwnedFd)>,
+    made: Vec<(NamespaceKind, Option<OwnedFd>)>,
 }
 
 impl Namespaces {
@@ -20,10 +20,31 @@ impl Namespaces {
     pub fn make(image: &Image) -> Result<Self> {
         let made = image.namespaces.iter().map(|namespace| {
             let kind = kind(namespace);
+            // Those of process ids are made with their process 1.
+            if kind == NamespaceKind::Pid {
+                return Ok((kind, None));
+            }
             let file = namespaces::make(kind, || fill(namespace)).map_err(|e| not_permitted(kind, e))?;
-            Ok((kind, file))
+            Ok((kind, Some(file)))
         });
         Ok(Namespaces { made: made.collect::<Result<_>>()? })
+    }
+
+    /// Mounts procfs of pid namespaces where it was, by a process that is in both namespaces.
+    pub fn mount_procs(&self, image: &Image, members: &mut [&mut dyn Run]) -> Result<()> {
+        for (row, namespace) in image.namespaces.iter().enumerate() {
+            let Namespace::Mount { proc: Some(of), .. } = namespace else { continue };
+            let is_in = |p: &Process| p.namespaces.contains(of) && p.namespaces.contains(&(row as u32));
+            let member = image.processes.iter().position(is_in).and_then(|at| members.get_mut(at));
+            let member = member.ok_or_else(|| Error::Failed("procfs is that of nobody".into()))?;
+            let mut program = Program::new();
+            let (kind, place) = (program.string(b"proc"), program.string(b"/proc"));
+            let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
+            let args = [kind, place, kind, Arg::Value(flags), Arg::Value(0)];
+            program.call("mount procfs", libc::SYS_mount, args);
+            member.run(&program)?;
+        }
+        Ok(())
     }
 
     /// Makes settings what they were, when there is nothing left to be made that they might not allow.
@@ -48,6 +69,9 @@ impl Namespaces {
     pub fn enter(&self, process: &Process, remote: &mut dyn Run) -> Result<()> {
         let mut program = Program::new();
         for &row in &process.namespaces {
+            if self.made.get(row as usize).is_some_and(|(kind, _)| *kind == NamespaceKind::Pid) {
+                continue;
+            }
             let (kind, file) = self.row(row)?;
             let args = [Arg::Value(file.as_raw_fd() as u64), Arg::Value(kind.flag() as u64)];
             program.call(format!("enter a {} namespace", kind.name()), libc::SYS_setns, args);
@@ -61,19 +85,20 @@ impl Namespaces {
     /// Does something in one of them, on a thread that is made for it.
     pub fn within<T: Send>(&self, row: u32, work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
         let (kind, file) = self.row(row)?;
-        inside(&[(*kind, file.as_fd())], work)
+        inside(&[(kind, file.as_fd())], work)
     }
 
     /// Goes to the one that all sockets are in, if there is one, for as long as what is returned lives.
     pub fn visit_network(&self, image: &Image) -> Result<Option<Visit>> {
         let Some(row) = image.network else { return Ok(None) };
         let (kind, file) = self.row(row)?;
-        Ok(Some(Visit::enter(*kind, file)?))
+        Ok(Some(Visit::enter(kind, file)?))
     }
 
-    fn row(&self, row: u32) -> Result<&(NamespaceKind, OwnedFd)> {
+    fn row(&self, row: u32) -> Result<(NamespaceKind, &OwnedFd)> {
         let missing = || Error::Failed(format!("the manifest names namespace {row}, which is not there"));
-        self.made.get(row as usize).ok_or_else(missing)
+        let found = self.made.get(row as usize).and_then(|(kind, file)| Some((*kind, file.as_ref()?)));
+        found.ok_or_else(missing)
     }
 }
 
@@ -85,6 +110,8 @@ fn kind(namespace: &Namespace) -> NamespaceKind {
         Namespace::Time { .. } => NamespaceKind::TimeForChildren,
         Namespace::Cgroup => NamespaceKind::Cgroup,
         Namespace::Network { .. } => NamespaceKind::Network,
+        Namespace::Pid { .. } => NamespaceKind::Pid,
+        Namespace::Mount { .. } => NamespaceKind::Mount,
     }
 }
 
@@ -94,7 +121,10 @@ fn fill(namespace: &Namespace) -> KernelResult<()> {
         Namespace::Ipc(ipc) => fill_ipc(ipc),
         Namespace::Time { monotonic_ns, boottime_ns } => shift_clocks(*monotonic_ns, *boottime_ns),
         Namespace::Network { up: true } => network::bring_up(),
-        Namespace::Network { up: false } | Namespace::Cgroup => Ok(()),
+        Namespace::Network { up: false } | Namespace::Cgroup | Namespace::Pid { .. } => Ok(()),
+        Namespace::Mount { propagation: Propagation::Unchanged, .. } => Ok(()),
+        Namespace::Mount { propagation: Propagation::Private, .. } => namespaces::set_propagation(false),
+        Namespace::Mount { propagation: Propagation::Slave, .. } => namespaces::set_propagation(true),
     }
 }
 

@@ -6,16 +6,17 @@
 use crate::attributes::{credentials, last, outside, process as of_process, thread as of_thread};
 use crate::family::{Family, Nursery};
 use crate::files::{Contents, OpenFiles};
-use crate::lazy::{Later, Pager, Place, Template};
+use crate::heritage::Heritage;
+use crate::lazy::{Coming, Later, Pager, Parted, Place, Template};
 use crate::pace::Pace;
 use crate::space::{self, Backings, Filled};
-use crate::{
-    Error, FilesPolicy, Result, Stdio, TcpPolicy, attach, burial, clock, family, files, groups, loader,
-};
+use crate::{Error, FilesPolicy, Result, Stdio, TcpPolicy, attach, burial, clock, family, files, loader};
+use std::borrow::Cow;
 use std::cell::OnceCell;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
-use stillpoint_image::{AddressSpace, Extent, Image, Owner, Process, Range, Thread};
+use stillpoint_image::pids::{Pids, namespace_of};
+use stillpoint_image::{AddressSpace, Extent, Image, Mapping, Owner, Process, Range, Thread};
 use stillpoint_linux::arch::{self, Interrupted, Regs};
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::proc::Proc;
@@ -115,25 +116,36 @@ pub fn restore(
     let own = Proc::process(std::process::id())?.maps()?;
     let room = space::find_room(&image.spaces, &own)?;
     let memories: Vec<OnceCell<Memory>> = (0..family::room_for(image)).map(|_| OnceCell::new()).collect();
-    let mut nursery = Nursery::open(image.processes[0].pid)?;
+    let pids = Pids::of(image);
+    let mut nursery = Nursery::open(image)?;
     let leader = nursery.seize()?;
     check_processor(image, &leader)?;
     let opened = Memory::open(nursery.pid())?;
     let root = space::clear(memories[0].get_or_init(|| opened), leader, room)?;
-    let family::Made { main: mut members, threads: mut others } =
-        Family::make(image, &nursery, &memories, root, open.terminals())?;
-    // What they take from here on counts there.
-    notes.extend(groups::join(image, &members.iter().map(Remote::tid).collect::<Vec<_>>()));
-    let mut rows: Vec<Row<'_>> =
-        image.processes.iter().enumerate().map(|(i, p)| Row::of(checkpoint, i, p)).collect::<Result<_>>()?;
+    let heritage = Heritage::of(checkpoint, &pace, room);
+    let family::Made { main: mut members, threads: mut others, notes: of_groups } =
+        Family::make(image, &nursery, &memories, root, open.terminals(), &heritage)?;
+    notes.extend(of_groups);
+    let mut rows: Vec<Row<'_>> = image
+        .processes
+        .iter()
+        .enumerate()
+        .map(|(i, p)| Row::of(checkpoint, &heritage, i, p))
+        .collect::<Result<_>>()?;
     for (row, remote) in rows.iter().zip(&mut members) {
-        row.lay_out(image, remote, &open, room)?;
+        row.lay_out(image, remote, &open, &heritage, room)?;
     }
+    let mut all: Vec<&mut dyn Run> = members.iter_mut().map(|remote| remote as &mut dyn Run).collect();
+    open.namespaces().mount_procs(image, &mut all)?;
     open.detach();
     let skeleton = start.elapsed();
-    let processes: Vec<_> = rows.iter().map(|row| (row.process, row.space)).collect();
+    let processes: Vec<_> = rows.iter().map(|row| (row.process, row.space, &*row.extents)).collect();
     let (later, hasty) = Later::begin(checkpoint, &processes, &mut members, options, lazily)?;
     notes.extend(hasty);
+    // Where pages are to come later nothing else comes now.
+    for (row, remote) in rows.iter().zip(&mut members).filter(|_| heritage.is_any()) {
+        remote.run(&of_process::huge_pages(row.space.thp_disable))?;
+    }
     load(checkpoint, &rows, &members, later.as_ref(), &pace, progress)?;
     let visit = open.namespaces().visit_network(image)?;
     open.deliver(image)?;
@@ -143,7 +155,8 @@ pub fn restore(
     for (row, mut remote) in rows.iter().zip(members) {
         row.complete(image, &mut remote, &open)?;
         let others = others.remove(&row.row);
-        let mut threads = family::make_threads(remote.memory(), remote, row.process, others)?;
+        let mut threads = family::make_threads(remote.memory(), remote, row.process, &pids, others)?;
+        family::part_from_children(&pids, namespace_of(image, row.process), row.process, &mut threads[0])?;
         row.take_places(image, &mut threads)?;
         all.push(threads);
     }
@@ -152,7 +165,8 @@ pub fn restore(
         let processes = all.iter().zip(&rows).map(|(threads, row)| (threads[0].memory(), row.process));
         later.start(&processes.collect::<Vec<_>>(), start)
     });
-    let coming = begun.transpose()?;
+    let (coming, begun) = begun.transpose()?.unzip();
+    let (pager, parted) = begun.flatten().unzip();
     open.finish(
         image,
         &mut all.iter_mut().map(|threads| &mut threads[0] as &mut dyn Run).collect::<Vec<_>>(),
@@ -161,7 +175,7 @@ pub fn restore(
     for (row, threads) in rows.iter_mut().zip(all) {
         row.pid = threads[0].pid();
         let threads = give_attributes(threads, row.process, row.space, nursery.seccomp_suspended)?;
-        ready_to_run.push(finish_threads(threads, row.process, room)?);
+        ready_to_run.push(finish_threads(threads, row.process, row.is_last.then_some(room))?);
     }
     open.write_back(image, &contents)?;
     open.cut_back(cut_tail)?;
@@ -169,8 +183,13 @@ pub fn restore(
     for row in rows.iter().filter(|row| row.process.stopped.is_some()) {
         spawn::tgkill(row.pid, row.pid, libc::SIGSTOP)?;
     }
+    // From now on what it has open is its own: what it closes is closed.
+    parted.into_iter().for_each(Parted::wait);
     ready(nursery.pid())?;
     open.release_kept();
+    notes.extend(open.notes());
+    let stdin_pump = open.take_stdin_pump();
+    drop(open);
     for row in &rows {
         for (tid, signal) in last::late_signals(row.process) {
             spawn::tgkill(row.pid, tid.unwrap_or(row.pid), signal as i32)?;
@@ -184,14 +203,12 @@ pub fn restore(
             let _ = spawn::tgkill(row.pid, row.pid, libc::SIGWINCH); // it may have ended
         }
     }
-    coming.iter().for_each(|(coming, _)| coming.runs(running));
-    let pager = coming.and_then(|(_, pager)| pager);
+    coming.iter().for_each(|coming: &Coming| coming.runs(running));
     let shell = nursery.leave().ok_or_else(|| Error::Failed("the process has been let go".into()))?;
-    notes.extend(open.notes());
     Ok(Restored {
         pid: shell.pid,
         pidfd: shell.pidfd,
-        stdin_pump: open.take_stdin_pump(),
+        stdin_pump,
         skeleton,
         running,
         pager,
@@ -206,39 +223,71 @@ struct Row<'a> {
     row: usize,
     process: &'a Process,
     space: &'a AddressSpace,
-    /// Its private pages.
-    extents: &'a [Extent],
+    /// Its private pages that are not there yet, if it is the one to see to that.
+    extents: Cow<'a, [Extent]>,
     filled: Filled,
+    /// It is the first, and the last, of those that share its memory. The first one rebuilds it; until the last one is complete,
+    /// programs run in it.
+    is_first: bool,
+    is_last: bool,
     /// Its id in our pid namespace.
     pid: u32,
 }
 
 impl<'a> Row<'a> {
-    fn of(checkpoint: &'a Checkpoint, row: usize, process: &'a Process) -> Result<Self> {
+    fn of(
+        checkpoint: &'a Checkpoint,
+        heritage: &Heritage<'a>,
+        row: usize,
+        process: &'a Process,
+    ) -> Result<Self> {
         let space = checkpoint.image.spaces.get(process.space as usize);
         let space = space.ok_or_else(|| Error::Failed("the manifest names no address space".into()))?;
         let filled = Filled::of(&checkpoint.pages, process.space);
-        let extents = checkpoint.pages.of(Owner::Space(process.space));
-        Ok(Row { row, process, space, extents, filled, pid: 0 })
+        let shares = |other: &Process| other.space == process.space;
+        let (before, after) = checkpoint.image.processes.split_at(row);
+        let is_first = !before.iter().any(shares);
+        let is_last = !after.iter().skip(1).any(shares);
+        let extents = if is_first { heritage.rest(row) } else { Cow::default() };
+        Ok(Row { row, process, space, extents, filled, is_first, is_last, pid: 0 })
     }
 
-    /// Makes its mappings.
-    fn lay_out(&self, image: &Image, remote: &mut Remote<'_>, open: &OpenFiles, room: u64) -> Result<()> {
+    /// Makes its mappings that are not there yet.
+    fn lay_out(
+        &self,
+        image: &Image,
+        remote: &mut Remote<'_>,
+        open: &OpenFiles,
+        heritage: &Heritage<'_>,
+        room: u64,
+    ) -> Result<()> {
+        let is_new = |m: &Mapping| !heritage.has(self.row, m);
         open.namespaces().enter(self.process, remote)?;
-        space::settle(remote, self.space, room)?;
-        remote.run(&of_process::early(self.process, self.space))?;
-        space::map(remote, self.space, &self.filled, &Sources { open })?;
+        if self.is_first {
+            space::settle(remote, self.space, room)?;
+        }
+        let mut early = of_process::early(self.process, self.space);
+        if !heritage.is_any() {
+            early.append(of_process::huge_pages(self.space.thp_disable));
+        }
+        remote.run(&early)?;
+        if !self.is_first {
+            return Ok(());
+        }
+        space::map(remote, self.space, &self.filled, &Sources { open }, &is_new)?;
         attach::attach(remote, image, self.space, room)?;
-        space::advise_before(remote, self.space)
+        space::advise_before(remote, self.space, &|_| true)
     }
 
     /// What comes when its memory is filled, or will be. What it shares with other processes is seen to by the last of them,
     /// as the others need what was there before.
     fn complete(&self, image: &Image, remote: &mut Remote<'_>, open: &OpenFiles) -> Result<()> {
-        space::keep_accounts(remote, self.space, &self.filled)?;
-        space::finish(remote, self.space, &self.filled)?;
-        let exe = open.mapping_source(self.process.exe, false)?;
-        remote.run(&of_process::layout(self.space, Some(exe as u32)))?;
+        if self.is_first {
+            space::keep_accounts(remote, self.space, &self.filled)?;
+            space::finish(remote, self.space, &self.filled)?;
+            let exe = open.mapping_source(self.process.exe, false)?;
+            remote.run(&of_process::layout(self.space, Some(exe as u32)))?;
+        }
         if self.stands_in_removed(image) {
             // It was made anew, and has no path by now.
             let here = open.mapping_source(self.process.cwd, false)?;
@@ -294,7 +343,7 @@ fn load(
     for (number, (row, remote)) in rows.iter().zip(members).enumerate() {
         match waits(number) {
             Some(later) => later.load_first(number, remote.memory(), &done)?,
-            None => loader::load(&checkpoint.reader, row.extents, remote.memory(), pace, &done)?,
+            None => loader::load(&checkpoint.reader, &row.extents, remote.memory(), pace, &done)?,
         }
     }
     Ok(())
@@ -320,7 +369,7 @@ fn check_privileges(image: &Image) -> Result<()> {
 pub(crate) fn only_process(image: &Image) -> Result<(&Process, &AddressSpace)> {
     let [process] = image.processes.as_slice() else {
         return Err(Error::Refused(vec![format!(
-            "it is a tree of {} processes, and only one can be cloned yet",
+            "it is a tree of {} processes, and the memory of clones of one comes before they run",
             image.processes.len()
         )]));
     };
@@ -463,13 +512,19 @@ fn let_go(processes: Vec<Vec<Stopped>>) -> Result<()> {
     Ok(())
 }
 
-/// Removes the code of remote calls and gives every thread its own registers; they are ready to run.
-fn finish_threads(mut threads: Vec<Remote<'_>>, process: &Process, room: u64) -> Result<Vec<Stopped>> {
+/// Gives every thread its own registers; they are ready to run. Removes the code of remote calls from where it is told.
+pub fn finish_threads(
+    mut threads: Vec<Remote<'_>>,
+    process: &Process,
+    room: Option<u64>,
+) -> Result<Vec<Stopped>> {
     let mut registers = Vec::with_capacity(threads.len());
     for (remote, thread) in threads.iter_mut().zip(&process.threads) {
         registers.push(blocked_again(remote, thread)?);
     }
-    space::unmap_area(&mut threads[0], room)?;
+    if let Some(room) = room {
+        space::unmap_area(&mut threads[0], room)?;
+    }
     let mut ready = Vec::with_capacity(threads.len());
     for ((mut remote, thread), regs) in threads.into_iter().zip(&process.threads).zip(registers) {
         remote.settle()?;

@@ -16,7 +16,7 @@ use stillpoint_linux::remote::{Area, Remote};
 use stillpoint_linux::spawn::ADDRESS_SPACE;
 
 /// Length of the area for code and tables, bytes.
-pub(crate) const AREA_LEN: u64 = 1 << 20;
+pub const AREA_LEN: u64 = 1 << 20;
 /// Room behind the area through which the kernel's mappings are moved.
 pub(crate) const SPARE_LEN: u64 = 1 << 20;
 /// Kept free below a stack, which may grow while it is filled.
@@ -42,7 +42,7 @@ pub fn find_room(spaces: &[AddressSpace], own: &[Vma]) -> Result<u64> {
 }
 
 /// The lowest address, from 4 GiB on, behind which `len` bytes are free.
-pub(crate) fn find_gap(mut taken: Vec<(u64, u64)>, len: u64) -> Option<u64> {
+pub fn find_gap(mut taken: Vec<(u64, u64)>, len: u64) -> Option<u64> {
     taken.sort_unstable();
     let mut at: u64 = 1 << 32;
     for (start, end) in taken {
@@ -66,11 +66,22 @@ pub fn clear<'a>(memory: &'a Memory, thread: Stopped, room: u64) -> Result<Remot
         let args = [rseq.address, rseq.size.into(), RSEQ_FLAG_UNREGISTER, rseq.signature.into(), 0, 0];
         remote.step(libc::SYS_rseq, args)?;
     }
+    make_area(&mut remote, arch::step_address(own_code.code), room)?;
+    remote.run(&unmap_all_but(&kernels(memory)?, room))?;
+    Ok(remote)
+}
+
+/// Maps the area for remote programs, with calls at a `syscall` instruction that there is already.
+///
+/// # Errors
+/// [`Error::Failed`] if something else is there.
+pub fn make_area(remote: &mut Remote<'_>, gadget: RemoteAddr, room: u64) -> Result<()> {
     let rx = libc::PROT_READ | libc::PROT_EXEC;
     let rw = libc::PROT_READ | libc::PROT_WRITE;
     for (start, len, prot) in [(room, 4096, rx), (room + 4096, AREA_LEN - 4096, rw)] {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
-        let r = remote.step(libc::SYS_mmap, [start, len, prot as u64, flags as u64, u64::MAX, 0])?;
+        let args = [start, len, prot as u64, flags as u64, u64::MAX, 0];
+        let r = remote.step_from(gadget, libc::SYS_mmap, args)?;
         if r as u64 != start {
             return Err(Error::Failed(format!(
                 "cannot map the area for remote calls at {start:#x}: error {}",
@@ -78,10 +89,9 @@ pub fn clear<'a>(memory: &'a Memory, thread: Stopped, room: u64) -> Result<Remot
             )));
         }
     }
-    memory.write_forced(RemoteAddr(room), arch::program_loop())?;
+    remote.memory().write_forced(RemoteAddr(room), arch::program_loop())?;
     remote.move_to(Area::new(room, AREA_LEN));
-    remote.run(&unmap_all_but(&kernels(memory)?, room))?;
-    Ok(remote)
+    Ok(())
 }
 
 /// Moves the kernel's own mappings of a process that was [cleared](clear), or is a copy of one, to where the program had them.
@@ -165,16 +175,17 @@ fn special(mapping: &Mapping) -> Option<(&str, &Mapping)> {
     }
 }
 
-/// Makes the program's mappings but System V shared memory, writable as far as they will be filled.
+/// Makes those of the program's mappings that `which` says, but no System V shared memory, writable as far as they will be filled.
 pub fn map(
     remote: &mut Remote<'_>,
     space: &AddressSpace,
     filled: &Filled,
     backings: &dyn Backings,
+    which: &dyn Fn(&Mapping) -> bool,
 ) -> Result<()> {
     let mut program = Program::new();
     let attached = |m: &&Mapping| matches!(m.backing, Backing::Segment { .. });
-    for m in space.mappings.iter().filter(|m| special(m).is_none() && !attached(m)) {
+    for m in space.mappings.iter().filter(|m| special(m).is_none() && !attached(m) && which(m)) {
         let prot =
             if starts_writable(m, filled) { libc::PROT_READ | libc::PROT_WRITE } else { m.prot as i32 };
         let (fd, offset) = match &m.backing {
@@ -247,24 +258,37 @@ impl Filled {
         Filled { starts }
     }
 
+    /// All of these mappings, wherever they have pages.
+    pub fn whole(mappings: &[Mapping]) -> Self {
+        Filled { starts: mappings.iter().filter(|m| !m.shared).map(|m| (m.start, m.end)).collect() }
+    }
+
     fn contains(&self, m: &Mapping) -> bool {
         let i = self.starts.partition_point(|&(_, end)| end <= m.start);
         self.starts.get(i).is_some_and(|&(start, _)| start < m.end)
     }
 }
 
-/// What must be in force while memory is filled: huge page hints.
-pub fn advise_before(remote: &mut Remote<'_>, space: &AddressSpace) -> Result<()> {
+/// What must be in force while those of its mappings that `which` says are filled: huge page hints.
+pub fn advise_before(
+    remote: &mut Remote<'_>,
+    space: &AddressSpace,
+    which: &dyn Fn(&Mapping) -> bool,
+) -> Result<()> {
     let mut program = Program::new();
     let before =
         [(MappingFlags::HUGE_PAGE, libc::MADV_HUGEPAGE), (MappingFlags::NO_HUGE_PAGE, libc::MADV_NOHUGEPAGE)];
-    advise(&mut program, space, &before);
+    advise(&mut program, space.mappings.iter().filter(|m| which(m)), &before);
     remote.run(&program)?;
     Ok(())
 }
 
-fn advise(program: &mut Program, space: &AddressSpace, states: &[(MappingFlags, i32)]) {
-    for m in &space.mappings {
+fn advise<'m>(
+    program: &mut Program,
+    mappings: impl Iterator<Item = &'m Mapping>,
+    states: &[(MappingFlags, i32)],
+) {
+    for m in mappings {
         for &(state, advice) in states.iter().filter(|(state, _)| m.flags.contains(*state)) {
             let what = format!("madvise {:x}-{:x} {state:?}", m.start, m.end);
             program.call(what, libc::SYS_madvise, [m.start.into(), m.len().into(), (advice as u64).into()]);
@@ -298,7 +322,7 @@ pub fn finish(remote: &mut Remote<'_>, space: &AddressSpace, filled: &Filled) ->
     protect(&mut program, space, filled);
     advise(
         &mut program,
-        space,
+        space.mappings.iter(),
         &[
             (MappingFlags::SEQUENTIAL, libc::MADV_SEQUENTIAL),
             (MappingFlags::RANDOM, libc::MADV_RANDOM),

@@ -7,6 +7,7 @@ use stillpoint_capture::Builder;
 use stillpoint_capture::attributes::inside::{ProcessQuery, ThreadQuery};
 use stillpoint_capture::attributes::thread::ThreadFiles;
 use stillpoint_capture::attributes::{process as read_process, target, thread as read_thread};
+use stillpoint_capture::home::Home;
 use stillpoint_image::{AddressSpace, Bytes, Process, SeccompFilter};
 use stillpoint_linux::inject::{Site, Stack, find_gadgets};
 use stillpoint_linux::memory::Memory;
@@ -90,9 +91,9 @@ impl Still {
 /// Everything of a stopped program that attributes are.
 fn read(still: &mut Still) -> (Process, AddressSpace) {
     let folder = Proc::process(still.tids[0]).unwrap();
-    let mut builder = Builder::new();
+    let (mut builder, home) = (Builder::new(), Home::default());
     let (stat, status) = (folder.stat().unwrap(), folder.status().unwrap());
-    let mut p = read_process::process(&folder, &stat, &status).unwrap();
+    let mut p = read_process::process(&folder, &home, &stat, &status).unwrap();
     let mut space = read_process::space(&folder, &stat).unwrap();
     let timers = folder.timers().unwrap();
     let query = ProcessQuery::new(&folder.status().unwrap(), &timers, None);
@@ -101,7 +102,7 @@ fn read(still: &mut Still) -> (Process, AddressSpace) {
     let query = ThreadQuery::new();
     for (i, tid) in still.tids.clone().into_iter().enumerate() {
         let look = ThreadFiles::open(folder.sibling(tid).unwrap()).unwrap().look().unwrap();
-        let mut t = read_thread::thread(tid, &look).unwrap();
+        let mut t = read_thread::thread(tid, &home, &look).unwrap();
         read_thread::stopped(&mut builder, still.thread(i), look.status.seccomp, &mut t).unwrap();
         let outcome = still.run(i, query.program());
         query.decode(&outcome, &mut t);
@@ -138,6 +139,7 @@ fn adopt(p: &mut Process, tids: &[u32]) {
 
 fn give(still: &mut Still, p: &Process, space: &AddressSpace) {
     assert_eq!(outside::missing(p).unwrap(), Vec::<String>::new());
+    still.run(0, &process::huge_pages(space.thp_disable));
     still.run(0, &process::early(p, space));
     still.run(0, &process::layout(space, None));
     still.run(0, &process::settled(p, space));

@@ -23,6 +23,11 @@ impl Folder {
         self.segments().join(format!("{id}.pages"))
     }
 
+    /// A segment file that is kept to be written anew.
+    pub fn spare(&self) -> PathBuf {
+        self.segments().join("spare")
+    }
+
     pub fn checkpoints(&self) -> PathBuf {
         self.path.join("checkpoints")
     }

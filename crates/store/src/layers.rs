@@ -166,10 +166,7 @@ fn kept_parts(extents: &[Extent], kept: &BTreeMap<Owner, Vec<Range>>) -> Vec<Ext
             parts.push(*extent);
             continue;
         };
-        let first = ranges.partition_point(|r| r.end() <= extent.address);
-        for range in ranges[first..].iter().take_while(|r| r.start < extent.end()) {
-            parts.push(extent.part(range.start.max(extent.address), range.end().min(extent.end())));
-        }
+        parts.extend(extent.parts_in(ranges));
     }
     parts
 }

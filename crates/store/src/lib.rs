@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! STORE/jobs/JOB/segments/ID.pages     page data, written once with direct I/O
+//! STORE/jobs/JOB/segments/spare        a file to be written anew as the next segment
 //! STORE/jobs/JOB/checkpoints/ID        manifest: description of the program and page map; its rename commits
 //! STORE/jobs/JOB/tails/                cut tails of files, kept until the whole job is removed
 //! STORE/jobs/JOB/running               who runs the job now
@@ -19,10 +20,11 @@
 //! * `writer.lock` is held exclusively by whoever adds or removes anything: a [`Writer`] from [`Store::begin`] to its
 //!   end, [`Store::remove`], [`Store::prune`]. When it can be taken, no writer lives and leftovers are leftovers.
 //! * `reader.lock` is shared by a [`Store::load`] while it reads the manifest and opens the segments, and exclusive
-//!   while segments are deleted. A loaded checkpoint needs no lock: it holds its segments open, and the kernel keeps
-//!   a file for as long as anyone has it open.
+//!   while segments are deleted. A loaded checkpoint holds its segments open, and the kernel keeps a file for as long as anyone
+//!   has it open; and it holds a shared `flock` of each, so that none is written anew meanwhile.
 #![forbid(unsafe_code)]
 
+mod alike;
 mod buffer;
 mod codec;
 mod error;
@@ -39,6 +41,7 @@ mod record;
 mod rewrite;
 mod running;
 mod segment;
+mod spare;
 mod store;
 mod sweep;
 mod tails;
@@ -46,6 +49,7 @@ mod touch;
 mod verify;
 mod writer;
 
+pub use alike::Hint;
 pub use error::{Error, PutError, Result};
 #[doc(hidden)]
 pub use medium::{Fault, Op};

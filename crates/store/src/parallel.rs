@@ -3,9 +3,10 @@
 //! What a processor has just read it checks while it is still in its cache, and no buffer changes hands. While one
 //! thread waits for the medium, another reads.
 
+use crate::alike::{Alike, Found};
 use crate::buffer::Buffer;
 use crate::medium::Medium;
-use crate::pipeline::{BLOCK_PAGES, Fill, PAGE_BYTES, RESERVE, is_zero};
+use crate::pipeline::{BLOCK_PAGES, Fill, PAGE_BYTES, is_zero};
 use crate::segment::Segment;
 use crate::{PutError, Result};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -26,6 +27,8 @@ pub(crate) enum Piece {
     Empty { address: u64, pages: u32 },
     /// Stored.
     Stored(Extent),
+    /// Stored before.
+    Known(Extent),
 }
 
 /// Where page data goes.
@@ -33,6 +36,7 @@ pub(crate) struct Target<'a> {
     pub medium: &'a Medium,
     pub segment: &'a Segment,
     pub owner: Owner,
+    pub alike: &'a Alike,
     /// First free byte of the segment.
     pub end: AtomicU64,
     /// End of the room that is reserved in the file; `None` where that does not work.
@@ -143,7 +147,8 @@ impl<S: Source> Work<'_, S> {
         let len: u64 = batch.iter().map(|r| r.len).sum();
         let bytes = &mut buffer.bytes_mut()[..len as usize];
         let first = pieces.len();
-        let used = pack(bytes, self.target, &batch, pieces);
+        let found = self.target.alike.find(self.target.owner, &batch, bytes);
+        let used = pack(bytes, self.target, &batch, &found, pieces);
         if used > 0 {
             let Target { medium, segment, .. } = self.target;
             let at = self.target.end.fetch_add(used as u64, Ordering::Relaxed);
@@ -151,6 +156,7 @@ impl<S: Source> Work<'_, S> {
             medium.write_at(&segment.file, &segment.path, &bytes[..used], at)?;
             pieces[first..].iter_mut().for_each(|p| p.move_by(at));
         }
+        self.target.alike.note(self.target.owner, &found, pieces[first..].iter().filter_map(Piece::extent));
         Ok(true)
     }
 
@@ -160,7 +166,7 @@ impl<S: Source> Work<'_, S> {
         let Some(from) = *reserved else { return };
         if end > from {
             let Target { medium, segment, .. } = self.target;
-            let to = end.next_multiple_of(RESERVE);
+            let to = end.next_multiple_of(segment.step());
             // Not every file system can, and a nearly full one may still have room for what is really written.
             let done = medium.preallocate(&segment.file, &segment.path, from, to - from);
             *reserved = done.is_ok().then_some(to);
@@ -172,7 +178,14 @@ impl Piece {
     pub fn address(&self) -> u64 {
         match self {
             Piece::Empty { address, .. } => *address,
-            Piece::Stored(extent) => extent.address,
+            Piece::Stored(extent) | Piece::Known(extent) => extent.address,
+        }
+    }
+
+    fn extent(&self) -> Option<Extent> {
+        match self {
+            Piece::Empty { .. } => None,
+            Piece::Stored(extent) | Piece::Known(extent) => Some(*extent),
         }
     }
 
@@ -183,18 +196,34 @@ impl Piece {
     }
 }
 
-/// Closes up what is not zero to the front of the buffer and notes every run, with offsets from the buffer's start;
-/// returns the bytes in use.
-fn pack(bytes: &mut [u8], target: &Target<'_>, batch: &[Range], pieces: &mut Vec<Piece>) -> usize {
+/// Closes up what is neither zero nor stored already to the front of the buffer and notes every run, with offsets from the
+/// buffer's start; returns the bytes in use.
+fn pack(
+    bytes: &mut [u8],
+    target: &Target<'_>,
+    batch: &[Range],
+    found: &Found,
+    pieces: &mut Vec<Piece>,
+) -> usize {
+    let first = pieces.len();
+    let known = |address: u64| found.get(&address).and_then(|(_, place)| *place);
     let (mut from, mut used) = (0, 0);
     for range in batch {
         let end = from + range.len as usize;
         let mut address = range.start;
         while from < end {
+            if let Some(known) = known(address) {
+                refer(Extent { owner: target.owner, ..known }, pieces, first);
+                from += PAGE_BYTES;
+                address += PAGE;
+                continue;
+            }
             let zero = is_zero(&bytes[from..from + PAGE_BYTES]);
             let most = if zero { usize::MAX } else { usize::from(BLOCK_PAGES) - 1 };
             let pages = bytes[from..end].chunks_exact(PAGE_BYTES).skip(1).take(most);
-            let run = 1 + pages.take_while(|page| is_zero(page) == zero).count();
+            let alike =
+                |(i, page): &(u64, &[u8])| is_zero(page) == zero && known(address + i * PAGE).is_none();
+            let run = 1 + (1..).zip(pages).take_while(alike).count();
             let len = run * PAGE_BYTES;
             if zero {
                 pieces.push(Piece::Empty { address, pages: run as u32 });
@@ -211,6 +240,19 @@ fn pack(bytes: &mut [u8], target: &Target<'_>, batch: &[Range], pieces: &mut Vec
         }
     }
     used
+}
+
+/// Adds a page that is stored already, to the piece before where it goes on in the same block; from `first` on they are of the
+/// same batch.
+fn refer(page: Extent, pieces: &mut Vec<Piece>, first: usize) {
+    if let Some(Piece::Known(last)) = pieces[first..].last_mut()
+        && last.end() == page.address
+        && (Extent { pages: last.pages + 1, ..*last }).part(page.address, page.end()).place == page.place
+    {
+        last.pages += 1;
+        return;
+    }
+    pieces.push(Piece::Known(page));
 }
 
 fn extent(target: &Target<'_>, address: u64, pages: u16, offset: u64, crc: u32) -> Extent {

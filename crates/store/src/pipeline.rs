@@ -4,6 +4,7 @@
 //! a buffer that is written has no gaps. Memory is bounded by the number of buffers: a caller that is faster than the
 //! medium waits for one.
 
+use crate::alike::Alike;
 use crate::buffer::Buffer;
 use crate::layers::Layers;
 use crate::medium::Medium;
@@ -25,8 +26,6 @@ const BUFFERS: usize = 8;
 const THREADS: usize = 4;
 /// Pages of a block: what one checksum covers and one lazy fault reads, 256 KiB.
 pub(crate) const BLOCK_PAGES: u16 = 64;
-/// Room is reserved in steps of so many bytes.
-pub(crate) const RESERVE: u64 = 256 << 20;
 pub(crate) const PAGE_BYTES: usize = PAGE as usize;
 
 /// Fills a buffer with the contents of ranges, one behind the other; from several threads at a time.
@@ -84,6 +83,8 @@ pub(crate) struct Pipeline {
     failed: Option<String>,
     /// What has been put so far.
     pub layers: Layers,
+    /// Whose pages may be as those of whom.
+    pub alike: Alike,
 }
 
 impl Pipeline {
@@ -99,7 +100,6 @@ impl Pipeline {
         };
         Pipeline {
             threads: (0..THREADS).map(start).collect(),
-            shared,
             queue: Some(queue),
             written,
             free: Vec::new(),
@@ -109,10 +109,12 @@ impl Pipeline {
             used: 0,
             blocks: Vec::new(),
             offset: segment::HEADER,
-            reserved: 0,
+            reserved: shared.segment.room,
             reserves: true,
             failed: None,
             layers: Layers::default(),
+            alike: Alike::default(),
+            shared,
         }
     }
 
@@ -203,6 +205,7 @@ impl Pipeline {
             medium: &self.shared.medium,
             segment: &self.shared.segment,
             owner,
+            alike: &self.alike,
             end: AtomicU64::new(self.offset),
             reserved: Mutex::new(self.reserves.then_some(self.reserved)),
         };
@@ -216,7 +219,7 @@ impl Pipeline {
                 pieces.sort_unstable_by_key(Piece::address);
                 for piece in pieces {
                     match piece {
-                        Piece::Stored(extent) => drop(self.layers.put(extent)),
+                        Piece::Stored(extent) | Piece::Known(extent) => drop(self.layers.put(extent)),
                         Piece::Empty { address, pages } => {
                             self.layers.put_empty(owner, address, pages, zeros == Zeros::Omit);
                         }
@@ -387,8 +390,8 @@ impl Pipeline {
             return;
         }
         let from = self.reserved;
-        self.reserved = end.next_multiple_of(RESERVE);
         let Shared { medium, segment, .. } = &*self.shared;
+        self.reserved = end.next_multiple_of(segment.step());
         // Not every file system can, and a nearly full one may still have room for what is really written.
         let done = medium.preallocate(&segment.file, &segment.path, from, self.reserved - from);
         self.reserves = done.is_ok();
@@ -409,14 +412,18 @@ impl Pipeline {
         self.check()
     }
 
-    /// Writes what is left, and makes all of it durable. The segment then has just the size it needs.
+    /// Writes what is left, and makes all of it durable. The segment then has the size it needs, or a quarter more if it had
+    /// that before.
     pub fn finish(&mut self) -> Result<()> {
         self.drain()?;
         self.stop();
         let Shared { medium, segment, .. } = &*self.shared;
-        let durable = medium
-            .truncate(&segment.file, &segment.path, self.offset)
-            .and_then(|()| medium.sync(&segment.file, &segment.path));
+        let fits = self.reserved == segment.room
+            && self.offset <= segment.room
+            && segment.room / 5 <= self.offset / 4;
+        let cut = || medium.truncate(&segment.file, &segment.path, self.offset);
+        let durable = if fits { Ok(()) } else { cut() };
+        let durable = durable.and_then(|()| medium.sync(&segment.file, &segment.path));
         if let Err(e) = &durable {
             self.fail(e.to_string());
         }

@@ -12,6 +12,7 @@ use crate::folder::Folder;
 use crate::ledger::Ledger;
 use crate::pipeline::Pipeline;
 use crate::segment::{HEADER, Segment};
+use crate::spare::Room;
 use crate::sweep::delete_segments;
 use crate::writer::Zeros;
 use crate::{Error, PutError, Result, Store};
@@ -69,12 +70,18 @@ impl Usage {
         self.blocks.range((segment, 0)..=(segment, u64::MAX))
     }
 
+    /// Bytes up to the end of the last block that is pointed to. (A segment that was written anew may be longer than all its blocks.)
+    fn used(&self, segment: u64) -> u64 {
+        let end = |((_, offset), block): (&BlockKey, &Live)| offset + u64::from(block.length) - HEADER;
+        self.blocks_of(segment).last().map_or(0, end)
+    }
+
     fn live_bytes(&self, segment: u64) -> u64 {
         let live = |block: &Live| block.pages.iter().filter(|page| **page).count() as u64;
         self.blocks_of(segment).map(|(_, block)| live(block)).sum::<u64>() * PAGE
     }
 
-    /// Segments worth rewriting: less than half alive; and the smallest, where there are too many.
+    /// Segments worth rewriting: less than half of what was written alive, or less than 40 % of what they take; and the smallest, where there are too many.
     fn candidates(&self, folder: &Folder) -> Result<Vec<Segment>> {
         let mut chosen = Vec::new();
         let mut others = Vec::new();
@@ -85,7 +92,11 @@ impl Usage {
                 continue;
             }
             let (live, len) = (self.live_bytes(id), segment.len()?.saturating_sub(HEADER));
-            if live * 2 < len { chosen.push(segment) } else { others.push((live, segment)) }
+            if live * 2 < len.min(self.used(id)) || live * 5 < len * 2 {
+                chosen.push(segment)
+            } else {
+                others.push((live, segment))
+            }
         }
         if others.len() > MAX_SEGMENTS {
             others.sort_by_key(|(live, _)| *live);
@@ -105,7 +116,7 @@ struct Moves {
 }
 
 /// Rewrites what is worth it; the caller holds the writer lock. Returns the bytes given back.
-pub(crate) fn rewrite(store: &Store, folder: &Folder, usage: &Usage) -> Result<u64> {
+pub(crate) fn rewrite(store: &Store, folder: &Folder, usage: &Usage, room: Room) -> Result<u64> {
     let candidates = usage.candidates(folder)?;
     if candidates.is_empty() {
         return Ok(0);
@@ -132,7 +143,7 @@ pub(crate) fn rewrite(store: &Store, folder: &Folder, usage: &Usage) -> Result<u
         recommit(store, folder, id, &moves)?;
     }
     store.medium.sync_folder(&folder.checkpoints())?;
-    let freed = delete_segments(store, folder, &moved)?;
+    let freed = delete_segments(store, folder, &moved, room)?;
     Ok(freed.saturating_sub(written))
 }
 

@@ -3,8 +3,8 @@
 use crate::buffer::Buffer;
 use crate::folder::Folder;
 use crate::medium::Medium;
-use crate::{Error, Result};
-use rustix::fs::OFlags;
+use crate::{Error, Result, spare};
+use rustix::fs::{FlockOperation, OFlags};
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -15,6 +15,10 @@ use stillpoint_image::PAGE;
 pub(crate) const HEADER: u64 = PAGE;
 const MAGIC: [u8; 8] = *b"STILLSEG";
 const VERSION: u32 = 1;
+/// Room is reserved in steps of so many bytes,
+const RESERVE: u64 = 256 << 20;
+/// or of so many where there was some.
+const MORE: u64 = 16 << 20;
 
 /// A segment that is open.
 #[derive(Debug)]
@@ -22,23 +26,27 @@ pub(crate) struct Segment {
     pub id: u64,
     pub path: PathBuf,
     pub file: File,
+    /// Bytes that are allocated, and may have been written before it became this segment.
+    pub room: u64,
 }
 
 impl Segment {
-    /// Creates a segment. Its file takes direct I/O if the file system does, which is settled here, by writing the
-    /// header.
+    /// Creates a segment, from the spare if there is one. Its file takes direct I/O if the file system does, which is settled
+    /// here, by writing the header.
     pub fn create(medium: &Medium, folder: &Folder, id: u64) -> Result<Segment> {
         let path = folder.segment(id);
-        let direct = Segment::create_with(medium, &path, id, OFlags::DIRECT);
+        let direct = Segment::create_with(medium, folder, id, OFlags::DIRECT);
         let file = match direct {
             Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::InvalidInput => {
                 medium.remove(&path)?;
-                Segment::create_with(medium, &path, id, OFlags::empty())
+                Segment::create_with(medium, folder, id, OFlags::empty())
             }
             other => other,
         };
-        match file {
-            Ok(file) => Ok(Segment { id, path, file }),
+        let looked =
+            file.and_then(|file| Ok((file.metadata().map_err(Error::io("look at", &path))?.len(), file)));
+        match looked {
+            Ok((len, file)) => Ok(Segment { id, path, file, room: if len > HEADER { len } else { 0 } }),
             Err(e) => {
                 let _ = medium.remove(&path);
                 Err(e)
@@ -46,21 +54,28 @@ impl Segment {
         }
     }
 
-    fn create_with(medium: &Medium, path: &std::path::Path, id: u64, flags: OFlags) -> Result<File> {
-        let file = medium.create(path, flags)?;
+    fn create_with(medium: &Medium, folder: &Folder, id: u64, flags: OFlags) -> Result<File> {
+        let path = &folder.segment(id);
+        let file = match spare::take(medium, folder, path, flags)? {
+            Some(file) => file,
+            None => medium.create(path, flags)?,
+        };
         let mut header = Buffer::new(HEADER as usize);
         header.bytes_mut().copy_from_slice(&encode_header(id));
         medium.write_at(&file, path, header.bytes(), 0)?;
         Ok(file)
     }
 
-    /// Opens a segment for reading and checks its header; `None` if there is no such file.
+    /// Opens a segment for reading and checks its header; `None` if there is no such file. As long as it is open it is locked:
+    /// nobody writes it anew. (Only who holds the exclusive reader lock locks it otherwise, for a moment.)
     pub fn open(folder: &Folder, id: u64) -> Result<Option<Segment>> {
         let path = folder.segment(id);
         let file = match File::open(&path) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
             other => other.map_err(Error::io("open", &path))?,
         };
+        rustix::fs::flock(&file, FlockOperation::NonBlockingLockShared)
+            .map_err(|e| Error::io("lock", &path)(e.into()))?;
         let mut header = [0; HEADER as usize];
         let wrong = |why: &str| Error::Segment { path: path.clone(), why: why.to_owned() };
         match file.read_exact_at(&mut header, 0) {
@@ -68,7 +83,12 @@ impl Segment {
             other => other.map_err(Error::io("read", &path))?,
         }
         check_header(&header, id).map_err(|why| wrong(&why))?;
-        Ok(Some(Segment { id, path, file }))
+        Ok(Some(Segment { id, path, file, room: 0 }))
+    }
+
+    /// In which steps, bytes, room is reserved ahead of the writes: what is not used is freed in the end, which takes time.
+    pub fn step(&self) -> u64 {
+        if self.room > 0 { MORE } else { RESERVE }
     }
 
     /// Its length in bytes.

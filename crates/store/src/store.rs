@@ -4,6 +4,7 @@ use crate::folder::{Folder, names};
 use crate::lock::Lock;
 use crate::medium::{Fault, Medium, TEMPORARY};
 use crate::reader::{Checkpoint, Reader};
+use crate::spare::Room;
 use crate::touch::TouchSet;
 use crate::writer::Writer;
 use crate::{Error, Result, check_name, sweep};
@@ -129,7 +130,7 @@ impl Store {
         let folder = self.make(job)?;
         let lock = self.writer_lock(&folder)?;
         if sweep::has_leftovers(&folder)? {
-            sweep::sweep(self, &folder, sweep::Rewriting::No)?;
+            sweep::sweep(self, &folder, sweep::Rewriting::No, Room::GivenBack)?;
         }
         Writer::begin(self.medium.clone(), folder, lock)
     }

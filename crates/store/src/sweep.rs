@@ -5,6 +5,7 @@ use crate::ledger::Ledger;
 use crate::lock::Lock;
 use crate::medium::{TEMPORARY, temporary};
 use crate::rewrite::{self, Usage};
+use crate::spare::{self, Room};
 use crate::{Error, Result, Store};
 use std::time::Duration;
 use stillpoint_image::wire;
@@ -42,20 +43,46 @@ impl Store {
         if !folder.checkpoint(id).exists() {
             return Err(Error::NoCheckpoint { job: job.to_owned(), id, store: self.path().to_owned() });
         }
-        self.drop_checkpoints(&folder, vec![id])
+        self.drop_checkpoints(&folder, vec![id], Room::GivenBack)
     }
 
-    /// Keeps the newest `keep` checkpoints of a job and removes the others. Segments of which less than half is still
-    /// pointed to are rewritten, so that the room a job takes stays bounded by about twice what its checkpoints need.
+    /// Keeps the newest `keep` checkpoints of a job and removes the others. Segments of which less than half (of those that were
+    /// written anew: 40 %) is still pointed to are rewritten, so that the room a job takes stays bounded by about twice what its
+    /// checkpoints need.
     ///
     /// # Errors
     /// [`Error::NoJob`], [`Error::Busy`] while the job is being checkpointed, [`Error::Io`].
     pub fn prune(&self, job: &str, keep: usize) -> Result<Freed> {
+        self.keep_newest(job, keep, Room::GivenBack)
+    }
+
+    /// As [`Store::prune`], for whoever goes on writing checkpoints: of the segments that nothing points to any more, one may be
+    /// kept, to be written anew, until [`Store::prune`] or [`Store::end_rolling`] gives it back.
+    ///
+    /// # Errors
+    /// As [`Store::prune`].
+    pub fn roll(&self, job: &str, keep: usize) -> Result<Freed> {
+        self.keep_newest(job, keep, Room::Reused)
+    }
+
+    /// Gives back what [`Store::roll`] has kept, unless somebody is at work on the job just now.
+    ///
+    /// # Errors
+    /// [`Error::NoJob`], [`Error::Io`].
+    pub fn end_rolling(&self, job: &str) -> Result<()> {
+        let folder = self.known(job)?;
+        match Lock::exclusive(&folder.writer_lock(), Duration::ZERO)? {
+            Some(_lock) => self.medium.remove(&folder.spare()),
+            None => Ok(()),
+        }
+    }
+
+    fn keep_newest(&self, job: &str, keep: usize, room: Room) -> Result<Freed> {
         let folder = self.known(job)?;
         let _lock = self.writer_lock(&folder)?;
         let mut ids = folder.checkpoint_ids()?;
         ids.truncate(ids.len().saturating_sub(keep));
-        self.drop_checkpoints(&folder, ids)
+        self.drop_checkpoints(&folder, ids, room)
     }
 
     /// Removes a job with all its checkpoints and tails.
@@ -76,7 +103,7 @@ impl Store {
         self.medium.remove_tree(&hidden)
     }
 
-    fn drop_checkpoints(&self, folder: &Folder, ids: Vec<u64>) -> Result<Freed> {
+    fn drop_checkpoints(&self, folder: &Folder, ids: Vec<u64>, room: Room) -> Result<Freed> {
         // Remember the highest id before its manifest goes, so that it never comes again. A full medium must not keep
         // anyone from making room: then it is remembered afterwards.
         let ledger = Ledger { pending: Some(0), ..Ledger::read(folder)? };
@@ -90,7 +117,7 @@ impl Store {
             self.medium.remove(&folder.checkpoint(*id))?;
         }
         self.medium.sync_folder(&folder.checkpoints())?;
-        let mut freed = sweep(self, folder, Rewriting::Yes)?;
+        let mut freed = sweep(self, folder, Rewriting::Yes, room)?;
         if remembered.is_err() {
             let late = Ledger { checkpoint: ledger.checkpoint, pending: None, ..Ledger::read(folder)? };
             late.write(&self.medium, folder)?;
@@ -107,7 +134,7 @@ pub(crate) fn clean(store: &Store, folder: &Folder) -> Result<()> {
         && let Some(_lock) = Lock::exclusive(&folder.writer_lock(), Duration::ZERO)?
         && has_leftovers(folder)?
     {
-        sweep(store, folder, Rewriting::No)?;
+        sweep(store, folder, Rewriting::No, Room::GivenBack)?;
     }
     Ok(())
 }
@@ -130,7 +157,7 @@ fn hidden(folder: &Folder) -> Result<Vec<std::path::PathBuf>> {
 }
 
 /// Gives back all room that no checkpoint needs; the caller holds the writer lock.
-pub(crate) fn sweep(store: &Store, folder: &Folder, rewriting: Rewriting) -> Result<Freed> {
+pub(crate) fn sweep(store: &Store, folder: &Folder, rewriting: Rewriting, room: Room) -> Result<Freed> {
     for path in hidden(folder)? {
         store.medium.remove(&path)?;
     }
@@ -146,9 +173,13 @@ pub(crate) fn sweep(store: &Store, folder: &Folder, rewriting: Rewriting) -> Res
         Err(e) => return Err(e),
     };
     let dead: Vec<u64> = folder.segment_ids()?.into_iter().filter(|id| !usage.knows(*id)).collect();
-    freed.bytes = delete_segments(store, folder, &dead)?;
+    if room == Room::GivenBack {
+        freed.bytes = folder.spare().metadata().map_or(0, |m| m.len());
+        store.medium.remove(&folder.spare())?;
+    }
+    freed.bytes += delete_segments(store, folder, &dead, room)?;
     if rewriting == Rewriting::Yes {
-        match rewrite::rewrite(store, folder, &usage) {
+        match rewrite::rewrite(store, folder, &usage, room) {
             Ok(saved) => freed.bytes += saved,
             Err(e) => freed.unfinished = Some(e),
         }
@@ -174,14 +205,16 @@ fn read_usage(folder: &Folder) -> Result<Usage> {
     Ok(usage)
 }
 
-/// Deletes segments while nobody is between a manifest and its segments. Returns the bytes given back.
-pub(crate) fn delete_segments(store: &Store, folder: &Folder, ids: &[u64]) -> Result<u64> {
-    if ids.is_empty() {
+/// Deletes segments while nobody is between a manifest and its segments; one may become the spare. Returns the bytes given back.
+pub(crate) fn delete_segments(store: &Store, folder: &Folder, ids: &[u64], room: Room) -> Result<u64> {
+    let rolls = room == Room::Reused;
+    if ids.is_empty() && !(rolls && folder.spare().exists()) {
         return Ok(0);
     }
     let _lock = Lock::exclusive(&folder.reader_lock(), Duration::MAX)?;
     let mut bytes = 0;
-    for id in ids {
+    let kept = if rolls { spare::keep(&store.medium, folder, ids)? } else { None };
+    for id in ids.iter().filter(|&&id| Some(id) != kept) {
         let path = folder.segment(*id);
         bytes += path.metadata().map_or(0, |m| m.len());
         store.medium.remove(&path)?;

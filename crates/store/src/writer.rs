@@ -1,5 +1,6 @@
 //! A checkpoint being written.
 
+use crate::alike::Hint;
 use crate::folder::Folder;
 use crate::ledger::Ledger;
 use crate::lock::Lock;
@@ -194,6 +195,12 @@ impl Writer {
     pub fn keep_only(&mut self, owner: Owner, ranges: Vec<Range>) {
         ranges.iter().for_each(whole_pages);
         self.pipeline.layers.keep_only(owner, ranges);
+    }
+
+    /// Pages of `owner` that are as those of `parent` at the same addresses, put before, are stored once, as far as they are put by
+    /// several threads. To be told of both, before their pages are put; `hint` says which of an owner's pages may be shared.
+    pub fn relate(&mut self, owner: Owner, parent: Option<Owner>, hint: Box<Hint>) {
+        self.pipeline.alike.relate(owner, parent, hint);
     }
 
     /// When the checkpoint is committed, all pages that were put for `from` will be those of `to`, and whatever was put for that

@@ -132,6 +132,44 @@ fn while_pruning_and_rewriting() {
 }
 
 #[test]
+fn while_one_segment_is_written_after_the_other() {
+    let roll = |store: &Store| {
+        store.roll("web", 1)?;
+        put_all(store, 200, 5)?;
+        store.roll("web", 1)?;
+        put_all(store, 180, 6)
+    };
+    let prepare = |store: &Store| {
+        checkpoint(store, "web", &memory(0, 200, 1)).expect("first");
+        checkpoint(store, "web", &memory(0, 200, 2)).expect("second");
+    };
+    at_every_operation(prepare, roll, |store, result| {
+        let ids = store.checkpoints("web").expect("ids");
+        assert!(!ids.is_empty());
+        for id in ids {
+            let pages = if id == 4 { 180 } else { 200 };
+            let seed = if id > 2 { id + 2 } else { id };
+            assert_holds(store, "web", id, &memory(0, pages, seed));
+        }
+        assert_no_leftovers(store, "web");
+        store.roll("web", 1).expect("the next one succeeds");
+        if result.is_ok() {
+            assert_eq!(store.checkpoints("web").expect("ids"), [4]);
+        }
+        checkpoint(store, "web", &memory(0, 190, 7)).expect("and another checkpoint");
+        assert_no_leftovers(store, "web");
+        store.prune("web", 1).expect("prune");
+        assert_eq!(names(&store.path().join("jobs/web/segments")).len(), 1, "the spare is given back");
+    });
+}
+
+fn put_all(store: &Store, pages: u64, seed: u64) -> Result<()> {
+    let mut writer = store.begin("web")?;
+    put(&mut writer, 0, pages, seed)?;
+    writer.commit(image()).map(drop)
+}
+
+#[test]
 fn while_the_newest_is_removed() {
     let remove = |store: &Store| store.remove("web", 2);
     at_every_operation(two_checkpoints, remove, |store, _| {

@@ -37,7 +37,8 @@ enum Action {
         commits: bool,
     },
     Remove(prop::sample::Index),
-    Prune(usize),
+    /// So many are kept; whether one goes on writing.
+    Prune(usize, bool),
     Reopen,
 }
 
@@ -71,7 +72,7 @@ fn action() -> impl Strategy<Value = Action> {
                 Action::Checkpoint { incremental, changes, kept, commits }
             }),
         1 => any::<prop::sample::Index>().prop_map(Action::Remove),
-        2 => (1_usize..4).prop_map(Action::Prune),
+        2 => (1_usize..4, any::<bool>()).prop_map(|(keep, rolls)| Action::Prune(keep, rolls)),
         1 => Just(Action::Reopen),
     ]
 }
@@ -171,17 +172,20 @@ proptest! {
                     model.checkpoints.remove(&id);
                     store.remove("job", id).expect("remove");
                 }
-                Action::Prune(keep) if !model.checkpoints.is_empty() => {
+                Action::Prune(keep, rolls) if !model.checkpoints.is_empty() => {
                     while model.checkpoints.len() > keep {
                         model.checkpoints.pop_first();
                     }
-                    let freed = store.prune("job", keep).expect("prune");
+                    let freed = if rolls { store.roll("job", keep) } else { store.prune("job", keep) };
+                    let freed = freed.expect("prune");
                     assert!(freed.unfinished.is_none());
                     let headers = 64 * PAGE;
-                    assert!(segment_bytes(&store, "job") <= 2 * model.needed() + headers, "the store is bounded");
+                    // The spare, and what was written into a former one.
+                    let bound = model.needed() * if rolls { 7 } else { 3 } + headers;
+                    assert!(segment_bytes(&store, "job") <= bound, "the store is bounded");
                 }
                 Action::Reopen => store = Store::open(folder.path()).expect("open"),
-                Action::Remove(_) | Action::Prune(_) => {}
+                Action::Remove(_) | Action::Prune(..) => {}
             }
             model.check(&store);
         }

@@ -163,6 +163,47 @@ fn pages_that_are_gone_are_not_reused() {
     old.reader.read(&old.pages.extents[0], &mut bytes).expect("a loaded checkpoint stays readable");
 }
 
+/// What nobody points to any more is written anew, unless somebody still reads it.
+#[test]
+fn one_segment_after_the_other() {
+    use std::os::unix::fs::MetadataExt;
+    let (_folder, store) = store();
+    let segments = store.path().join("jobs/web/segments");
+    let inode = |name: &str| segments.join(name).metadata().expect("segment").ino();
+    checkpoint(&store, "web", &memory(0, 300, 1)).expect("first");
+    let read = store.load("web", Some(1)).expect("load");
+    checkpoint(&store, "web", &memory(0, 310, 2)).expect("second");
+    let (first, second) = (inode("1.pages"), inode("2.pages"));
+    store.roll("web", 1).expect("roll");
+    assert_eq!(names(&segments), ["2.pages"], "the first one is being read");
+    checkpoint(&store, "web", &memory(0, 305, 3)).expect("third");
+    assert_ne!(inode("3.pages"), second);
+    store.roll("web", 1).expect("roll");
+    assert_eq!((inode("spare"), inode("3.pages") == first), (second, false), "it is kept");
+    checkpoint(&store, "web", &memory(0, 308, 4)).expect("fourth");
+    assert_eq!(inode("4.pages"), second, "it is written anew");
+    assert_holds(&store, "web", 3, &memory(0, 305, 3));
+    assert_holds(&store, "web", 4, &memory(0, 308, 4));
+    for extent in &read.pages.extents {
+        let mut bytes = vec![0; extent.len() as usize];
+        read.reader.read(extent, &mut bytes).expect("a loaded checkpoint stays readable");
+    }
+    // What is much larger or smaller than what is written is not kept.
+    store.roll("web", 1).expect("roll");
+    checkpoint(&store, "web", &memory(0, 20, 5)).expect("a small one");
+    assert!(inode("5.pages") > 0);
+    let small = segments.join("5.pages").metadata().expect("segment").len();
+    assert!(small < 30 * PAGE, "it is cut");
+    store.roll("web", 1).expect("roll");
+    assert_eq!(names(&segments), ["5.pages"]);
+    checkpoint(&store, "web", &memory(0, 21, 6)).expect("one more");
+    store.roll("web", 1).expect("roll");
+    assert_eq!(names(&segments), ["6.pages", "spare"]);
+    store.end_rolling("web").expect("end");
+    assert_eq!(names(&segments), ["6.pages"]);
+    assert_holds(&store, "web", 6, &memory(0, 21, 6));
+}
+
 #[test]
 fn a_failing_fill_leaves_the_writer_usable() {
     let (_folder, store) = store();
@@ -201,4 +242,20 @@ fn inconsistent_images_are_not_committed() {
     assert!(matches!(writer.commit(wrong), Err(Error::Image(_))));
     assert!(store.checkpoints("web").expect("ids").is_empty());
     assert_no_leftovers(&store, "web");
+}
+
+/// The newest one needs none of it.
+#[test]
+fn nothing_is_kept_for_who_writes_nothing() {
+    let (_folder, store) = store();
+    let segments = store.path().join("jobs/web/segments");
+    checkpoint(&store, "web", &memory(0, 64, 1)).expect("first");
+    checkpoint(&store, "web", &Memory::new()).expect("an empty one");
+    store.roll("web", 1).expect("roll");
+    assert!(names(&segments).is_empty());
+    for pages in [64, 60, 62, 4] {
+        checkpoint(&store, "web", &memory(0, pages, 2)).expect("more");
+        store.roll("web", 2).expect("roll");
+    }
+    assert_eq!(names(&segments).len(), 2, "and what is too large goes");
 }

@@ -166,6 +166,24 @@ mod namespaces {
     );
 }
 
+mod pid_namespaces {
+    scenarios!("pid_namespaces":
+        inside,
+        in_a_group_from_outside,
+        nested,
+        begins_with_the_next_child,
+        goes_on_with_children_inside,
+        comes_and_goes,
+        ended,
+        leaderless,
+        ids,
+    );
+}
+
+mod mount_namespaces {
+    scenarios!("mount_namespaces": copied, entered, with_proc,);
+}
+
 mod trees {
     scenarios!("tree":
         pair,
@@ -186,6 +204,7 @@ mod trees {
         shared_object,
         shared_file,
         copied_on_write,
+        inherited,
         pipes,
         socket_pairs,
         accepted,
@@ -216,6 +235,23 @@ mod trees {
         lost_session,
         dead_session,
         left_session,
+    );
+}
+
+mod sharers {
+    scenarios!("sharers":
+        pair,
+        generations.ignoring(&["child"]), // whose main stack is that of nobody, and grows when they are asked
+        brothers.ignoring(&["child"]),
+        orphans.ignoring(&["child"]),
+        adopted,
+        actions,
+        old_threads,
+        threaded,
+        one_stack.ignoring(&["map", "child"]),
+        turns.ignoring(&["thread", "child"]),
+        memory,
+        passing.ignoring(&["thread", "child"]),
     );
 }
 

@@ -17,6 +17,7 @@ use stillpoint_linux::{Error as Kernel, RemoteAddr};
 
 /// Memory is protected in pieces of this size, bytes, so that the program's own page faults get their turn.
 const PIECE: u64 = 16 << 20;
+
 /// A process that is followed.
 #[derive(Debug)]
 pub(super) struct Follower {
@@ -51,13 +52,7 @@ impl Drop for Follower {
     fn drop(&mut self) {
         // Closing the descriptor would release everything in one step, with the program's page faults waiting.
         for range in &self.followed {
-            let mut at = range.start;
-            while at < range.end() {
-                let end = range.end().min(at + PIECE);
-                // Fails where the program has unmapped it.
-                let _ = self.userfault.unregister(RemoteAddr(at), RemoteAddr(end));
-                at = end;
-            }
+            self.userfault.unregister_gently(RemoteAddr(range.start), RemoteAddr(range.end()));
         }
     }
 }

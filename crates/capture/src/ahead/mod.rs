@@ -20,7 +20,6 @@ use crate::engine::tracking::{open_inside, writes_unnoticed};
 use crate::engine::{AtRest, Log};
 use crate::files::memory::data_ranges;
 use crate::freeze::Frozen;
-use crate::regions::union;
 use crate::work::Member;
 use crate::{Builder, Progress, Result};
 use followers::{Follower, Looking, Watch};
@@ -243,8 +242,8 @@ impl Ahead {
             if !object.is_followed {
                 object.left.clear();
             }
-            object.left = union(std::mem::take(&mut object.left));
-            object.data = union([object.data.as_slice(), &object.left].concat());
+            object.left = Range::joined(std::mem::take(&mut object.left));
+            object.data = Range::joined([object.data.as_slice(), &object.left].concat());
         }
     }
 

@@ -161,6 +161,13 @@ pub(super) fn objects(members: &[Member], builder: &Builder) -> Result<BTreeMap<
             found.entry(key).or_default().push(mapping);
         }
     }
+    // Of memory that several have it would take more to know who writes.
+    let is_theirs = |m: &Mapping| {
+        let space =
+            members.iter().find(|member| member.target.pid == m.pid).map(|member| member.target.space);
+        members.iter().filter(|member| Some(member.target.space) == space).count() > 1
+    };
+    found.retain(|_, mappings| !mappings.iter().any(is_theirs));
     found.values_mut().for_each(|mappings| mappings.sort_unstable());
     Ok(found)
 }

@@ -122,7 +122,8 @@ impl ProcessQuery {
         process.itimers = self.itimers.iter().map(|&at| interval_timer(outcome, at)).collect();
         process.timers.clear();
         for query in &self.timers {
-            process.timers.extend(posix_timer(query, outcome, threads, builder));
+            let timer = posix_timer(query, outcome, threads, &process.threads, builder);
+            process.timers.extend(timer);
         }
         process.timers.sort_by_key(|t| t.id);
         process.child_subreaper = layout::half(outcome.bytes(self.subreaper, 4), 0) != 0;
@@ -202,10 +203,16 @@ fn posix_timer(
     query: &TimerQuery,
     outcome: &Outcome,
     threads: &[u32],
+    described: &[Thread],
     builder: &mut Builder,
 ) -> Option<PosixTimer> {
     let info = &query.info;
-    if let Some(why) = foreign_clock(info.clock, threads) {
+    // Clocks are told as the program named them, threads by the ids that we see.
+    let as_told = |(place, tid): (usize, &u32)| described.get(place).map_or(*tid, Thread::own_tid);
+    let own: Vec<u32> = threads.iter().enumerate().map(as_told).collect();
+    let place = threads.iter().position(|tid| *tid == info.target);
+    let target = place.and_then(|place| described.get(place)).map_or(info.target, |thread| thread.tid);
+    if let Some(why) = foreign_clock(info.clock, &own) {
         builder.refuse(format!("POSIX timer {}", info.id), why, "");
         return None;
     }
@@ -222,7 +229,7 @@ fn posix_timer(
         } as u32,
         signal: info.signal,
         value: info.value,
-        tid: if info.to_thread { info.target } else { 0 },
+        tid: if info.to_thread { target } else { 0 },
         remaining_ns: if read { ns(2) } else { 0 },
         interval_ns: if read { ns(0) } else { 0 },
         overrun: u32::try_from(outcome.result(query.overrun)).unwrap_or(0),

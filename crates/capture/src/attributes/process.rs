@@ -1,6 +1,7 @@
 //! A process as a whole and its address space, from outside. The process should be frozen.
 
 use crate::Result;
+use crate::home::Home;
 use stillpoint_image::{AddressSpace, Bytes, Layout, Process, Rlimit};
 use stillpoint_linux::limits;
 use stillpoint_linux::proc::{Proc, Stat, Status};
@@ -17,17 +18,16 @@ pub const FILES: [&str; 6] = ["limits", "cgroup", "oom_score_adj", "auxv", "pers
 ///
 /// # Errors
 /// [`stillpoint_linux::Error::Gone`], or that a file or limit cannot be read.
-pub fn process(target: &Proc, stat: &Stat, status: &Status) -> Result<Process> {
-    let pid = status.own_pid();
-    // In a pid namespace of its own, session and group may lie outside: 0 there.
-    let inner = |ids: &[u32], outer: u32| ids.last().copied().unwrap_or(outer);
+pub fn process(target: &Proc, home: &Home, stat: &Stat, status: &Status) -> Result<Process> {
+    let pid = home.pid(status);
     let limits = limits::all(target)?.into_iter().enumerate();
     let rlimits =
         limits.map(|(resource, (soft, hard))| Rlimit { resource: resource as u32, soft, hard }).collect();
     Ok(Process {
         pid,
-        leads_session: inner(&status.ns_sid, stat.session) == pid,
-        leads_group: inner(&status.ns_pgid, stat.pgrp) == pid,
+        // In a private pid namespace, session and group may lie outside: 0 there.
+        leads_session: home.id(&status.ns_sid, stat.session) == pid,
+        leads_group: home.id(&status.ns_pgid, stat.pgrp) == pid,
         foreground: stat.tty != 0 && stat.tpgid > 0 && stat.tpgid as u32 == stat.pgrp,
         umask: status.umask.unwrap_or(0o022),
         rlimits,

@@ -24,7 +24,7 @@ pub fn refuse_undo(builder: &mut Builder, pids: &[u32]) -> Result<()> {
         return Ok(());
     }
     // A new process has no list.
-    let fresh = spawn::shell(None, 0)?;
+    let fresh = spawn::shell(&[], 0)?;
     let shared = |(pid, set)| Ok((sharing::shared(fresh.pid, pid, Shared::SemaphoreUndo)?, set));
     let looked: Result<Vec<_>> = users.into_iter().map(shared).collect();
     let _ = rustix::process::pidfd_send_signal(&fresh.pidfd, rustix::process::Signal::KILL);

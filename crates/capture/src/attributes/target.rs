@@ -3,10 +3,13 @@
 
 use super::thread::{Look, ThreadFiles};
 use crate::builder::Sharing;
+use crate::home::Home;
 use crate::{Builder, Error, Result};
 use std::cmp::Ordering;
 use std::collections::{HashMap, HashSet};
 use std::io::Read;
+use std::os::unix::fs::MetadataExt;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use stillpoint_image::Thread;
 use stillpoint_linux::proc::{
@@ -116,9 +119,13 @@ pub fn tracer(target: &Proc, tid: u32) -> Option<Error> {
 }
 
 fn traced(name: &str, tracer: u32) -> Error {
-    let comm = |pid| Proc::process(pid).and_then(|p| p.comm()).unwrap_or_default();
     let what = format!("{name} is traced by {} already", named(tracer));
-    match comm(tracer) == comm(std::process::id()) {
+    // Its threads have names of their own.
+    let program = |pid| {
+        let stat = std::fs::metadata(format!("/proc/{pid}/exe")).ok()?;
+        Some((stat.dev(), stat.ino()))
+    };
+    match program(tracer).is_some_and(|file| Some(file) == program(std::process::id())) {
         true => Error::Busy(what),
         false => Error::Target(what),
     }
@@ -144,8 +151,8 @@ pub struct Examined {
     ours: Vec<Namespace>,
     /// Those of the target's main thread.
     theirs: Vec<Namespace>,
-    /// Whether the target lives in a pid namespace that a restore of ours made.
-    private: bool,
+    /// Where ids are told.
+    home: Arc<Home>,
     /// Its threads, and whether each could have changed its namespaces.
     threads: HashMap<u32, bool>,
     /// Whether a security module confines programs here.
@@ -168,7 +175,7 @@ pub fn examine(builder: &mut Builder, target: &Proc, others: Option<&[u32]>) -> 
     let mut examined = Examined {
         ours: own.namespaces()?,
         theirs: Vec::new(),
-        private: false,
+        home: builder.home.clone(),
         threads: HashMap::new(),
         confines: false,
         last_pid: None,
@@ -179,7 +186,6 @@ pub fn examine(builder: &mut Builder, target: &Proc, others: Option<&[u32]>) -> 
         return Ok(examined);
     }
     examined.theirs = target.namespaces()?;
-    examined.private = restored_privately(&own, target)?;
     examined.confines = confinement(builder, &own, target)?;
     for tid in target.threads()? {
         match examine_thread(builder, target, tid, &mut examined) {
@@ -285,7 +291,10 @@ pub fn examine_again(
     }
     for seen in threads {
         // What is as it was in the main thread has been judged.
-        if !seen.namespaces.iter().all(|n| examined.theirs.contains(n)) {
+        let has_all = seen.namespaces.is_empty() || seen.tid == target.pid() || {
+            children_of(&seen.namespaces) == children_of(&examined.theirs)
+        };
+        if !has_all || !seen.namespaces.iter().all(|n| examined.theirs.contains(n)) {
             namespaces(builder, target, seen.tid, examined, threads.len() == 1, &seen.namespaces)?;
         }
         thread(builder, target, seen.tid, &seen.look.stat, &seen.look.status)?;
@@ -378,7 +387,7 @@ impl Examined {
         let (tid, look) = (files.tid(), files.look()?);
         let kinds = kinds(files, free || may_change_namespaces(&look.status));
         let namespaces = if kinds.is_empty() { Vec::new() } else { files.namespaces(kinds)? };
-        let thread = super::thread::thread(tid, &look)?;
+        let thread = super::thread::thread(tid, &self.home, &look)?;
         Ok(Seen { tid, look, namespaces, thread })
     }
 }
@@ -422,6 +431,11 @@ pub fn newer<'a>(examined: impl IntoIterator<Item = &'a Examined>) -> Result<Vec
     Ok(made.into_iter().filter(|pid| Proc::thread_by_tid(*pid).is_ok()).collect())
 }
 
+/// The pid namespace that children of a thread are to be in; none if that is still to be begun.
+fn children_of(theirs: &[Namespace]) -> Option<Namespace> {
+    theirs.iter().find(|space| space.kind == NamespaceKind::PidForChildren).copied()
+}
+
 /// Judges the namespaces of a thread; `alone`: it stands still, and the process has no other.
 fn namespaces(
     builder: &mut Builder,
@@ -431,7 +445,19 @@ fn namespaces(
     alone: bool,
     theirs: &[Namespace],
 ) -> Result<()> {
+    if tid != target.pid() && !theirs.is_empty() && children_of(theirs) != children_of(&examined.theirs) {
+        let why = "its children are to be in another pid namespace than those of the main thread";
+        builder.refuse(
+            format!("thread {tid}"),
+            why,
+            "let all threads of the process have theirs in the same",
+        );
+    }
     for space in theirs {
+        // What its children are to be in is seen to where that is described.
+        if space.kind == NamespaceKind::PidForChildren {
+            continue;
+        }
         let has_moved = builder.namespaces.would_know(space.kind) && !examined.theirs.contains(space);
         // Nobody has been judged by where a thread was that is alone.
         if has_moved && !alone {
@@ -448,48 +474,22 @@ fn namespaces(
         }
         // Time namespaces only shift clocks, which a restore does anyway.
         let shifts_clocks = matches!(space.kind, NamespaceKind::Time | NamespaceKind::TimeForChildren);
-        let is_private =
-            matches!(space.kind, NamespaceKind::Pid | NamespaceKind::PidForChildren | NamespaceKind::Mount);
-        // Of a private one it must still be the one that was looked at.
-        let private = examined.private && is_private && examined.theirs.contains(space);
-        let is_known = examined.ours.contains(space) || builder.namespaces.has(space);
-        if shifts_clocks || is_known || private {
+        let is_around = examined.ours.contains(space) || examined.home.private.contains(space);
+        if shifts_clocks || is_around || builder.namespaces.has(space) {
             continue;
         }
         if builder.namespaces.would_know(space.kind) {
             let what = format!("{} has just entered a {} namespace", named(tid), space.kind.name());
             return Err(Error::Passing(what));
         }
-        let what = match space.kind {
-            NamespaceKind::PidForChildren => "pid namespace of its children".to_string(),
-            kind => format!("{} namespace", kind.name()),
-        };
         let hint = "run stillpoint inside of it, for example with nsenter(1)";
-        builder.refuse(what, "the program is in another one than stillpoint", hint);
+        builder.refuse(
+            format!("{} namespace", space.kind.name()),
+            "the program is in another one than stillpoint",
+            hint,
+        );
     }
     Ok(())
-}
-
-/// Whether the program lives in a pid namespace that a restore of ours made because its process ids were taken: one
-/// level below us, with a stillpoint as its process 1. Its mounts are ours but for `/proc`.
-fn restored_privately(own: &Proc, target: &Proc) -> Result<bool> {
-    let (ours, theirs) = (own.status()?, target.status()?);
-    if theirs.ns_tgid.len() != ours.ns_tgid.len() + 1 {
-        return Ok(false);
-    }
-    let mut pid = theirs.ppid;
-    while pid > 1 {
-        let Ok(ancestor) = Proc::process(pid) else { return Ok(false) };
-        let status = ancestor.status()?;
-        if status.ns_tgid.len() == theirs.ns_tgid.len() && status.own_pid() == 1 {
-            let same =
-                |a: &Proc, b: &Proc| a.link("exe").ok().zip(b.link("exe").ok()).is_some_and(|(a, b)| a == b);
-            let mounts = |p: &Proc| p.link("ns/mnt").ok();
-            return Ok(same(own, &ancestor) && mounts(&ancestor) == mounts(target));
-        }
-        pid = status.ppid;
-    }
-    Ok(false)
 }
 
 /// A security module's label is given at exec; nobody else may give it back. Returns whether there are labels at all.
@@ -587,21 +587,44 @@ pub(crate) const VFORK: Duration = Duration::from_millis(200);
 /// The same, while nobody does: on a busy machine it may wait long for a processor.
 const VFORK_RUNNING: Duration = Duration::from_secs(10);
 
-/// Whether one process has the memory of another for a moment only (`vfork(2)`); waits for the end of that.
-pub(crate) fn passes(pid: u32, other: u32) -> bool {
+/// Whether a process has the memory of another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Has {
+    /// It has its own.
+    Not,
+    /// Until it executes another program (`vfork(2)`), which it takes long to.
+    ForAMoment,
+    /// For good (`clone(2)` with `CLONE_VM`), as far as one can see.
+    Always,
+}
+
+/// Whether a process has the memory of another; waits for the end of that if it is for a moment only. Whoever waits for a child
+/// is asleep in the call that has made it before the child is old; if nobody is, nobody is going to.
+pub(crate) fn of_another(pid: u32, other: u32) -> Has {
     let start = Instant::now();
     while sharing::shared(pid, other, Shared::Memory).unwrap_or(false) {
-        let most = if waits_for_child(pid) || waits_for_child(other) { VFORK_RUNNING } else { VFORK };
-        if start.elapsed() > most {
-            return false;
+        let is_waited_for = waits_for_child(pid) || waits_for_child(other);
+        match is_waited_for {
+            true if start.elapsed() > VFORK_RUNNING => return Has::ForAMoment,
+            false if age(pid).min(age(other)) > VFORK || start.elapsed() > VFORK => return Has::Always,
+            _ => std::thread::sleep(Duration::from_micros(500)),
         }
-        std::thread::sleep(Duration::from_micros(500));
     }
-    true
+    Has::Not
+}
+
+/// How old a process is; nothing if that cannot be told.
+fn age(pid: u32) -> Duration {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    let now = Duration::new(now.tv_sec.max(0) as u64, now.tv_nsec.max(0) as u32);
+    let ticks = rustix::param::clock_ticks_per_second().max(1);
+    let started = Proc::process(pid).and_then(|p| p.stat()).map(|stat| stat.start_time);
+    let started = started.map(|t| Duration::from_nanos(t.saturating_mul(1_000_000_000 / ticks)));
+    started.map_or(Duration::ZERO, |started| now.saturating_sub(started))
 }
 
 /// Whether a thread of a process waits until the process that it is making executes another program or ends.
-fn waits_for_child(pid: u32) -> bool {
+pub(crate) fn waits_for_child(pid: u32) -> bool {
     let waits = |thread: Proc| {
         let calls = [libc::SYS_vfork, libc::SYS_clone, libc::SYS_clone3];
         let makes =
@@ -612,8 +635,8 @@ fn waits_for_child(pid: u32) -> bool {
     process.threads().unwrap_or_default().into_iter().any(|tid| process.sibling(tid).is_ok_and(waits))
 }
 
-/// Other processes with the same memory, descriptors or current directory: a `vfork` that does not end, if the target
-/// `runs`, or plain clone(2). Processes that we may not look at are taken not to share.
+/// Other processes with the same memory, descriptors or current directory, by plain clone(2); refuses, if the target `runs`, a
+/// `vfork` that does not end. Processes that we may not look at are taken not to share.
 fn sharers(builder: &mut Builder, target: &Proc, others: &[u32], runs: bool) {
     // A thread of the program that has just ended still has what it shared.
     let is_own =
@@ -631,14 +654,20 @@ fn sharers(builder: &mut Builder, target: &Proc, others: &[u32], runs: bool) {
             if !sharing::shared(pid, target.pid(), object).unwrap_or(false) || is_own(pid) {
                 continue;
             }
-            if object != Shared::Memory {
-                // Whether it is of the tree is known when that is.
-                let sharing = Sharing { process: target.pid(), other: pid, object };
-                if !builder.sharing.contains(&sharing) {
-                    builder.sharing.push(sharing);
+            let has = match object {
+                Shared::Memory if runs => of_another(pid, target.pid()),
+                _ => Has::Always,
+            };
+            match has {
+                Has::Not => {}
+                Has::ForAMoment => refuse_sharer(builder, pid, name),
+                Has::Always => {
+                    // Whether it is of the tree is known when that is.
+                    let sharing = Sharing { process: target.pid(), other: pid, object };
+                    if !builder.sharing.contains(&sharing) {
+                        builder.sharing.push(sharing);
+                    }
                 }
-            } else if !(runs && passes(pid, target.pid())) {
-                refuse_sharer(builder, pid, name);
             }
         }
     }

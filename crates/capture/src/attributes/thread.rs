@@ -1,5 +1,6 @@
 //! Threads, from outside. They should be frozen.
 
+use crate::home::Home;
 use crate::{Builder, Result};
 use stillpoint_image::{Bytes, Credentials, Range, Sched, SeccompFilter, Thread};
 use stillpoint_linux::proc::{self, Held, HeldNamespaces, Namespace, NamespaceKind, Proc, Stat, Status};
@@ -100,10 +101,11 @@ impl ThreadFiles {
 ///
 /// # Errors
 /// [`stillpoint_linux::Error::Gone`], or that something cannot be read.
-pub fn thread(tid: u32, look: &Look) -> Result<Thread> {
+pub fn thread(tid: u32, home: &Home, look: &Look) -> Result<Thread> {
     let (head, len) = sched::robust_list(tid)?;
     Ok(Thread {
-        tid: look.status.own_tid(),
+        tid: home.tid(&look.status),
+        inner: home.inner(&look.status.ns_pid),
         name: Bytes(look.stat.comm.clone()),
         robust_list: Range { start: head.0, len },
         creds: credentials(&look.status),

@@ -5,11 +5,13 @@
 //! how fast the program writes; nothing has to be prepared, and nothing is followed.
 
 use super::{Copied, Cut, Engine, MemoryEngine, Running, Still, put};
+use crate::inspect::lowest_stack;
 use crate::lend::Lender;
 use crate::regions::{Span, own_pages, spans, zeros};
 use crate::target::Target;
 use crate::{Error, Result};
 use std::time::{Duration, Instant};
+use stillpoint_image::pids::namespace_of;
 use stillpoint_image::{Image, Mapping, MappingFlags, Range};
 use stillpoint_linux::headroom::headroom;
 use stillpoint_linux::pagemap::Pagemap;
@@ -139,7 +141,9 @@ impl MemoryEngine for Fork {
         let mappings = &still.builder.image.spaces[still.target.space as usize].mappings;
         let shared = mappings.iter().filter(|m| m.shared);
         self.shared = shared.map(|m| Range { start: m.start, len: m.end - m.start }).collect();
-        let lender = Lender { process: &target.process, memory: &target.memory, gadgets: target.gadgets };
+        let lowest = Some(lowest_stack(&still.builder.image, target.space));
+        let lender =
+            Lender { process: &target.process, memory: &target.memory, gadgets: target.gadgets, lowest };
         let forked =
             lender.main_thread(still.frozen, &twin::calls(), |site, visit| Ok(Twin::fork(site, visit)?));
         match forked {
@@ -188,8 +192,22 @@ impl MemoryEngine for Fork {
     }
 }
 
-/// Whether a private mapping is copied in the cut.
-fn is_left_out(mapping: &Mapping) -> bool {
+/// Why no twin of a process can be made that lives for long, if so.
+///
+/// # Errors
+/// That it cannot be looked at.
+pub fn why_no_lasting_twin(image: &Image, target: &Target) -> Result<Option<String>> {
+    if let Some(why) = obstacle(image, target)? {
+        return Ok(Some(why));
+    }
+    match check_burial(&target.process) {
+        Err(Error::Failed(why)) => Ok(Some(why)),
+        checked => checked.map(|()| None),
+    }
+}
+
+/// Whether a private mapping is not for a twin, so that it has to be copied in the cut.
+pub fn is_left_out(mapping: &Mapping) -> bool {
     !is_inherited(mapping) || mapping.huge_page != 0
 }
 
@@ -207,6 +225,12 @@ fn obstacle(image: &Image, target: &Target) -> Result<Option<String>> {
             return Ok(Some(why.into()));
         }
         above = process.parent.and_then(|parent| image.processes.get(parent as usize));
+    }
+    if namespace_of(image, process).is_some() {
+        return Ok(Some("orphans in its pid namespace come to the program, as its twin would".into()));
+    }
+    if process.children_in.is_some() || process.children_apart {
+        return Ok(Some("its children are in another pid namespace, as its twin would be".into()));
     }
     let needed = |m: &&Mapping| m.flags.contains(MappingFlags::STACK) || m.prot & libc::PROT_EXEC as u32 != 0;
     if space.mappings.iter().filter(needed).any(|m| !is_inherited(m)) {

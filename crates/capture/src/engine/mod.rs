@@ -5,6 +5,7 @@
 //! again.
 
 pub(crate) mod aftermath;
+pub(crate) mod elsewhere;
 pub mod fork;
 mod loading;
 pub mod precopy;
@@ -13,7 +14,7 @@ pub mod tracking;
 pub mod wp;
 
 pub(crate) use loading::Loading;
-pub(crate) use tracking::Tracking;
+pub use tracking::Tracking;
 pub(crate) use wp::Armed;
 
 use crate::blocked::Earlier;
@@ -90,6 +91,13 @@ pub(crate) fn order(asked: Engine) -> Vec<Engine> {
         Engine::Wp => vec![Engine::Wp, Engine::Fork, Engine::Stop],
         other => vec![other],
     }
+}
+
+/// Whether it can save memory that several processes share. Those that follow what is written must know all that a process
+/// does with its memory past the page tables, such as reading files into it directly, and which words the kernel writes when a
+/// thread ends: of one process, not of all that may come to share it meanwhile.
+pub(crate) fn can_share(engine: Engine) -> bool {
+    matches!(engine, Engine::Fork | Engine::Stop)
 }
 
 /// Why `auto` takes this engine next.
@@ -266,7 +274,8 @@ impl Copied {
     pub fn copy(&mut self, memory: &Memory, ranges: &[(Range, bool)]) -> Result<()> {
         self.copy_with(ranges, |bytes| {
             let from: Vec<(u64, u64)> = ranges.iter().map(|(r, _)| (r.start, r.len)).collect();
-            memory.read_many(&from, bytes)
+            // What was written lately is its own.
+            memory.read_pinning(&from, bytes)
         })
     }
 

@@ -6,7 +6,7 @@
 
 use super::tracking::{Found, Look, Looking, Tracking, WORTH_HELPERS, writes_unnoticed};
 use super::{AtRest, Copied, Cut, Engine, Kept, Loading, MemoryEngine, Running, Still, politely, put_error};
-use crate::regions::{spans, spans_of_maps, zeros};
+use crate::regions::{Span, spans, spans_of_maps, zeros};
 use crate::target::Target;
 use crate::{Error, Result};
 use std::sync::{Mutex, PoisonError};
@@ -224,7 +224,8 @@ impl MemoryEngine for Precopy {
             self.took = (began.elapsed(), Duration::ZERO);
             self.left = still_there(&self.left, &found.own);
             self.left.extend(&found.dirty);
-            unite(&mut self.left);
+            // What was left by a look while it ran may have been something else than it is.
+            self.left = as_they_are(&self.left, &spans);
             let bytes: u64 = self.left.iter().map(|(r, _)| r.len).sum();
             // Much of it may have been dropped, which a closer look tells.
             if look == Look::AtRest && bytes > self.most {
@@ -280,6 +281,12 @@ fn still_there(ranges: &[(Range, bool)], own: &[Range]) -> Vec<(Range, bool)> {
         }
     }
     there
+}
+
+/// The parts of ranges that lie in these spans, ascending and apart, and whether zeros matter there.
+fn as_they_are(ranges: &[(Range, bool)], spans: &[Span]) -> Vec<(Range, bool)> {
+    let ranges = Range::joined(ranges.iter().map(|(range, _)| *range).collect());
+    spans.iter().flat_map(|s| s.range.parts_of(&ranges).map(|part| (part, s.zeros_matter))).collect()
 }
 
 /// Makes ranges ascend and lie apart.

@@ -15,7 +15,7 @@ use std::time::Duration;
 use stillpoint_image::{PAGE, Range};
 use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::descriptors::duplicate_from;
-use stillpoint_linux::fdinfo;
+use stillpoint_linux::fdinfo::{self, Folders};
 use stillpoint_linux::pagemap::{Category, Pagemap, Query, Run};
 use stillpoint_linux::userfault::{self, Mode, Userfault, what_is_missing_counts_as_written};
 
@@ -49,6 +49,9 @@ pub struct Tracking {
     pub(crate) base: Option<Base>,
     /// Spans that were followed at the last look.
     followed: Vec<Range>,
+    /// Those of them that were taken for memory in which pages of zeros need not be kept. While the program runs, something else
+    /// may take their place before they are looked at.
+    zeros_omitted: Vec<Range>,
     /// What that look found, piece by piece, ascending.
     seen: Vec<Seen>,
     /// Some of it is followed by those who load it, until it is taken over.
@@ -59,7 +62,7 @@ pub struct Tracking {
 
 /// What a look leaves behind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Look {
+pub enum Look {
     /// All pages protected again, so that each write is found by this look or by the next.
     Protect,
     /// The program stands still, and what was written may stay as it is: the next look finds it once more. Among what is
@@ -127,6 +130,14 @@ impl Tracking {
         Ok(tracking)
     }
 
+    /// Begins to follow a process that nobody loads; tells for how long it stood still.
+    ///
+    /// # Errors
+    /// That this kernel does not follow writes, or somebody else follows those of this process.
+    pub fn begin_with(target: &Target, earlier: &mut Earlier) -> Result<(Self, Duration)> {
+        Self::open(target, earlier, None)
+    }
+
     /// As [`Tracking::start`]; tells for how long it stood still.
     pub(crate) fn open(
         target: &Target,
@@ -135,8 +146,16 @@ impl Tracking {
     ) -> Result<(Self, Duration)> {
         let open = |frozen: &mut Frozen| open_inside(target, frozen, Mode::Noted);
         let (userfault, pause) = stop_briefly(target, earlier, open)?;
-        let (base, followed, seen, owed) = (None, Vec::new(), Vec::new(), Vec::new());
-        Ok((Tracking { userfault, base, followed, seen, loading, owed }, pause))
+        let tracking = Tracking {
+            userfault,
+            base: None,
+            followed: Vec::new(),
+            zeros_omitted: Vec::new(),
+            seen: Vec::new(),
+            loading,
+            owed: Vec::new(),
+        };
+        Ok((tracking, pause))
     }
 
     /// Follows by itself what those follow who have loaded it, piece by piece, in a brief stop each: the marks of what was
@@ -202,7 +221,10 @@ impl Tracking {
 
     /// Looks at all private memory; what was written since the last look, or has not been followed before, is dirty.
     /// `spans` tells where that is, for those who load it are asked first: what they tell to have been moved must be there.
-    pub(crate) fn look(
+    ///
+    /// # Errors
+    /// That somebody else follows its writes, or it has become another program.
+    pub fn look(
         &mut self,
         target: &Target,
         spans: impl FnOnce() -> Result<Vec<Span>>,
@@ -239,7 +261,7 @@ impl Tracking {
     }
 
     /// The marks of what was written in a range have gone.
-    pub(crate) fn owe(&mut self, range: Range) {
+    pub fn owe(&mut self, range: Range) {
         self.owed.push(range);
     }
 
@@ -251,6 +273,10 @@ impl Tracking {
     /// Begins a [`Tracking::look`], which is over when [`Tracking::work`] has returned in all threads that called it.
     pub(crate) fn begin(&mut self, target: &Target, spans: Vec<Span>, look: Look) -> Result<Looking> {
         let before = std::mem::replace(&mut self.followed, spans.iter().map(|s| s.range).collect());
+        for kept in spans.iter().filter(|s| s.zeros_matter) {
+            self.owed.extend(kept.range.parts_of(&self.zeros_omitted));
+        }
+        self.zeros_omitted = spans.iter().filter(|s| !s.zeros_matter).map(|s| s.range).collect();
         for span in &spans {
             let known = before.binary_search_by_key(&span.range.start, |r| r.start);
             if !known.is_ok_and(|i| before[i] == span.range) {
@@ -372,7 +398,7 @@ impl Tracking {
         let Range { start, .. } = span.range;
         let new = match target.pagemap.is_followed(RemoteAddr(start), RemoteAddr(span.range.end()))? {
             // A mapping that has grown is followed where it is new, too.
-            true => without(span.range, before),
+            true => Range::without(&[span.range], before),
             false => vec![span.range],
         };
         for part in new {
@@ -470,11 +496,6 @@ fn bytes(ranges: &[Range]) -> u64 {
     ranges.iter().map(|r| r.len).sum()
 }
 
-/// The parts of a range that lie outside of `others`, which are ascending.
-fn without(range: Range, others: &[Range]) -> Vec<Range> {
-    replaced(&[range], others, Vec::new())
-}
-
 /// Ascending ranges, as one where the gap between two is less than `near` bytes.
 fn joined(ranges: impl Iterator<Item = Range>, near: u64) -> Vec<Range> {
     let mut all: Vec<Range> = Vec::new();
@@ -545,7 +566,8 @@ pub(crate) fn open_inside(target: &Target, frozen: &mut Frozen, mode: Mode) -> R
     let user_mode_only = if matches!(mode, Mode::Noted | Mode::Told) { 1 } else { 0 };
     let open = |flags: u64| (libc::SYS_userfaultfd, [userfault::OPEN_FLAGS | flags, 0, 0, 0, 0, 0]);
     let close = (libc::SYS_close, [number, 0, 0, 0, 0, 0]);
-    let lender = Lender { process: &target.process, memory: &target.memory, gadgets: target.gadgets };
+    let lender =
+        Lender { process: &target.process, memory: &target.memory, gadgets: target.gadgets, lowest: None };
     let (nr, arguments) = open(user_mode_only);
     lender.main_thread(frozen, &[(nr, arguments), close], |_, visit| {
         let fd = visit.call_with_undo(nr, arguments, close)?;
@@ -572,18 +594,28 @@ fn lowest_free(used: &[u32]) -> u64 {
 /// The same goes for memory files of `/proc`: a write there looks a page up, and copies into it when it may be protected
 /// again. (So does `process_vm_writev(2)` into the program's own memory, but of that there is nothing to see.)
 pub(crate) fn writes_unnoticed(pid: u32) -> Result<bool> {
-    // One that is closed meanwhile cannot be read: nothing goes on there.
-    let direct = |fd: u32| fdinfo::read(pid, fd).is_ok_and(|i| i.flags & libc::O_DIRECT as u32 != 0);
-    Ok(fdinfo::list(pid)?.into_iter().any(|fd| direct(fd) || is_memory(pid, fd)))
+    let is_direct =
+        |folders: &Folders, fd| folders.read(fd).is_ok_and(|info| info.flags & libc::O_DIRECT as u32 != 0);
+    // What has no path is not for such transfers, and whoever reads the fdinfo of what the program closes meanwhile keeps it
+    // open for as long.
+    any_descriptor(pid, |folders, fd, link| {
+        is_memory(link) || link.starts_with(b"/") && is_direct(folders, fd)
+    })
 }
 
 /// Whether a process holds a descriptor of some process's memory.
 pub(crate) fn writes_through_proc(pid: u32) -> Result<bool> {
-    Ok(fdinfo::list(pid)?.into_iter().any(|fd| is_memory(pid, fd)))
+    any_descriptor(pid, |_, _, link| is_memory(link))
 }
 
-fn is_memory(pid: u32, fd: u32) -> bool {
-    let link = fdinfo::link(pid, fd).unwrap_or_default();
+fn any_descriptor(pid: u32, is_it: impl Fn(&Folders, u32, &[u8]) -> bool) -> Result<bool> {
+    let folders = Folders::open(pid)?;
+    // One that is closed meanwhile has no link: nothing goes on there.
+    let is_it = |fd: &u32| folders.link(*fd).is_ok_and(|link| is_it(&folders, *fd, &link));
+    Ok(folders.list()?.iter().any(is_it))
+}
+
+fn is_memory(link: &[u8]) -> bool {
     link.starts_with(b"/proc/") && link.ends_with(b"/mem")
 }
 

@@ -1,7 +1,8 @@
 //! TCP connections: their state, which two of them are the ends of one, and what is on its way between those.
 //!
 //! Nothing is done to a connection whose other end is elsewhere but to look what is unread. It is restored as one that is over,
-//! unless it has been kept ([`crate::keeper`]). Of one with both ends in the program everything is known and restored.
+//! unless it has been kept ([`crate::keeper`]). One that is being made is made once more. Of one with both ends in the program
+//! everything is known and restored.
 
 use super::descriptions::Description;
 use super::sockets::{CLOSE, address};
@@ -11,8 +12,8 @@ use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use stillpoint_image::{Bytes, Connection, Socket};
 use stillpoint_linux::descriptors::poll_now;
-use stillpoint_linux::sockets;
 use stillpoint_linux::tcp::{self, Guard, Info, state};
+use stillpoint_linux::{inet_diag, sockets};
 
 const TCP: u32 = libc::IPPROTO_TCP as u32;
 
@@ -48,17 +49,19 @@ pub(super) fn capture(
     sort: (i32, i32, i32),
     info: Info,
 ) -> Result<Option<Socket>> {
+    let (info, remote, with_data) = connecting(d, sort, info)?;
     let events = poll_now(&d.file, libc::POLLPRI)?;
     let local = sockets::local_address(&d.file)?;
-    let remote = sockets::peer_address(&d.file)?.unwrap_or_default();
     let name = name(d, &local, &remote);
-    let why = if matches!(info.state, state::SYN_SENT | state::SYN_RECEIVED) {
+    let why = if info.state == state::SYN_RECEIVED || info.state == state::SYN_SENT && remote.is_empty() {
         Some(("it is just being connected", "try again when it is"))
+    } else if with_data {
+        Some(("it is just being connected, with data in the first packet", "try again when it is"))
     } else if sockets::option(&d.file, TCP, libc::TCP_ULP as u32)?.is_some_and(|u| !u.is_empty()) {
         Some(("it has an upper layer protocol (TCP_ULP)", CLOSE))
     } else if sockets::has_filter(&d.file)? {
         Some(("a packet filter is attached to it", CLOSE))
-    } else if scan.target.frozen && events & libc::POLLPRI != 0 {
+    } else if events & libc::POLLPRI != 0 {
         Some(("it has urgent data that was not yet read", "try again when the program has read it"))
     } else if sockets::int_option(&d.file, libc::SOL_SOCKET as u32, libc::SO_PEEK_OFF as u32)?
         .is_some_and(|at| at >= 0)
@@ -93,6 +96,19 @@ pub(super) fn capture(
     }))
 }
 
+/// The state of a connection, its remote address, and whether data goes with its first packet. One that is being made may have
+/// been made, or have failed, a moment later.
+fn connecting(d: &Description, sort: (i32, i32, i32), info: Info) -> Result<(Info, Vec<u8>, bool)> {
+    let remote = || sockets::peer_address(&d.file).map(Option::unwrap_or_default);
+    if info.state != state::SYN_SENT {
+        return Ok((info, remote()?, false));
+    }
+    match inet_diag::connecting(sort.0, d.stat.st_ino)? {
+        Some(connecting) => Ok((info, connecting.remote, connecting.with_data)),
+        None => Ok((tcp::info(&d.file)?, remote()?, false)),
+    }
+}
+
 fn name(d: &Description, local: &[u8], remote: &[u8]) -> String {
     let link = String::from_utf8_lossy(&d.link);
     let peer = if remote.is_empty() { String::new() } else { format!(" ↔ {}", address(remote)) };
@@ -117,21 +133,15 @@ fn end(raw: &[u8]) -> Option<Endpoint> {
     Some((ip, port))
 }
 
-/// Completes the rows of all connections that have been found so far. With a program that runs (`frozen` is false) what is on
-/// its way is not looked at.
-pub(super) fn complete(builder: &mut Builder, frozen: bool, defaults: &mut Defaults) -> Result<()> {
+/// Completes the rows of all connections that have been found so far.
+pub(super) fn complete(builder: &mut Builder, defaults: &mut Defaults) -> Result<()> {
     let mut found = std::mem::take(&mut builder.connections);
-    let done = complete_all(builder, &mut found, frozen, defaults);
+    let done = complete_all(builder, &mut found, defaults);
     builder.connections = found;
     done
 }
 
-fn complete_all(
-    builder: &mut Builder,
-    found: &mut [Found],
-    frozen: bool,
-    defaults: &mut Defaults,
-) -> Result<()> {
+fn complete_all(builder: &mut Builder, found: &mut [Found], defaults: &mut Defaults) -> Result<()> {
     let pairs = pairs(builder, found);
     let mut guard = None;
     for &(a, b) in &pairs {
@@ -146,9 +156,6 @@ fn complete_all(
             builder.image.sockets[row].options = options(defaults, &found[own])?;
             found[own].seen = true;
         }
-        if !frozen {
-            continue;
-        }
         for (from, to) in [(a, b), (b, a)] {
             let flow =
                 tcp::flow(found[from].file.as_fd(), found[to].file.as_fd(), || watched(&mut guard, found))?;
@@ -159,8 +166,12 @@ fn complete_all(
             }
         }
     }
-    for outer in found.iter_mut().filter(|f| frozen && !f.seen) {
-        builder.image.sockets[outer.row as usize].queue = queue(tcp::unread(&outer.file)?);
+    for outer in found.iter_mut().filter(|f| !f.seen) {
+        let socket = &mut builder.image.sockets[outer.row as usize];
+        match is_being_made(socket) {
+            true => socket.options = options(defaults, outer)?,
+            false => socket.queue = queue(tcp::unread(&outer.file)?),
+        }
         outer.seen = true;
     }
     Ok(())
@@ -179,12 +190,19 @@ fn watched<'g>(guard: &'g mut Option<Guard>, found: &[Found]) -> stillpoint_linu
     guard.as_ref().ok_or_else(|| stillpoint_linux::Error::Other("there is no guard".into()))
 }
 
+fn is_being_made(socket: &Socket) -> bool {
+    socket.connection.as_ref().is_some_and(|connection| connection.state == state::SYN_SENT)
+}
+
 /// Connections both ends of which were found and are not peers yet.
 fn pairs(builder: &Builder, found: &[Found]) -> Vec<(usize, usize)> {
     let mut ends: HashMap<(Endpoint, Endpoint), usize> = HashMap::new();
     let mut pairs = Vec::new();
     for (index, one) in found.iter().enumerate() {
         let socket = &builder.image.sockets[one.row as usize];
+        if is_being_made(socket) {
+            continue;
+        }
         let remote = socket.connection.as_ref().and_then(|c| end(&c.remote.0));
         let (Some(local), Some(remote), None) = (end(&socket.local.0), remote, socket.peer) else { continue };
         match ends.remove(&(remote, local)) {

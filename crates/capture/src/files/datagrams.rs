@@ -22,7 +22,7 @@ pub(super) fn udp(scan: &mut Scan<'_>, d: &Description, sort: Sort) -> Result<Op
     if int(100 /* UDP_ENCAP */)? != 0 {
         return scan.refuse(d, "it is a UDP tunnel", CLOSE);
     }
-    if scan.target.frozen && int(UDP_CORK)? != 0 && datagrams::unsent(&d.file)? > 0 {
+    if int(UDP_CORK)? != 0 && datagrams::unsent(&d.file)? > 0 {
         return scan.refuse(d, "it has a datagram that is not complete (UDP_CORK)", CLOSE);
     }
     let Some(mut socket) = common(scan, d, sort)? else { return Ok(None) };
@@ -31,7 +31,7 @@ pub(super) fn udp(scan: &mut Scan<'_>, d: &Description, sort: Sort) -> Result<Op
     }
     socket.local = bound(sockets::local_address(&d.file)?);
     socket.remote = Bytes(sockets::peer_address(&d.file)?.unwrap_or_default());
-    if scan.target.frozen && has_something(&d.file)? {
+    if has_something(&d.file)? {
         let unread = datagrams::peek_all(&d.file)?;
         let (queue, senders): (Vec<_>, Vec<_>) =
             unread.into_iter().map(|(data, sender)| (Bytes(data), Bytes(sender))).unzip();
@@ -44,7 +44,7 @@ pub(super) fn udp(scan: &mut Scan<'_>, d: &Description, sort: Sort) -> Result<Op
 
 /// A socket of ICMP or of whole packets of IP.
 pub(super) fn raw(scan: &mut Scan<'_>, d: &Description, sort: Sort) -> Result<Option<u32>> {
-    if scan.target.frozen && has_something(&d.file)? {
+    if has_something(&d.file)? {
         return scan.refuse(d, "it has packets that were not yet read", WAIT);
     }
     let Some(mut socket) = common(scan, d, sort)? else { return Ok(None) };
@@ -92,7 +92,7 @@ pub(super) fn packets(scan: &mut Scan<'_>, d: &Description, sort: Sort) -> Resul
 
 /// A netlink socket with the groups that it listens to.
 pub(super) fn netlink(scan: &mut Scan<'_>, d: &Description, sort: Sort) -> Result<Option<u32>> {
-    if scan.target.frozen && has_something(&d.file)? {
+    if has_something(&d.file)? {
         return scan.refuse(d, "it has messages that were not yet read", WAIT);
     }
     let local = sockets::local_address(&d.file)?;

@@ -109,30 +109,18 @@ pub fn read(target: &Target<'_>) -> Result<Vec<Description>> {
         if target.shares_table_of(process) != process {
             continue;
         }
-        let listed = Folders::open(holder.pid).and_then(|f| f.list().map(|fds| (f, fds)));
-        let (folders, fds) = match listed {
-            Err(_) if !target.frozen => continue, // it has ended since
-            listed => listed?,
-        };
-        for fd in fds {
+        let folders = Folders::open(holder.pid)?;
+        for fd in folders.list()? {
             if let Some(&known) = of_number.get(&fd)
-                && target.frozen
                 && compare(all[known].first(), (holder.pid, fd))? == Ordering::Equal
             {
                 all[known].add(process, holder.pid, fd, folders.read(fd)?);
                 continue;
             }
-            let Some(found) = describe(target, process, &folders, fd)? else { continue };
+            let found = describe(target, process, &folders, fd)?;
             let key = (found.stat.st_dev, found.stat.st_ino, found.link.clone());
             let group = groups.entry(key).or_default();
-            let placed = match place(group, &all, found.first()) {
-                // The target runs and closed one of them since: take it for one of its own.
-                Err(e) if !target.frozen && matches!(e.errno(), Some(libc::EBADF | libc::ESRCH)) => {
-                    Err(group.len())
-                }
-                placed => placed?,
-            };
-            match placed {
+            match place(group, &all, found.first())? {
                 Ok(known) => {
                     all[known].join(found);
                     of_number.insert(fd, known);
@@ -193,25 +181,16 @@ fn place(group: &[usize], all: &[Description], descriptor: OfProcess) -> Result<
     Ok(Err(low))
 }
 
-/// Looks at one descriptor; `None` if the target, which then runs, closed it meanwhile.
-fn describe(target: &Target<'_>, process: usize, folders: &Folders, fd: u32) -> Result<Option<Description>> {
+/// Looks at one descriptor. The target stands still: what we have a duplicate of does not end when a program closes it. An
+/// epoll would go on to tell of it, the other end of a connection hear of no end, and what was being written could not be
+/// executed.
+fn describe(target: &Target<'_>, process: usize, folders: &Folders, fd: u32) -> Result<Description, Error> {
     let holder = &target.holders[process];
-    let gone = |e: &Error| {
-        let ended = matches!(e.errno(), Some(libc::ENOENT | libc::EBADF | libc::ESRCH));
-        !target.frozen && (ended || matches!(e, Error::Gone(_)))
-    };
-    let look = || -> Result<Description, Error> {
-        let file = duplicate_from(holder.pidfd, fd)?;
-        let stat = rustix::fs::fstat(&file).map_err(|e| Error::call(format!("fstat descriptor {fd}"), e))?;
-        let link = folders.link(fd)?;
-        let mut info = folders.read(fd)?;
-        let locks = std::mem::take(&mut info.locks).into_iter().map(|line| (process, line)).collect();
-        let held = vec![Held { process, pid: holder.pid, fd, close_on_exec: closes_on_exec(info.flags) }];
-        Ok(Description { held, file, stat, link, info, locks })
-    };
-    match look() {
-        Ok(found) => Ok(Some(found)),
-        Err(e) if gone(&e) => Ok(None),
-        Err(e) => Err(e.into()),
-    }
+    let file = duplicate_from(holder.pidfd, fd)?;
+    let stat = rustix::fs::fstat(&file).map_err(|e| Error::call(format!("fstat descriptor {fd}"), e))?;
+    let link = folders.link(fd)?;
+    let mut info = folders.read(fd)?;
+    let locks = std::mem::take(&mut info.locks).into_iter().map(|line| (process, line)).collect();
+    let held = vec![Held { process, pid: holder.pid, fd, close_on_exec: closes_on_exec(info.flags) }];
+    Ok(Description { held, file, stat, link, info, locks })
 }

@@ -12,6 +12,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use stillpoint_image::{EpollWatch, FileKind, InotifyWatch, TimerFd, Usage};
 use stillpoint_linux::descriptors::{is_watched, readable};
 use stillpoint_linux::fdinfo::{self, Detail, EpollLine, InotifyLine};
+use stillpoint_linux::proc::Proc;
 use stillpoint_linux::{Error, watches};
 
 /// Objects that are known and cannot be captured: the kernel's name, what it is, what to do.
@@ -95,9 +96,6 @@ fn epoll(
         let found = watched(scan, d, line.fd, *nth)?;
         *nth += 1;
         let Some(index) = found else {
-            if !scan.target.frozen {
-                continue;
-            }
             let why = format!("it watches a file that was descriptor {} and is open elsewhere now", line.fd);
             return scan.refuse(d, why, "");
         };
@@ -119,15 +117,8 @@ fn watched(scan: &Scan<'_>, epoll: &Description, number: u32, nth: u32) -> Resul
     let first: Vec<usize> = (0..scan.all.len()).filter(beside).collect();
     let others = (0..scan.all.len()).filter(|i| !first.contains(i) && !scan.all[*i].held.is_empty());
     for index in first.iter().copied().chain(others) {
-        match is_watched(scan.all[index].first(), epoll.first(), number, nth) {
-            Ok(true) => return Ok(Some(index)),
-            Ok(false) => {}
-            // The target runs, and has removed the watch or closed a descriptor since.
-            Err(e)
-                if !scan.target.frozen
-                    && matches!(e.errno(), Some(libc::ENOENT | libc::EBADF | libc::EINVAL | libc::ESRCH)) => {
-            }
-            Err(e) => return Err(e.into()),
+        if is_watched(scan.all[index].first(), epoll.first(), number, nth)? {
+            return Ok(Some(index));
         }
     }
     Ok(None)
@@ -148,7 +139,7 @@ fn pid_handle(scan: &mut Scan<'_>, d: &Description, pid: i64, inner: i64) -> Res
 }
 
 fn inotify(scan: &mut Scan<'_>, d: &Description, lines: &[InotifyLine]) -> Result<Option<FileKind>> {
-    if scan.target.frozen && readable(&d.file)? > 0 {
+    if readable(&d.file)? > 0 {
         return scan.refuse(
             d,
             "it has events that were not yet read",
@@ -190,21 +181,15 @@ fn locate(pid: u32, line: &InotifyLine) -> Result<Option<(PathBuf, OwnedFd)>> {
 
 /// Mount points of a file system, by its device number in the kernel's encoding.
 fn mounts(pid: u32, sdev: u64) -> Result<Vec<PathBuf>> {
-    let path = format!("/proc/{pid}/mountinfo");
-    let text = std::fs::read_to_string(&path).map_err(|e| Error::file(&path, e))?;
-    let device = format!("{}:{}", sdev >> 20, sdev & 0xf_ffff);
-    let of_device = text.lines().filter_map(|line| {
-        let mut fields = line.split(' ').skip(2);
-        (fields.next()? == device).then_some(())?;
-        fields.nth(1).map(unescape)
-    });
-    Ok(of_device.collect())
+    let device = ((sdev >> 20) as u32, (sdev & 0xf_ffff) as u32);
+    let mounts = Proc::process(pid)?.mounts()?;
+    Ok(mounts.iter().filter(|mount| mount.device == device).map(|mount| unescape(&mount.point)).collect())
 }
 
 /// Undoes `\040` and the like.
-fn unescape(field: &str) -> PathBuf {
+fn unescape(field: &[u8]) -> PathBuf {
     let mut out = Vec::new();
-    let mut rest = field.as_bytes();
+    let mut rest = field;
     while let Some((&first, tail)) = rest.split_first() {
         let code = tail.get(..3).and_then(|d| u8::from_str_radix(std::str::from_utf8(d).ok()?, 8).ok());
         match code {
@@ -260,7 +245,7 @@ mod tests {
 
     #[test]
     fn octal_escapes_of_mountinfo_are_undone() {
-        assert_eq!(unescape("/a\\040b\\134c"), PathBuf::from("/a b\\c"));
-        assert_eq!(unescape("/a\\04"), PathBuf::from("/a\\04"));
+        assert_eq!(unescape(b"/a\\040b\\134c"), PathBuf::from("/a b\\c"));
+        assert_eq!(unescape(b"/a\\04"), PathBuf::from("/a\\04"));
     }
 }

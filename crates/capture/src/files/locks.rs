@@ -5,6 +5,7 @@ use super::descriptions::Description;
 use crate::Result;
 use rustix::fs::FileType;
 use stillpoint_image::{FileOwner, Lock, LockKind};
+use stillpoint_linux::fdinfo::LockLine;
 
 /// Locks of a description, and its lease. What breaks a lease is somebody who opens the file: we do not, if that would.
 pub(crate) fn locks(scan: &mut Scan<'_>, d: &Description) -> Result<Vec<Lock>> {
@@ -26,7 +27,7 @@ pub(crate) fn locks(scan: &mut Scan<'_>, d: &Description) -> Result<Vec<Lock>> {
                 continue;
             }
         };
-        if kind == LockKind::Lease && line.exclusive {
+        if is_broken_by_opening(line) {
             scan.builder.never_open.insert(d.inode());
         }
         let process = match kind {
@@ -36,6 +37,11 @@ pub(crate) fn locks(scan: &mut Scan<'_>, d: &Description) -> Result<Vec<Lock>> {
         locks.push(Lock { kind, exclusive: line.exclusive, start: line.start, end: line.end, process });
     }
     Ok(locks)
+}
+
+/// Whether the program is asked to give it up when the file is opened for reading.
+pub(crate) fn is_broken_by_opening(line: &LockLine) -> bool {
+    line.kind == "LEASE" && line.exclusive
 }
 
 /// Who gets the signals of a description (`F_SETOWN`, `F_SETSIG`).

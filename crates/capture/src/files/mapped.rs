@@ -1,7 +1,6 @@
 //! Files behind mappings.
 
 use super::paths;
-use crate::regions::union;
 use crate::{Builder, Content, Result};
 use rustix::fs::{FileType, Mode, OFlags};
 use std::os::fd::OwnedFd;
@@ -86,7 +85,7 @@ fn save_range(builder: &mut Builder, path: u32, source: OwnedFd, range: Range, w
         return;
     }
     row.mapped_ranges.push(Range { start: range.start, len: end - range.start });
-    row.mapped_ranges = union(std::mem::take(&mut row.mapped_ranges));
+    row.mapped_ranges = Range::joined(std::mem::take(&mut row.mapped_ranges));
     row.digest = None; // it leaves these ranges out
     let ranges = row.mapped_ranges.clone();
     let owner = Owner::File(path);

@@ -3,8 +3,8 @@
 //! A peek at a message gives duplicates of the descriptors in it: each is an open file description like any other, only
 //! that no table has it.
 
+use super::Scan;
 use super::descriptions::Description;
-use super::{Scan, Target};
 use crate::Result;
 use rustix::fs::FileType;
 use std::collections::HashMap;
@@ -29,19 +29,29 @@ pub struct Peeked {
     files: Vec<usize>,
 }
 
-/// Unread messages by the inode number of their socket.
-pub type Queues = HashMap<u64, Vec<Peeked>>;
+/// Unread messages with descriptors in them.
+#[derive(Debug, Default)]
+pub struct InFlight {
+    /// By the inode number of their socket.
+    pub queues: HashMap<u64, Vec<Peeked>>,
+    /// There are others, in connections that wait to be accepted, which cannot be seen.
+    pub unaccepted: bool,
+}
 
 /// Adds the descriptions that are only in messages, and in messages of sockets that are in messages, to all others.
-pub fn in_flight(target: &Target<'_>, all: &mut Vec<Description>) -> Result<Queues> {
-    let mut queues = Queues::new();
+pub fn in_flight(all: &mut Vec<Description>) -> Result<InFlight> {
+    let InFlight { mut queues, mut unaccepted } = InFlight::default();
     let mut next = 0;
-    while target.frozen && next < all.len() {
+    while next < all.len() {
         let d = &all[next];
         next += 1;
         let laden =
             matches!(d.info.detail, Detail::Unix { descriptors_in_queue } if descriptors_in_queue > 0);
         if !laden || queues.contains_key(&d.stat.st_ino) {
+            continue;
+        }
+        if sockets::int_option(&d.file, SOL_SOCKET, libc::SO_ACCEPTCONN as u32)? == Some(1) {
+            unaccepted = true;
             continue;
         }
         let ino = d.stat.st_ino;
@@ -56,7 +66,7 @@ pub fn in_flight(target: &Target<'_>, all: &mut Vec<Description>) -> Result<Queu
         }
         queues.insert(ino, peeked);
     }
-    Ok(queues)
+    Ok(InFlight { queues, unaccepted })
 }
 
 /// Index of the description that a duplicate of ours is of.
@@ -95,7 +105,7 @@ pub(crate) fn capture(
     peer: Option<(&Description, &UnixSocket)>,
 ) -> Result<Option<Vec<Message>>> {
     let stream = socket.kind == libc::SOCK_STREAM as u32;
-    let known = scan.in_flight.remove(&d.stat.st_ino);
+    let known = scan.in_flight.queues.remove(&d.stat.st_ino);
     let is_known = known.is_some();
     let peeked = match known {
         Some(peeked) => peeked,
@@ -111,7 +121,7 @@ pub(crate) fn capture(
     }
     let files: usize = peeked.iter().map(|p| p.files.len()).sum();
     let expected = match d.info.detail {
-        Detail::Unix { descriptors_in_queue } if scan.target.frozen => descriptors_in_queue as usize,
+        Detail::Unix { descriptors_in_queue } => descriptors_in_queue as usize,
         _ => 0,
     };
     if stream && is_known && !is_as_sent(socket, &peeked, peer)? {

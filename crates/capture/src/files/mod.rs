@@ -1,7 +1,7 @@
 //! Descriptors of the target and the objects behind them.
 //!
-//! Every descriptor is duplicated into our process (`pidfd_getfd`) and looked at there, with calls that neither
-//! consume data nor move offsets. What is found becomes rows of the image, or is refused by name.
+//! Every descriptor is duplicated into our process (`pidfd_getfd`) while the target stands still, and looked at there, with calls
+//! that neither consume data nor move offsets. What is found becomes rows of the image, or is refused by name.
 //!
 //! | file | what it knows |
 //! | --- | --- |
@@ -58,7 +58,7 @@ pub use contents::{Moment, copy_content, take_digests_of};
 pub use mapped::{Mapped, mapped_file};
 pub use memory::memory_object;
 pub use outsiders::Outsiders;
-pub use paths::{deleted_content, path_file};
+pub use paths::{deleted_content, note_open, path_file};
 
 /// A process whose descriptors are captured.
 #[derive(Clone, Copy, Debug)]
@@ -71,16 +71,13 @@ pub struct Holder<'a> {
     pub process: &'a Proc,
 }
 
-/// The processes whose descriptors are captured.
+/// The processes whose descriptors are captured. They stand still.
 #[derive(Clone, Copy, Debug)]
 pub struct Target<'a> {
     /// All of them, the root first.
     pub holders: &'a [Holder<'a>],
     /// For each holder the first one that has the same descriptor table, by its place: itself if there is none before it.
     pub tables: &'a [usize],
-    /// Whether they stand still. If not (a check ahead of time), queued data is not looked at, and what is refused may
-    /// be about a moment in which the program was just opening or closing something.
-    pub frozen: bool,
     /// Streams from outside besides the standard ones that the root was started with, as far as that is known:
     /// descriptor and what `/proc/PID/fd` called it.
     pub inherited: &'a [(u32, Vec<u8>)],
@@ -96,7 +93,7 @@ pub fn capture_files(builder: &mut Builder, target: &Target<'_>) -> Result<Vec<u
     // Each description of the target is one more descriptor of ours.
     raise_descriptor_limit()?;
     let mut all = descriptions::read(target)?;
-    let in_flight = messages::in_flight(target, &mut all)?;
+    let in_flight = messages::in_flight(&mut all)?;
     let mut scan = Scan::new(builder, target, &all)?;
     scan.in_flight = in_flight;
     let standard = Standard::find(&mut scan)?;
@@ -129,7 +126,7 @@ pub fn capture_files(builder: &mut Builder, target: &Target<'_>) -> Result<Vec<u
     }
     pending::resolve(&mut scan)?;
     standard.capture_terminal(&mut scan)?;
-    connections::complete(scan.builder, target.frozen, &mut scan.options)?;
+    connections::complete(scan.builder, &mut scan.options)?;
     let first = builder.image.tables.len() as u32;
     tables.iter_mut().for_each(|table| table.descriptors.sort_by_key(|d| d.fd));
     builder.image.tables.extend(tables);
@@ -164,7 +161,7 @@ pub struct Scan<'a> {
     /// Groups of IPv4 and IPv6 that somebody has joined.
     groups: HashMap<i32, Vec<Group>>,
     /// Messages with descriptors in them.
-    pub(crate) in_flight: messages::Queues,
+    pub(crate) in_flight: messages::InFlight,
     pub(crate) options: options::Defaults,
     /// The first holder is in our network namespace.
     same_network: bool,
@@ -188,7 +185,7 @@ impl<'a> Scan<'a> {
             ptys: HashMap::new(),
             unix: None,
             groups: HashMap::new(),
-            in_flight: messages::Queues::new(),
+            in_flight: messages::InFlight::default(),
             options: options::Defaults::default(),
             same_network: network(&target.holders[0].pid.to_string()) == network("self"),
             network: namespaces::open("/proc/self", NamespaceKind::Network)?.1.id,
@@ -243,14 +240,16 @@ impl<'a> Scan<'a> {
 
     /// Id of a thread of the target (or of one of its processes) as it sees it; `None` if it is none of the target's.
     pub fn inner_id(&self, tid: u32) -> Option<u32> {
-        let of = |holder: &Holder<'_>| Some(holder.process.sibling(tid).ok()?.status().ok()?.own_tid());
+        let of = |holder: &Holder<'_>| {
+            Some(self.builder.home.tid(&holder.process.sibling(tid).ok()?.status().ok()?))
+        };
         self.target.holders.iter().find_map(of)
     }
 
     /// Id of a process of the target as it sees it.
     pub fn inner_pid(&self, pid: u32) -> Option<u32> {
         let holder = self.target.holders.iter().find(|h| h.pid == pid)?;
-        Some(holder.process.status().ok()?.own_pid())
+        Some(self.builder.home.pid(&holder.process.status().ok()?))
     }
 
     /// Whether a terminal is the controlling one of some process of the target, by device number.
@@ -264,7 +263,7 @@ impl<'a> Scan<'a> {
         self.stats.get_or_init(|| {
             let of = |holder: &Holder<'_>| -> stillpoint_linux::Result<(Stat, u32)> {
                 let (stat, status) = (holder.process.stat()?, holder.process.status()?);
-                let group = status.ns_pgid.last().copied().unwrap_or(stat.pgrp);
+                let group = self.builder.home.id(&status.ns_pgid, stat.pgrp);
                 Ok((stat, group))
             };
             self.target.holders.iter().map(|holder| of(holder).unwrap_or_default()).collect()
@@ -357,7 +356,7 @@ impl<'a> Scan<'a> {
 
     fn file(&mut self, d: &Description) -> Result<Option<FileKind>> {
         // What has no name is opened once more to be saved, which would break it.
-        if d.stat.st_nlink == 0 && d.locks.iter().any(|(_, line)| line.kind == "LEASE" && line.exclusive) {
+        if d.stat.st_nlink == 0 && d.locks.iter().any(|(_, line)| locks::is_broken_by_opening(line)) {
             let why = "it holds a lease for writing on a file that has no name any more";
             return self.refuse(d, why, "give up the lease (fcntl F_SETLEASE) before the checkpoint");
         }

@@ -138,6 +138,7 @@ const RAW: &[(u32, u32)] =
 
 fn known(family: i32, protocol: i32) -> impl Iterator<Item = (u32, u32)> {
     let internet = matches!(family, libc::AF_INET | libc::AF_INET6);
+    let is_tcp = matches!(protocol, libc::IPPROTO_TCP | libc::IPPROTO_MPTCP);
     let list = |level: u32, names: &'static [i32], here: bool| {
         let names = if here { names } else { &[] };
         names.iter().map(move |&n| (level, n as u32))
@@ -145,16 +146,12 @@ fn known(family: i32, protocol: i32) -> impl Iterator<Item = (u32, u32)> {
     list(SOL_SOCKET, SOCKET, true)
         .chain(list(IPV6, INTERNET6, family == libc::AF_INET6))
         .chain(list(IP, INTERNET, internet))
-        .chain(list(IP, GROUPS, internet && protocol != libc::IPPROTO_TCP))
-        .chain(list(IPV6, GROUPS6, family == libc::AF_INET6 && protocol != libc::IPPROTO_TCP))
-        .chain(list(TCP, TRANSMISSION, internet && protocol == libc::IPPROTO_TCP))
+        .chain(list(IP, GROUPS, internet && !is_tcp))
+        .chain(list(IPV6, GROUPS6, family == libc::AF_INET6 && !is_tcp))
+        .chain(list(TCP, TRANSMISSION, internet && is_tcp))
         .chain(list(SOL_NETLINK, NETLINK, family == libc::AF_NETLINK))
         .chain(list(packets::LEVEL, PACKETS, family == libc::AF_PACKET))
-        .chain(
-            RAW.iter()
-                .copied()
-                .filter(move |_| internet && protocol != libc::IPPROTO_TCP && protocol != libc::IPPROTO_UDP),
-        )
+        .chain(RAW.iter().copied().filter(move |_| internet && !is_tcp && protocol != libc::IPPROTO_UDP))
         .chain(list(UDP, DATAGRAM, internet && protocol == libc::IPPROTO_UDP))
 }
 

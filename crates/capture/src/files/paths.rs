@@ -2,13 +2,18 @@
 
 use super::Scan;
 use super::descriptions::Description;
+use super::locks::is_broken_by_opening;
 use super::queues;
+use crate::builder::FOREIGN;
 use crate::{Builder, Content, Result};
 use rustix::fs::{FileType, Stat};
+use std::ffi::OsStr;
 use std::os::fd::AsFd;
-use std::os::unix::ffi::OsStrExt;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::DirEntryExt;
 use std::path::Path;
 use stillpoint_image::{Bytes, FileKind, Owner, PathFile, Usage};
+use stillpoint_linux::fdinfo::Folders;
 use stillpoint_linux::{Error, descriptors};
 
 const PROC: u64 = 0x9fa0;
@@ -46,14 +51,52 @@ pub(crate) fn capture(scan: &mut Scan<'_>, d: &Description) -> Result<Option<Fil
     if let Some((_, what)) = STATEFUL.iter().find(|s| s.0 == magic) {
         return scan.refuse(d, format!("it is {what}"), "close it before the checkpoint");
     }
-    let usage = match FileType::from_raw_mode(d.stat.st_mode) {
-        _ if VIEWS.contains(&magic) => Usage::Path,
-        FileType::Directory => Usage::Path,
-        _ if d.can_write() => Usage::Write,
-        _ => Usage::Read,
-    };
+    let usage = usage(&d.stat, magic, d.can_write());
     let row = path_file(scan.builder, &d.link, &d.file, usage, &d.name())?;
     Ok(row.map(FileKind::Path))
+}
+
+/// What a file or directory is to be looked at for.
+fn usage(stat: &Stat, magic: u64, can_write: bool) -> Usage {
+    match FileType::from_raw_mode(stat.st_mode) {
+        _ if VIEWS.contains(&magic) => Usage::Path,
+        FileType::Directory => Usage::Path,
+        _ if can_write => Usage::Write,
+        _ => Usage::Read,
+    }
+}
+
+/// Notes the files that have names and that a running process has open, for what can be found out about them ahead. By
+/// handles to their places, not duplicates: what it closes meanwhile is closed.
+///
+/// # Errors
+/// That the process has ended.
+pub fn note_open(builder: &mut Builder, pid: u32) -> stillpoint_linux::Result<()> {
+    let folders = Folders::open(pid)?;
+    for fd in folders.list()? {
+        // One that is closed meanwhile is no concern.
+        drop(note(builder, &folders, fd));
+    }
+    Ok(())
+}
+
+fn note(builder: &mut Builder, folders: &Folders, fd: u32) -> stillpoint_linux::Result<()> {
+    let (link, file) = (folders.link(fd)?, folders.handle(fd)?);
+    let failed = |e| Error::call(format!("look at descriptor {fd}"), e);
+    let stat = rustix::fs::fstat(&file).map_err(failed)?;
+    if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile || !leads_to(&link, &stat) {
+        return Ok(());
+    }
+    let magic = rustix::fs::fstatfs(&file).map_err(failed)?.f_type as u64 & 0xffff_ffff;
+    if ![PROC, MQUEUE].contains(&magic) && !STATEFUL.iter().any(|s| s.0 == magic) {
+        let info = folders.read(fd)?;
+        if info.locks.iter().any(is_broken_by_opening) {
+            builder.never_open.insert((stat.st_dev, stat.st_ino));
+        }
+        let can_write = info.flags & libc::O_ACCMODE as u32 != libc::O_RDONLY as u32;
+        builder.path(describe(&link, &stat, usage(&stat, magic, can_write)));
+    }
+    Ok(())
 }
 
 /// Captures an `O_PATH` descriptor.
@@ -91,6 +134,9 @@ pub fn path_file(
         builder.refuse(what, "its path cannot be reached from here", "it may be in another mount namespace");
         return Ok(None);
     }
+    if let Some(name) = other_name(link, &stat) {
+        return Ok(Some(builder.path(describe(&name, &stat, usage)).0));
+    }
     let (why, hint) = if link.ends_with(b" (deleted)") {
         let why = "its name was removed or replaced, but the file has another name that is not known";
         (why, "let the program open it anew, or remove the other name (a hard link)")
@@ -100,6 +146,16 @@ pub fn path_file(
     };
     builder.refuse(what, why, hint);
     Ok(None)
+}
+
+/// Another name of a file whose name is gone, in the directory where that was: what is made under a name of its own and then linked
+/// to the one it is to have, as semaphores are (`sem_open(3)`), has it there.
+fn other_name(link: &[u8], stat: &Stat) -> Option<Vec<u8>> {
+    const MOST: usize = 10_000;
+    let path = Path::new(OsStr::from_bytes(link.strip_suffix(b" (deleted)")?));
+    let entries = std::fs::read_dir(path.parent()?).ok()?.take(MOST).flatten();
+    let mut names = entries.filter(|e| e.ino() == stat.st_ino).map(|e| e.path().into_os_string().into_vec());
+    names.find(|name| leads_to(name, stat))
 }
 
 /// Row of a file that has no name any more, with its contents; `link` is the kernel's name for it.
@@ -129,7 +185,7 @@ pub fn deleted_content(
 
 /// Whether a path, as we see it, leads to this very file.
 pub(crate) fn leads_to(path: &[u8], stat: &Stat) -> bool {
-    let path = Path::new(std::ffi::OsStr::from_bytes(path));
+    let path = Path::new(OsStr::from_bytes(path));
     path.is_absolute()
         && rustix::fs::lstat(path).is_ok_and(|s| (s.st_dev, s.st_ino) == (stat.st_dev, stat.st_ino))
 }
@@ -156,6 +212,9 @@ pub(crate) fn describe(path: &[u8], stat: &Stat, usage: Usage) -> PathFile {
 
 /// A file of procfs: global ones and those about the target's own processes.
 fn proc_file(scan: &mut Scan<'_>, d: &Description) -> Result<Option<FileKind>> {
+    if scan.builder.foreign.contains(&d.stat.st_dev) {
+        return scan.refuse(d, FOREIGN.0, FOREIGN.1);
+    }
     let link = String::from_utf8_lossy(&d.link).into_owned();
     let rest = link.strip_prefix("/proc").unwrap_or(&link);
     let (first, below) =

@@ -11,9 +11,11 @@ use stillpoint_linux::sockets::UnixSocket;
 /// `TCP_LISTEN`.
 const LISTENS: u8 = 10;
 
+/// What to do while one waits.
+pub(super) const ACCEPT: &str = "try again when the program has accepted it";
+
 /// Why the connections that wait at a listening socket cannot be made again, if they cannot; and what to do.
 pub(crate) fn problem(scan: &mut Scan<'_>, diag: &UnixSocket) -> Result<Option<(String, &'static str)>> {
-    let accept = "try again when the program has accepted it";
     if diag.pending.len() != diag.receive_queue as usize {
         let why = format!("{} connections wait to be accepted", diag.receive_queue);
         return Ok(Some((why, "try again when the program has accepted them")));
@@ -25,12 +27,12 @@ pub(crate) fn problem(scan: &mut Scan<'_>, diag: &UnixSocket) -> Result<Option<(
                 Some(holder) => format!("a connection from {holder} waits to be accepted"),
                 None => "a connection from another process waits to be accepted".to_owned(),
             };
-            return Ok(Some((why, accept)));
+            return Ok(Some((why, ACCEPT)));
         };
         if outgoing(&client.file)? > 0 {
             let why =
                 "a connection waits to be accepted on which something was sent already, which cannot be seen";
-            return Ok(Some((why.into(), accept)));
+            return Ok(Some((why.into(), ACCEPT)));
         }
     }
     Ok(None)
@@ -51,7 +53,7 @@ pub(crate) fn is_waiting(scan: &mut Scan<'_>, ino: u32) -> Result<bool> {
 pub(crate) fn resolve(scan: &mut Scan<'_>) -> Result<()> {
     let rows: Vec<(u64, u32)> = scan.sockets.iter().map(|(&ino, &row)| (ino, row)).collect();
     for (ino, row) in rows {
-        if scan.builder.image.sockets[row as usize].listening.is_none() || !scan.target.frozen {
+        if scan.builder.image.sockets[row as usize].listening.is_none() {
             continue;
         }
         let pending = scan.unix_socket(ino as u32)?.map(|s| s.pending).unwrap_or_default();

@@ -1,7 +1,7 @@
 //! Pipes and FIFOs with the data in them.
 
 use super::descriptions::Description;
-use super::{Scan, paths};
+use super::{Scan, paths, pending};
 use crate::Result;
 use rustix::fs::FileType;
 use stillpoint_image::{Bytes, FileKind, Pipe, Usage};
@@ -39,8 +39,17 @@ pub(crate) fn capture(scan: &mut Scan<'_>, d: &Description) -> Result<Option<Fil
         return scan.refuse(d, "it is a notification pipe (O_NOTIFICATION_PIPE)", "");
     }
     let (readers, writers) = ends(scan, d);
-    if let Some(why) = reaches_outside(scan, d, &readers, &writers)? {
-        return scan.refuse(d, why, "end or detach the other process, or start the program without the pipe");
+    if let Some(holder) = scan.target.outsiders.holder(&d.link) {
+        return scan.refuse(d, format!("it is shared with {holder}"), ELSEWHERE);
+    }
+    if is_open_elsewhere(d, &readers, &writers)? {
+        // Or on its way.
+        return match scan.in_flight.unaccepted {
+            true => {
+                scan.refuse(d, "its other end is in a connection that waits to be accepted", pending::ACCEPT)
+            }
+            false => scan.refuse(d, "its other end is open in another process", ELSEWHERE),
+        };
     }
     let named = d.link.starts_with(b"/");
     let fifo = match named && d.stat.st_nlink > 0 {
@@ -50,7 +59,7 @@ pub(crate) fn capture(scan: &mut Scan<'_>, d: &Description) -> Result<Option<Fil
             row => row,
         },
     };
-    let data = if scan.target.frozen { unread(&readers, &writers, named)? } else { Vec::new() };
+    let data = unread(&readers, &writers, named)?;
     let data = data.into_iter().map(Bytes).collect();
     let row = scan.builder.image.pipes.len() as u32;
     scan.builder.image.pipes.push(Pipe { capacity: capacity(&d.file)?, data, fifo, stdio: None });
@@ -58,27 +67,20 @@ pub(crate) fn capture(scan: &mut Scan<'_>, d: &Description) -> Result<Option<Fil
     Ok(Some(FileKind::Pipe(row)))
 }
 
-/// Why a pipe cannot be captured: somebody else has an end of it.
-fn reaches_outside(
-    scan: &Scan<'_>,
-    d: &Description,
-    readers: &[&Description],
-    writers: &[&Description],
-) -> Result<Option<String>> {
-    if let Some(holder) = scan.target.outsiders.holder(&d.link) {
-        return Ok(Some(format!("it is shared with {holder}")));
-    }
+const ELSEWHERE: &str = "end or detach the other process, or start the program without the pipe";
+
+/// Whether an end of a pipe is open where we do not see it.
+fn is_open_elsewhere(d: &Description, readers: &[&Description], writers: &[&Description]) -> Result<bool> {
     if d.link.starts_with(b"/") {
         // A FIFO without a writer does not tell whether it ever had one: for FIFOs the look around must do.
-        return Ok(None);
+        return Ok(false);
     }
     // The kernel itself tells whether an end is open somewhere, even where we may not look.
-    let open_elsewhere = match (readers.is_empty(), writers.is_empty()) {
+    Ok(match (readers.is_empty(), writers.is_empty()) {
         (false, true) => poll_now(&d.file, libc::POLLIN)? & libc::POLLHUP == 0,
         (true, false) => poll_now(&d.file, libc::POLLOUT)? & libc::POLLERR == 0,
         _ => false,
-    };
-    Ok(open_elsewhere.then(|| "its other end is open in another process".to_owned()))
+    })
 }
 
 fn unread(readers: &[&Description], writers: &[&Description], named: bool) -> Result<Vec<Vec<u8>>> {

@@ -22,13 +22,13 @@ pub(crate) fn capture(scan: &mut Scan<'_>, d: &Description) -> Result<Option<Fil
         return scan.refuse(d, why, "end that process before the checkpoint");
     }
     let (attributes, messages) = mqueue::attributes(&d.file)?;
-    if scan.target.frozen && messages > 0 {
+    if messages > 0 {
         let why = format!(
             "it is a message queue that holds {messages} messages, which cannot be seen without taking them"
         );
         return scan.refuse(d, why, "try again when they have been received");
     }
-    if scan.target.frozen && mqueue::told(&d.file)?.is_some_and(|pid| scan.inner_pid(pid).is_some()) {
+    if mqueue::told(&d.file)?.is_some_and(|pid| scan.inner_pid(pid).is_some()) {
         let why = "the program waits to be told of a message in it (mq_notify)";
         return scan.refuse(d, why, "let the program call mq_notify after the checkpoint, or block instead");
     }

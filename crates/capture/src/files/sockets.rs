@@ -66,7 +66,9 @@ pub(crate) fn capture(scan: &mut Scan<'_>, d: &Description) -> Result<Option<Fil
     }
     let row = match sort {
         (libc::AF_UNIX, ..) => unix(scan, d, sort)?,
-        (libc::AF_INET | libc::AF_INET6, libc::SOCK_STREAM, libc::IPPROTO_TCP) => tcp(scan, d, sort)?,
+        (libc::AF_INET | libc::AF_INET6, libc::SOCK_STREAM, libc::IPPROTO_TCP | libc::IPPROTO_MPTCP) => {
+            tcp(scan, d, sort)?
+        }
         (libc::AF_INET | libc::AF_INET6, libc::SOCK_DGRAM, libc::IPPROTO_UDP) => {
             datagrams::udp(scan, d, sort)?
         }
@@ -106,7 +108,7 @@ fn name_of_sort((family, kind, protocol): (i32, i32, i32)) -> String {
 
 /// A row with what all sockets have; `None` if refused.
 pub(super) fn common(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)) -> Result<Option<Socket>> {
-    if scan.target.frozen && poll_now(&d.file, libc::POLLIN)? & libc::POLLERR != 0 {
+    if poll_now(&d.file, libc::POLLIN)? & libc::POLLERR != 0 {
         return scan.refuse(d, "it has an error that the program has not yet been told", WAIT);
     }
     let mut options = scan.options.differing(&d.file, sort)?;
@@ -144,11 +146,18 @@ pub(super) fn add(scan: &mut Scan<'_>, d: &Description, socket: Socket) -> u32 {
 fn tcp(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)) -> Result<Option<u32>> {
     let info = tcp::info(&d.file)?;
     let used = poll_now(&d.file, libc::POLLIN | libc::POLLRDHUP)? & (libc::POLLIN | libc::POLLRDHUP) != 0;
+    let is_multipath = sort.2 == libc::IPPROTO_MPTCP;
     if info.state != state::LISTEN && (info.state != state::CLOSE || used) {
+        if is_multipath {
+            let why = "it is a connection of Multipath TCP, whose parts cannot be captured";
+            return scan.refuse(d, why, CLOSE);
+        }
         let connection = connections::capture(scan, d, sort, info)?;
         return Ok(connection.map(|socket| add(scan, d, socket)));
     }
-    if sockets::option(&d.file, sort.2 as u32, libc::TCP_ULP as u32)?.is_some_and(|u| !u.is_empty()) {
+    let protocol = sockets::option(&d.file, libc::IPPROTO_TCP as u32, libc::TCP_ULP as u32)?;
+    // Of Multipath TCP it is that itself.
+    if protocol.is_some_and(|name| !name.is_empty()) && !is_multipath {
         return scan.refuse(d, "it has an upper layer protocol (TCP_ULP)", CLOSE);
     }
     let Some(mut socket) = common(scan, d, sort)? else { return Ok(None) };
@@ -193,7 +202,7 @@ fn unix(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)) -> Result<O
     let Some(diag) = scan.unix_socket(d.stat.st_ino as u32)? else {
         return scan.refuse(d, "sock_diag does not know it", "");
     };
-    let waited_for = scan.target.frozen && diag.state == TCP_LISTEN && diag.receive_queue > 0;
+    let waited_for = diag.state == TCP_LISTEN && diag.receive_queue > 0;
     if waited_for && let Some((why, hint)) = pending::problem(scan, &diag)? {
         return scan.refuse(d, why, hint);
     }
@@ -210,7 +219,7 @@ fn unix(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)) -> Result<O
         let why = "a connection waits to be accepted by it, and it has no name any more to connect to";
         return scan.refuse(d, why, "try again when the program has accepted it");
     }
-    let has_queue = scan.target.frozen && socket.listening.is_none();
+    let has_queue = socket.listening.is_none();
     if has_queue && !queue(scan, d, sort.1, peer, &mut socket)? {
         return Ok(None);
     }
@@ -383,7 +392,7 @@ fn queue(
     let passes = |name: u32| socket.options.iter().any(|o| o.level == SOL_SOCKET && o.name == name);
     let connected = peer.is_some() || socket.orphan;
     let credentials = passes(libc::SO_PASSCRED as u32) || passes(libc::SO_PASSSEC as u32) || passes(76);
-    if scan.in_flight.contains_key(&d.stat.st_ino) || kind != libc::SOCK_STREAM || credentials {
+    if scan.in_flight.queues.contains_key(&d.stat.st_ino) || kind != libc::SOCK_STREAM || credentials {
         let diag = match peer {
             Some((_, other)) => scan.unix_socket(other.stat.st_ino as u32)?,
             None => None,

@@ -107,9 +107,6 @@ fn is_outside(scan: &mut Scan<'_>, d: &Description) -> Result<bool> {
 
 /// Unread input from a pipe or socket goes with the checkpoint; a restore feeds it first.
 fn capture_input(scan: &mut Scan<'_>, d: &Description) -> Result<()> {
-    if !scan.target.frozen {
-        return Ok(());
-    }
     let (capacity, data) = match FileType::from_raw_mode(d.stat.st_mode) {
         FileType::Fifo if d.can_read() => {
             (stillpoint_linux::pipes::capacity(&d.file)?, stillpoint_linux::pipes::contents(&d.file)?)

@@ -122,11 +122,11 @@ fn pty(scan: &mut Scan<'_>, master: &Description) -> Result<Option<u32>> {
         let why = format!("its slave {slave} is open in {holder}");
         return scan.refuse(master, why, "end that process before the checkpoint");
     }
-    if scan.target.frozen && readable(&master.file)? > 0 {
+    if readable(&master.file)? > 0 {
         let why = "it has output of its slave that was not yet read";
         return scan.refuse(master, why, "try again when the program has read it");
     }
-    if scan.target.frozen && poll_now(&master.file, libc::POLLPRI)? & libc::POLLPRI != 0 {
+    if poll_now(&master.file, libc::POLLPRI)? & libc::POLLPRI != 0 {
         let why = "a change of its state was not yet read (packet mode)";
         return scan.refuse(master, why, "try again when the program has read it");
     }
@@ -157,7 +157,7 @@ fn session_on(scan: &Scan<'_>, device: u64) -> Result<(Option<u32>, Option<u32>)
     let on = scan.stats().iter().position(|(stat, _)| u64::from(stat.tty) == device);
     let Some(process) = on else { return Ok((None, None)) };
     let (stat, status) = (&scan.stats()[process].0, scan.target.holders[process].process.status()?);
-    let session = status.ns_sid.last().copied().unwrap_or(stat.session);
+    let session = scan.builder.home.id(&status.ns_sid, stat.session);
     let in_front = |(s, _): &&(Stat, u32)| i64::from(s.pgrp) == i64::from(stat.tpgid);
     let foreground = scan.stats().iter().find(in_front).map(|(_, group)| *group);
     Ok((Some(session).filter(|s| *s != 0), foreground.filter(|g| *g != 0)))

@@ -150,7 +150,7 @@ impl Taker {
     fn take(&mut self, asked: &Asked, counts: &Counts) -> Result<Taken> {
         let options = asked.options(self.inherited.clone());
         let report = self.session.checkpoint(&self.store, &options, counts);
-        report.map(Taken::from).map_err(|e| failure(e, &asked.target))
+        report.map(Taken::from).map_err(|e| failure(e, "checkpoint", &asked.target))
     }
 
     /// Makes room, and writes down what went wrong: nobody waits for a word.
@@ -161,7 +161,7 @@ impl Taker {
                 now.slow.get_or_insert_with(|| slow(taken.wall(), every));
             }
             let Some(keep) = self.keep else { return Ok(()) };
-            self.store.prune(&self.job, keep).map(drop).map_err(crate::jobs::store_failure)
+            self.store.roll(&self.job, keep).map(drop).map_err(crate::jobs::store_failure)
         });
         now.failing = pruned.err().map(|failure| {
             let since = self.trouble.failing.as_ref().filter(|(_, what)| *what == failure.what);

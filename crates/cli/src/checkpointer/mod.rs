@@ -75,7 +75,12 @@ impl Work {
                 desk.tick(self.periodic_checkpoint());
             }
         }
-        self.bring_to_an_end(&desk, &clients, signals)
+        self.bring_to_an_end(&desk, &clients, signals)?;
+        if desk.is_idle() && self.periodic.keep.is_some() {
+            // What cannot be given back now goes with the next that is pruned.
+            let _ = self.store.end_rolling(&self.job);
+        }
+        Ok(())
     }
 
     fn taker(&self) -> Taker {

@@ -31,6 +31,12 @@ pub fn run(common: &Common, args: &Checkpoint) -> Result<ExitCode> {
     if args.incremental && !taken.incremental {
         taken.notes.push(why_complete(&target, &asked, &taken));
     }
+    if let Some(keep) = args.keep {
+        // The checkpoint is there, whatever becomes of the others.
+        if let Err(e) = super::remove::roll(&store, &asked.job, keep) {
+            taken.notes.push(format!("older checkpoints could not be removed: {}", e.what));
+        }
+    }
     taken.notes.splice(0..0, target.note);
     if args.verbose && !common.json {
         taken.story.iter().for_each(|line| output::note(line));
@@ -50,9 +56,9 @@ fn take(store: &Store, target: &Target, asked: &Asked, bar: &Bar) -> Result<Take
         Asking::Nobody => None,
         Asking::Deaf(note) => Some(note),
     };
-    let inherited = target.running.as_ref().map(jobs::inherited).unwrap_or_default();
+    let inherited = target.inherited();
     let report = stillpoint_capture::checkpoint(target.pid, store, &asked.options(inherited), bar);
-    let mut taken = Taken::from(report.map_err(|e| failure(e, &asked.target))?);
+    let mut taken = Taken::from(report.map_err(|e| failure(e, "checkpoint", &asked.target))?);
     taken.notes.extend(note);
     Ok(taken)
 }

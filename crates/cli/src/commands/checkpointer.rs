@@ -8,6 +8,7 @@ use rustix::fd::AsFd;
 use rustix::process::{Pid, PidfdFlags, Resource, Rlimit, Signal, getppid, getrlimit, pidfd_open, setrlimit};
 use std::os::unix::net::UnixListener;
 use std::process::ExitCode;
+use stillpoint_linux::descriptors::null;
 use stillpoint_linux::supervise::Signals;
 
 /// Runs the command.
@@ -57,8 +58,7 @@ fn control_socket() -> Result<Option<UnixListener>> {
         return Ok(None);
     }
     let listener = stdin.as_fd().try_clone_to_owned().map_err(failed)?;
-    let null = std::fs::File::open("/dev/null").map_err(failed)?;
-    rustix::stdio::dup2_stdin(&null).map_err(|e| failed(e.into()))?;
+    rustix::stdio::dup2_stdin(null()?).map_err(|e| failed(e.into()))?;
     Ok(Some(listener.into()))
 }
 

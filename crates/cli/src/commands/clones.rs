@@ -1,5 +1,5 @@
-//! `stillpoint restore --clone`: many programs from one checkpoint, beside each other and beside the original, each in a pid
-//! namespace of its own in which it has its old process ids.
+//! `stillpoint restore --clone`, and [`super::fork`]: many programs from one checkpoint, beside each other and beside the original,
+//! each in a pid namespace of its own in which it has its old process ids.
 //!
 //! 1. We split off process 1 of each namespace; each rebuilds its clone, all at the same time.
 //! 2. A clone whose memory is to come later hands over what follows that memory, and waits. When all have, we start the page
@@ -10,7 +10,7 @@
 //!    seen who still loads their memory.
 
 use super::private::{heard_end, last_word};
-use super::restore::{Again, Back, Name, failure, start_pump};
+use super::restore::{Again, Back, Name, Origin, failure, start_pump};
 use super::run::Record;
 use crate::args::{Common, Files, Periodic, Restore};
 use crate::checkpointer::Beside;
@@ -29,8 +29,8 @@ use std::io::{PipeReader, PipeWriter, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::process::ExitCode;
 use stillpoint_image::{Meta, PAGE};
-use stillpoint_linux::descriptors::{duplicate_from, pidfd_open, raise_descriptor_limit};
-use stillpoint_linux::fdinfo::{self, Detail};
+use stillpoint_linux::descriptors::{duplicate_from, null, pidfd_open, raise_descriptor_limit};
+use stillpoint_linux::fdinfo::Folders;
 use stillpoint_linux::headroom::headroom;
 use stillpoint_linux::passing;
 use stillpoint_linux::proc::Proc;
@@ -58,8 +58,7 @@ pub fn run(common: &Common, args: &Restore) -> Result<ExitCode> {
 
 fn in_foreground(common: &Common, args: &Restore) -> Result<ExitCode> {
     // They cannot share our input. What they say goes where we would say it.
-    let null = std::fs::File::open("/dev/null").map_err(|e| Failure::failed(format!("/dev/null: {e}")))?;
-    rustix::stdio::dup2_stdin(&null).map_err(|e| Failure::failed(format!("dup2: {e}")))?;
+    rustix::stdio::dup2_stdin(null()?).map_err(|e| Failure::failed(format!("dup2: {e}")))?;
     let flock = Flock::revive(common, args, Stdio::Current, None)?;
     let stderr = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stderr(), 3);
     let (mut stderr, json) = (stderr.map(std::fs::File::from), common.json);
@@ -124,8 +123,8 @@ impl Birth {
 
 /// The process of a pidfd.
 fn process_of(pidfd: &OwnedFd) -> Result<u32> {
-    match fdinfo::read(std::process::id(), pidfd.as_raw_fd() as u32)?.detail {
-        Detail::Pid { pid, .. } if pid > 0 => Ok(pid as u32),
+    match Folders::open(std::process::id())?.process_of(pidfd.as_raw_fd() as u32)? {
+        Some(pid) if pid > 0 => Ok(pid as u32),
         _ => Err(Failure::failed("a clone ended before it ran")),
     }
 }
@@ -268,14 +267,13 @@ impl Host {
                 Ok(Some(restored))
             }
             Err(e) => {
-                let meta = &again.checkpoint.image.meta;
                 let failure = match e {
                     Error::PidTaken(pid) => Failure::refused(format!(
-                        "cannot restore {}@{}: process id {pid} (or the id of one of its threads) is taken in a new pid \
+                        "cannot restore {}: process id {pid} (or the id of one of its threads) is taken in a new pid \
                          namespace, too",
-                        meta.job, meta.id
+                        again.origin
                     )),
-                    e => failure(e, meta),
+                    e => failure(e, again.origin),
                 };
                 let _ = self.say(&Word::Failed(failure), &[]);
                 Ok(None)
@@ -320,12 +318,13 @@ fn die_with_parent(with: bool) -> stillpoint_restore::Result<()> {
 }
 
 /// Clones that run.
-struct Flock {
+pub(super) struct Flock {
     clones: Vec<Living>,
     /// Loads what is not there yet.
     pager: Option<Pager>,
     signals: Signals,
     periodic: Periodic,
+    origin: Origin,
 }
 
 /// A clone that runs.
@@ -341,19 +340,33 @@ struct Living {
 }
 
 impl Flock {
-    /// Brings all clones back, or none. While they are not complete, a signal (or the end of whoever listens at `relay`) ends
-    /// us, and what there is of them with us.
+    /// Brings all clones of a stored checkpoint back, or none.
     fn revive(common: &Common, args: &Restore, stdio: Stdio, relay: Option<BorrowedFd<'_>>) -> Result<Self> {
         let store = jobs::open_store(common.store.as_deref())?;
         let name = &args.checkpoint;
         let checkpoint = store.load(&name.job, name.id).map_err(jobs::store_failure)?;
+        let origin = Origin::of(&checkpoint.image.meta);
+        Self::rebuild(store, checkpoint, origin, args, stdio, relay)
+    }
+
+    /// Brings all clones back, or none; they become jobs of the store. While they are not complete, a signal (or the end of whoever
+    /// listens at `relay`) ends us, and what there is of them with us.
+    pub(super) fn rebuild(
+        store: Store,
+        checkpoint: Checkpoint,
+        mut origin: Origin,
+        args: &Restore,
+        stdio: Stdio,
+        relay: Option<BorrowedFd<'_>>,
+    ) -> Result<Self> {
         let signals = Signals::take()?;
         raise_descriptor_limit()?;
-        let again = Again { store: &store, checkpoint: &checkpoint, args, stdio, quiet: true };
+        let again =
+            Again { store: &store, checkpoint: &checkpoint, origin: &origin, args, stdio, quiet: true };
         let count = args.count.unwrap_or(1) as usize;
-        check_room(&checkpoint.image.meta, count)?;
-        let of = |e: Error| failure(e, &checkpoint.image.meta);
-        let template = match args.eager {
+        check_room(&origin, &checkpoint.image.meta, count)?;
+        let of = |e: Error| failure(e, &origin);
+        let template = match args.eager || checkpoint.image.processes.len() > 1 {
             true => None,
             false => Some(Template::new(&checkpoint, count).map_err(of)?),
         };
@@ -362,7 +375,7 @@ impl Flock {
         for number in 0..count {
             let (ours, theirs) = UnixStream::pair().map_err(|e| Failure::failed(format!("socket: {e}")))?;
             match private_namespace() {
-                Err(e) => return Err(not_to_be_had(&e)),
+                Err(e) => return Err(not_to_be_had(origin.of_many(), &e)),
                 Ok(Private::Outside(child)) => births.0.push(Birth {
                     child,
                     line: Line::new(ours),
@@ -392,7 +405,7 @@ impl Flock {
             }
         }
         let watch = GiveUp::watch(&signals, relay)?;
-        let claims = claim(&store, &checkpoint.image.meta, count)?;
+        let claims = claim(&store, &origin, count)?;
         births.hear(|birth| birth.waits || birth.pid.is_some())?;
         let waiting: Vec<Option<Waiting>> = births.0.iter_mut().map(|birth| birth.waiting.take()).collect();
         let to_serve = waiting.iter().flatten().count();
@@ -404,15 +417,15 @@ impl Flock {
         };
         served.to(to_serve)?;
         births.hear(|birth| birth.pid.is_some())?;
-        let mut records = write_records(&store, &checkpoint, args, claims, &births);
+        let mut records = write_records(&store, &again, claims, &births);
         // From now on a signal is for the clones, and waits until they are supervised.
         drop(watch);
         run.to(count)?;
         births.hear(|birth| birth.back.is_some())?;
+        origin.is_made();
         let mut clones = Vec::new();
         for (number, birth) in std::mem::take(&mut births.0).into_iter().enumerate() {
             let (job, record) = records.remove(0);
-            let Meta { job: from, id, .. } = &checkpoint.image.meta;
             let mut back = birth.back.unwrap_or_default();
             back.private_pid = Some(std::mem::replace(&mut back.pid, birth.pid.unwrap_or_default()));
             let record =
@@ -421,20 +434,21 @@ impl Flock {
             back.notes.extend(record.iter().flat_map(|record| record.notes.clone()));
             let coming = template.as_ref().filter(|_| birth.waits).map(|template| template.coming(number));
             back.load(coming.as_ref());
-            let name = Name { job, from: from.clone(), id: *id };
+            let name = Name { job, origin: origin.clone() };
             clones.push(Living { child: birth.child, line: birth.line, back, name, coming, record });
         }
-        Ok(Flock { clones, pager, signals, periodic: args.periodic.clone() })
+        Ok(Flock { clones, pager, signals, periodic: args.periodic.clone(), origin })
     }
 
     /// Supervises the clones until all have ended, and ends like the first that failed. `tell` hears that they are back; with
     /// `json`, which has more to tell, when all of their memory is.
-    fn supervise(
+    pub(super) fn supervise(
         mut self,
         on: Option<terminal::Line>,
         json: bool,
         tell: impl FnOnce(Answer) + 'static,
     ) -> Result<ExitCode> {
+        let origin = self.origin;
         let loading = match (self.pager.take(), json) {
             (Some(pager), true) => {
                 let all: Vec<_> = self
@@ -447,12 +461,12 @@ impl Flock {
                         back.load(coming.as_ref());
                         back.answer(&name)
                     };
-                    tell(together(all.into_iter().map(answer).collect()));
+                    tell(together(&origin, all.into_iter().map(answer).collect()));
                 });
                 Some(Loading::watch(pager, Some(told)).on(on))
             }
             (pager, _) => {
-                tell(together(self.clones.iter().map(Living::answer).collect()));
+                tell(together(&origin, self.clones.iter().map(Living::answer).collect()));
                 pager.map(|pager| Loading::watch(pager, None).on(on))
             }
         };
@@ -468,43 +482,51 @@ impl Flock {
     }
 }
 
-/// Why there can be no clones.
-fn not_to_be_had(why: &stillpoint_linux::Error) -> Failure {
-    Failure::refused(format!("clones live in pid namespaces of their own, which are not to be had: {why}"))
+/// Why there can be no clones or twins, whose `name` this is.
+pub(super) fn not_to_be_had(name: &str, why: &stillpoint_linux::Error) -> Failure {
+    Failure::refused(format!("{name} live in pid namespaces of their own, which are not to be had: {why}"))
         .hint("stillpoint doctor tells which privileges are missing")
 }
 
 /// In the end each has all of its memory to itself. Were there too little, the kernel would kill them, or others.
-fn check_room(meta: &Meta, count: usize) -> Result<()> {
+fn check_room(origin: &Origin, meta: &Meta, count: usize) -> Result<()> {
     let needed = meta.pages * PAGE * count as u64;
     let left = Proc::process(std::process::id()).and_then(|own| headroom(&own)).unwrap_or(u64::MAX);
     if count == 1 || needed <= left {
         return Ok(());
     }
-    let (name, needed, left) =
-        (format!("{}@{}", meta.job, meta.id), output::bytes(needed), output::bytes(left));
-    Err(Failure::refused(format!("{count} clones of {name} take {needed} of memory, and {left} are left"))
+    let (needed, left, name) = (output::bytes(needed), output::bytes(left), origin.of_many());
+    let what = match origin {
+        Origin::Checkpoint { .. } => origin.to_string(),
+        Origin::Program { job, .. } => job.clone(),
+    };
+    Err(Failure::refused(format!("{count} {name} of {what} take {needed} of memory, and {left} are left"))
         .hint("ask for fewer"))
 }
 
 /// Names for the clones.
-fn claim(store: &Store, meta: &Meta, count: usize) -> Result<Vec<Claim>> {
-    (0..count).map(|_| jobs::claim_new(store, &meta.job)).collect()
+fn claim(store: &Store, origin: &Origin, count: usize) -> Result<Vec<Claim>> {
+    let base = match origin {
+        Origin::Checkpoint { job, .. } => job,
+        // That name is the program's, also if it is no job yet.
+        Origin::Program { job, .. } => &format!("{job}-twin"),
+    };
+    (0..count).map(|_| jobs::claim_new(store, base)).collect()
 }
 
 /// Records that they run: whoever hears of a clone by something it does finds it in the store.
 fn write_records(
     store: &Store,
-    checkpoint: &Checkpoint,
-    args: &Restore,
+    again: &Again<'_>,
     claims: Vec<Claim>,
     births: &Births,
 ) -> Vec<(String, Result<Record>)> {
-    let meta = &checkpoint.image.meta;
+    let meta = &again.checkpoint.image.meta;
+    let from = matches!(again.origin, Origin::Checkpoint { .. }).then_some(meta.id);
     let record = |(claim, birth): (Claim, &Birth)| {
         let job = claim.job().to_string();
         let pid = birth.pid.unwrap_or_default();
-        let running = jobs::running_record(pid, meta.command.clone(), Some(meta.id), &args.periodic);
+        let running = jobs::running_record(pid, meta.command.clone(), from, &again.args.periodic);
         let record = running.and_then(|running| Record::write(store.clone(), claim, running));
         (job, record.map(Record::with_control))
     };
@@ -518,7 +540,7 @@ impl Living {
 }
 
 /// One answer of many.
-fn together(answers: Vec<Answer>) -> Answer {
+fn together(origin: &Origin, answers: Vec<Answer>) -> Answer {
     let line = |answer: &Answer| {
         let job = answer.json["job"].as_str().unwrap_or_default();
         format!("{job}: {}", answer.text)
@@ -531,7 +553,7 @@ fn together(answers: Vec<Answer>) -> Answer {
         }
     }
     let all: Vec<Value> = answers.into_iter().map(|answer| answer.json).collect();
-    Answer { text: text.join("\n"), json: json!({ "clones": all }), notes }
+    Answer { text: text.join("\n"), json: json!({ origin.of_many(): all }), notes }
 }
 
 /// A clone that is supervised.

@@ -1,10 +1,12 @@
 //! The commands, one file each.
 
 pub mod adopt;
+pub mod branch;
 pub mod checkpoint;
 pub mod checkpointer;
 pub mod clones;
 pub mod doctor;
+pub mod fork;
 pub mod list;
 pub mod private;
 pub mod release;

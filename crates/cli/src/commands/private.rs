@@ -13,6 +13,7 @@ use rustix::fd::BorrowedFd;
 use serde::{Deserialize, Serialize};
 use std::io::{BufRead, BufReader, PipeReader, PipeWriter, Write};
 use stillpoint_image::Image;
+use stillpoint_image::pids::Pids;
 use stillpoint_image::tree::in_front;
 use stillpoint_linux::proc::Proc;
 use stillpoint_linux::supervise::{Child, Private, Signals, inherited_streams, private_namespace};
@@ -45,7 +46,13 @@ pub(super) fn revive(
     let settings = (again.stdio == Stdio::Current).then(terminal::Settings::keep).flatten();
     let lends = again.stdio == Stdio::Current && is_in_front();
     let (reader, writer) = std::io::pipe().map_err(|e| Failure::failed(format!("pipe: {e}")))?;
-    let taken = again.checkpoint.image.processes.first().map_or(0, |p| p.pid);
+    let image = &again.checkpoint.image;
+    let taken = image.processes.first().map_or(0, |p| p.pid);
+    if Pids::of(image).are_deepest() {
+        return Err(Failure::refused(format!(
+            "process id {taken} (or another one of the program) is taken, and its pid namespaces leave no room for one around them"
+        )));
+    }
     match private_namespace() {
         Err(e) => Err(Failure::refused(format!(
             "process id {taken} (or the id of one of its threads) is taken, and a private pid namespace is not to \
@@ -116,7 +123,10 @@ fn outside(
         Word::Back(back) => back,
     };
     let inner = back.pid;
-    let is_it = |pid: &u32| Proc::process(*pid).and_then(|p| p.status()).is_ok_and(|s| s.own_pid() == inner);
+    // It may be in one of its own besides.
+    let level = Proc::process(child.pid)?.status()?.ns_tgid.len().saturating_sub(1);
+    let is_it =
+        |pid: &u32| Proc::process(*pid).and_then(|p| p.status()).is_ok_and(|s| s.pid_at(level) == inner);
     let children = Proc::process(child.pid)?.children()?;
     back.pid = children.into_iter().find(is_it).unwrap_or(child.pid);
     back.private_pid = Some(inner);
@@ -154,7 +164,7 @@ fn inside(
     let restored = match restored {
         Ok(restored) => restored,
         Err(e) => {
-            let Failure { code, what, hint } = failure(e, &again.checkpoint.image.meta);
+            let Failure { code, what, hint } = failure(e, again.origin);
             Word::Failed { code, what, hint }.say(&line);
             return Ok(code.into());
         }

@@ -34,6 +34,17 @@ pub fn prune(common: &Common, args: &Prune) -> Result<ExitCode> {
     tell(common, &args.job, &[freed])
 }
 
+/// Keeps only the newest checkpoints of a job that will have more of them.
+pub(super) fn roll(store: &Store, job: &str, keep: u64) -> Result<()> {
+    let kept = Kept::of(store, job, &store.checkpoints(job).map_err(jobs::store_failure)?);
+    let freed = store.roll(job, usize::try_from(keep).unwrap_or(usize::MAX)).map_err(jobs::store_failure)?;
+    kept.let_go(&freed.checkpoints);
+    match freed.unfinished {
+        Some(why) => Err(jobs::store_failure(why)),
+        None => Ok(()),
+    }
+}
+
 /// Checkpoints for whose restore sockets are kept.
 struct Kept(Vec<Image>);
 

@@ -14,10 +14,11 @@ use crate::{jobs, output, terminal};
 use rustix::fd::{BorrowedFd, OwnedFd};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use std::fmt::{Display, Formatter};
 use std::io::{Read, Write};
 use std::path::Path;
 use std::process::ExitCode;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use stillpoint_image::tree::in_front;
 use stillpoint_image::{Image, Meta, Range};
 use stillpoint_linux::supervise::{Child, Signals};
@@ -95,7 +96,15 @@ impl Revived {
         let (claim, mut notes) = claim(&store, &name.job)?;
         let signals = Signals::take()?;
         let job = claim.job().to_string();
-        let again = Again { store: &store, checkpoint: &checkpoint, args, stdio, quiet: common.json };
+        let origin = Origin::of(&checkpoint.image.meta);
+        let again = Again {
+            store: &store,
+            checkpoint: &checkpoint,
+            origin: &origin,
+            args,
+            stdio,
+            quiet: common.json,
+        };
         let mut watch = Some(GiveUp::watch(&signals, relay)?);
         let mut lent = Lent::default();
         let record_of = |pid| {
@@ -115,7 +124,7 @@ impl Revived {
         let mut revived = match restored {
             Err(Error::PidTaken(_)) if args.pid.is_none() => private::revive(&again, &job, signals, relay)?,
             other => {
-                let r = other.map_err(|e| failure(e, &checkpoint.image.meta))?;
+                let r = other.map_err(|e| failure(e, &origin))?;
                 let back = Back::of(&r, r.notes.clone());
                 let child = Child { pid: r.pid, pidfd: r.pidfd };
                 Self {
@@ -187,7 +196,7 @@ impl Revived {
     }
 
     fn name(&self) -> Name {
-        Name { job: self.job.clone(), from: self.meta.job.clone(), id: self.meta.id }
+        Name { job: self.job.clone(), origin: Origin::of(&self.meta) }
     }
 }
 
@@ -218,8 +227,56 @@ impl Lent {
 #[derive(Clone)]
 pub(super) struct Name {
     pub(super) job: String,
-    pub(super) from: String,
-    pub(super) id: u64,
+    pub(super) origin: Origin,
+}
+
+/// What is brought back.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Origin {
+    /// A checkpoint in the store.
+    Checkpoint { job: String, id: u64 },
+    /// A running program, of a moment ago: for how long it was stopped, when that was asked for, and how long it took until this ran.
+    Program { job: String, pause: Duration, began: Instant, made: Duration },
+}
+
+impl Origin {
+    /// A checkpoint.
+    pub(super) fn of(meta: &Meta) -> Self {
+        Origin::Checkpoint { job: meta.job.clone(), id: meta.id }
+    }
+
+    /// What many of it are called.
+    pub(super) fn of_many(&self) -> &'static str {
+        match self {
+            Origin::Checkpoint { .. } => "clones",
+            Origin::Program { .. } => "twins",
+        }
+    }
+
+    /// What is brought back runs now.
+    pub(super) fn is_made(&mut self) {
+        if let Origin::Program { began, made, .. } = self {
+            *made = began.elapsed();
+        }
+    }
+
+    fn json(&self) -> Value {
+        match self {
+            Origin::Checkpoint { job, id } => json!({ "from": job, "id": id }),
+            Origin::Program { job, pause, made, .. } => {
+                json!({ "of": job, "pause_ms": output::ms(*pause), "made_ms": output::ms(*made) })
+            }
+        }
+    }
+}
+
+impl Display for Origin {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Origin::Checkpoint { job, id } => write!(f, "{job}@{id}"),
+            Origin::Program { job, .. } => write!(f, "a twin of {job}"),
+        }
+    }
 }
 
 /// What a restore brought back; it also travels from inside a private pid namespace to the outside.
@@ -254,18 +311,21 @@ impl Back {
         let Back { pid, private_pid, pages, .. } = *self;
         let bytes = pages * stillpoint_image::PAGE;
         let seen = private_pid.map_or(String::new(), |p| format!(" (it sees itself as {p})"));
-        let text = format!(
-            "{}@{} restored as pid {pid}{seen}  {}  skeleton {}, running {}",
-            name.from,
-            name.id,
-            output::bytes(bytes),
-            short(self.skeleton_ms),
-            short(self.running_ms),
-        );
+        let bytes_text = output::bytes(bytes);
+        let text = match &name.origin {
+            from @ Origin::Checkpoint { .. } => format!(
+                "{from} restored as pid {pid}{seen}  {bytes_text}  skeleton {}, running {}",
+                short(self.skeleton_ms),
+                short(self.running_ms),
+            ),
+            of @ Origin::Program { pause, made, .. } => format!(
+                "{of} runs as pid {pid}{seen}  {bytes_text}  pause {}, made in {}",
+                output::short(*pause),
+                output::short(*made),
+            ),
+        };
         let mut json = json!({
             "job": name.job,
-            "from": name.from,
-            "id": name.id,
             "pid": pid,
             "private_pid": private_pid,
             "supervisor_pid": std::process::id(),
@@ -275,8 +335,10 @@ impl Back {
             "running_ms": self.running_ms,
             "notes": self.notes,
         });
-        if let (Some(json), Value::Object(figures)) = (json.as_object_mut(), self.figures.clone()) {
-            json.extend(figures);
+        for more in [name.origin.json(), self.figures.clone()] {
+            if let (Some(json), Value::Object(more)) = (json.as_object_mut(), more) {
+                json.extend(more);
+            }
         }
         Answer { text, json, notes: self.notes.clone() }
     }
@@ -290,6 +352,7 @@ fn short(ms: f64) -> String {
 pub(super) struct Again<'a> {
     pub(super) store: &'a Store,
     pub(super) checkpoint: &'a Checkpoint,
+    pub(super) origin: &'a Origin,
     pub(super) args: &'a Restore,
     pub(super) stdio: Stdio,
     pub(super) quiet: bool,
@@ -324,8 +387,7 @@ impl Again<'_> {
 
     /// Who hears of memory that comes later.
     pub(super) fn with_heard<T>(&self, act: impl FnOnce(Heard<'_>) -> T) -> T {
-        let Meta { job, id, .. } = &self.checkpoint.image.meta;
-        let name = format!("{job}@{id}");
+        let name = self.origin;
         let (store, checkpoint) = (self.store, self.checkpoint);
         let failed = move |why: &str| {
             let why = format!("stillpoint: cannot load the memory of {name}: {why}\n");
@@ -373,8 +435,7 @@ fn claim(store: &Store, job: &str) -> Result<(Claim, Vec<String>)> {
     Ok((jobs::claim(store, job)?, Vec::new()))
 }
 
-pub(super) fn failure(error: Error, meta: &Meta) -> Failure {
-    let name = format!("{}@{}", meta.job, meta.id);
+pub(super) fn failure(error: Error, name: &Origin) -> Failure {
     match error {
         Error::Refused(things) => {
             let list: Vec<String> = things.iter().map(|t| format!("\n{t}")).collect();
@@ -382,6 +443,8 @@ pub(super) fn failure(error: Error, meta: &Meta) -> Failure {
         }
         Error::PidTaken(_) => Failure::refused(format!("cannot restore {name}: {error}"))
             .hint("without --pid same it is restored in a private pid namespace"),
+        Error::TooDeep(_) => Failure::refused(format!("cannot restore {name}: {error}"))
+            .hint("restore it where it ran, while its process ids are free"),
         Error::NoPidPrivilege(_) => Failure::failed(error).within(&format!("restore {name}")),
         Error::Store(e) => jobs::store_failure(e),
         Error::Kernel(e) => Failure::from(e).within(&format!("restore {name}")),

@@ -80,27 +80,30 @@ pub fn remove(store: &Store, job: &str) {
 }
 
 /// One end of the line.
-struct Line {
+pub struct Line {
     reader: BufReader<UnixStream>,
 }
 
 impl Line {
-    fn new(stream: UnixStream) -> Self {
+    /// Of a connected socket.
+    pub fn new(stream: UnixStream) -> Self {
         Self { reader: BufReader::new(stream) }
     }
 
-    fn stream(&self) -> &UnixStream {
+    /// Its socket.
+    pub fn stream(&self) -> &UnixStream {
         self.reader.get_ref()
     }
 
-    fn say(&self, word: &impl Serialize) -> std::io::Result<()> {
+    /// Says a word.
+    pub fn say(&self, word: &impl Serialize) -> std::io::Result<()> {
         let mut text = serde_json::to_vec(word)?;
         text.push(b'\n');
         self.stream().write_all(&text)
     }
 
     /// The next word; `Ok(None)` when the other side has hung up.
-    fn hear<T: for<'a> Deserialize<'a>>(&mut self) -> std::io::Result<Option<T>> {
+    pub fn hear<T: for<'a> Deserialize<'a>>(&mut self) -> std::io::Result<Option<T>> {
         let mut text = Vec::new();
         self.reader.by_ref().take(LONGEST).read_until(b'\n', &mut text)?;
         if text.pop() != Some(b'\n') {

@@ -71,7 +71,7 @@ fn serve(stream: UnixStream, desk: &Desk, waiting: &Weak<()>) -> std::io::Result
 }
 
 /// Only the owner of the store may ask, and root; the permissions of folder and socket say the same.
-fn check_peer(stream: &UnixStream) -> Result<()> {
+pub fn check_peer(stream: &UnixStream) -> Result<()> {
     let user = stillpoint_linux::sockets::peer_user(stream)?;
     match user == 0 || user == rustix::process::geteuid().as_raw() {
         true => Ok(()),

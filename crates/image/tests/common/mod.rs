@@ -13,6 +13,7 @@ pub fn sample() -> Image {
     let thread = Thread { tid: 9, ..Thread::default() };
     let child = Process {
         pid: 9,
+        space: 1,
         parent: Some(0),
         threads: vec![thread],
         namespaces: vec![1, 2],
@@ -59,7 +60,7 @@ pub fn sample() -> Image {
     Image {
         meta: Meta { job: "web".into(), id: 3, label: Some("first".into()), ..Meta::default() },
         processes: vec![process, child],
-        spaces: vec![AddressSpace { mappings, ..AddressSpace::default() }],
+        spaces: vec![AddressSpace { mappings, ..AddressSpace::default() }, AddressSpace::default()],
         objects: vec![
             MemoryObject { size: 4 * PAGE, ..MemoryObject::default() },
             MemoryObject { size: 5 * PAGE - 1, segment: Some(segment), ..MemoryObject::default() },
@@ -94,6 +95,7 @@ pub fn sample() -> Image {
             Namespace::Network { up: true },
         ],
         network: Some(4),
+        leaders: Vec::new(),
     }
 }
 

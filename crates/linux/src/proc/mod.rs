@@ -9,6 +9,7 @@
 pub mod auxv;
 pub mod held;
 pub mod maps;
+pub mod mounts;
 pub mod namespaces;
 pub mod sched;
 pub mod smaps;

@@ -87,16 +87,21 @@ impl HeldNamespaces {
     /// # Errors
     /// [`Error::Gone`], or that the kernel does not tell.
     pub fn read(&self) -> Result<Vec<Namespace>> {
-        let read = |(kind, link): &(NamespaceKind, OwnedFd)| {
-            // A namespace is always there until its thread is not.
+        let mut all = Vec::with_capacity(self.links.len());
+        for (kind, link) in &self.links {
             let mut room = [0; 64];
-            let len =
-                rustix::fs::readlinkat_raw(link, "", &mut room[..]).map_err(|_| Error::Gone(self.tid))?;
+            let len = match rustix::fs::readlinkat_raw(link, "", &mut room[..]) {
+                Ok(len) => len,
+                // Until its first process is there, a pid namespace is not shown.
+                Err(rustix::io::Errno::NOENT) if *kind == NamespaceKind::PidForChildren => continue,
+                // A namespace is always there until its thread is not.
+                Err(_) => return Err(Error::Gone(self.tid)),
+            };
             let path = || PathBuf::from(format!("/proc/{}/ns/{}", self.tid, kind.name()));
             let id = parse(&room[..len]).ok_or_else(|| nonsense(&path(), &room[..len]))?;
-            Ok(Namespace { kind: *kind, id })
-        };
-        self.links.iter().map(read).collect()
+            all.push(Namespace { kind: *kind, id });
+        }
+        Ok(all)
     }
 }
 
@@ -118,7 +123,8 @@ impl Proc {
         Ok(HeldNamespaces { tid: self.tid(), links })
     }
 
-    /// Namespaces it is in; kinds that the kernel does not have are left out.
+    /// Namespaces it is in; kinds that the kernel does not have are left out, and the pid namespace of its children if no process
+    /// has been made in it yet.
     ///
     /// # Errors
     /// [`Error::Gone`], or [`Error::File`] if we may not trace the process.

@@ -87,6 +87,16 @@ impl Status {
     pub fn own_pid(&self) -> u32 {
         self.ns_tgid.last().copied().unwrap_or(self.tgid)
     }
+
+    /// Its process id in the pid namespace so many levels below ours.
+    pub fn pid_at(&self, level: usize) -> u32 {
+        self.ns_tgid.get(level).copied().unwrap_or_else(|| self.own_pid())
+    }
+
+    /// Its thread id in the pid namespace so many levels below ours.
+    pub fn tid_at(&self, level: usize) -> u32 {
+        self.ns_pid.get(level).copied().unwrap_or_else(|| self.own_tid())
+    }
 }
 
 impl Proc {

@@ -59,7 +59,7 @@ pub fn program(process: &Process, space: &AddressSpace, index: usize, conditions
         }
         queue(&mut p, process, &process.pending, None);
     }
-    queue(&mut p, process, &thread.pending, Some(thread.tid));
+    queue(&mut p, process, &thread.pending, Some(thread.own_tid()));
     if !conditions.seccomp_suspended {
         seccomp(&mut p, process, thread, leader);
     }
@@ -92,7 +92,7 @@ fn seccomp(p: &mut Program, process: &Process, thread: &Thread, leader: bool) {
 
 /// Queues signals to the process (only its main thread may, with any siginfo) or to the running thread.
 fn queue(p: &mut Program, process: &Process, pending: &[Bytes], tid: Option<u32>) {
-    let (pid, timers) = (process.pid, &process.timers);
+    let (pid, timers) = (process.own_pid(), &process.timers);
     for info in pending {
         let signal = layout::half(&info.0, 0);
         if is_late(signal) || periodic(timers, info) {

@@ -14,13 +14,19 @@ const ARCH_REQ_XCOMP_PERM: u64 = 0x1023;
 /// Without [`PR_TIMER_CREATE_RESTORE_IDS`] a timer's id is reached by making and deleting all before it.
 const MOST_TIMER_STEPS: u32 = 10_000;
 
+/// Whether there may be huge pages ([`AddressSpace::thp_disable`]).
+pub fn huge_pages(disable: u32) -> Program {
+    let mut p = Program::new();
+    let (disable, flags) = (u64::from(disable & 1), u64::from(disable & !1));
+    prctl(&mut p, "PR_SET_THP_DISABLE", PR_SET_THP_DISABLE, [disable.into(), flags.into()]);
+    p
+}
+
 /// What comes before memory is built: states of the
 /// address space that new mappings inherit and that the memory's own states then override; leave to use large
 /// registers, without which [`stillpoint_image::Thread::xstate`] cannot be set.
 pub fn early(process: &Process, space: &AddressSpace) -> Program {
     let mut p = Program::new();
-    let (disable, flags) = (u64::from(space.thp_disable & 1), u64::from(space.thp_disable & !1));
-    prctl(&mut p, "PR_SET_THP_DISABLE", PR_SET_THP_DISABLE, [disable.into(), flags.into()]);
     if space.memory_merge {
         prctl(&mut p, "PR_SET_MEMORY_MERGE", PR_SET_MEMORY_MERGE, [1.into()]);
     }
@@ -150,11 +156,11 @@ impl Timers {
     fn make(&mut self, timer: &PosixTimer, process: &Process) {
         let p = &mut self.program;
         // A timer whose thread has ended notifies nobody, but its id stays taken.
-        let orphan = timer.tid != 0 && !process.threads.iter().any(|t| t.tid == timer.tid);
-        let (notify, tid) = match timer.tid {
-            _ if orphan => (libc::SIGEV_NONE as u32, 0),
-            0 => (timer.notify, 0),
-            tid => (timer.notify | libc::SIGEV_THREAD_ID as u32, tid),
+        let thread = process.threads.iter().find(|t| t.tid == timer.tid);
+        let (notify, tid) = match (timer.tid, thread) {
+            (0, _) => (timer.notify, 0),
+            (_, None) => (libc::SIGEV_NONE as u32, 0),
+            (_, Some(thread)) => (timer.notify | libc::SIGEV_THREAD_ID as u32, thread.own_tid()),
         };
         let mut event = vec![0; kernel::SIGEVENT];
         event[..8].copy_from_slice(&timer.value.to_le_bytes());

@@ -21,7 +21,7 @@ const SOL_SOCKET: u32 = libc::SOL_SOCKET as u32;
 /// Makes all connections that are not there yet.
 pub(super) fn open(opening: &mut Opening<'_>, made: &mut HashMap<usize, OwnedFd>) -> Result<()> {
     let image = opening.image;
-    let mut over = Vec::new();
+    let (mut over, mut notes) = (Vec::new(), Vec::new());
     for (index, socket) in image.sockets.iter().enumerate() {
         let Some(connection) = socket.connection.as_ref().filter(|_| !made.contains_key(&index)) else {
             continue;
@@ -32,6 +32,12 @@ pub(super) fn open(opening: &mut Opening<'_>, made: &mut HashMap<usize, OwnedFd>
             let [own, its] = pair(opening, socket, other)?;
             made.insert(index, own);
             made.insert(peer, its);
+            continue;
+        }
+        if connection.state == state::SYN_SENT && opening.tcp == TcpPolicy::Established {
+            let (fd, moved) = begin(opening, socket, connection)?;
+            made.insert(index, fd);
+            notes.extend(moved);
             continue;
         }
         let fd = new(socket)?;
@@ -46,8 +52,40 @@ pub(super) fn open(opening: &mut Opening<'_>, made: &mut HashMap<usize, OwnedFd>
         TcpPolicy::Established => "over, as the program was not there for the other end",
         TcpPolicy::Close => "closed, as asked for",
     };
-    opening.files.notes.extend(note(&over, why));
+    opening.files.notes.extend(note(&over, why).into_iter().chain(notes));
     Ok(())
+}
+
+/// Begins once more to make a connection that was being made; with a remark if it has another local address now. What listens in
+/// the program does so already.
+fn begin(
+    opening: &Opening<'_>,
+    socket: &Socket,
+    connection: &Connection,
+) -> Result<(OwnedFd, Option<String>)> {
+    let (fd, name) = (new(socket)?, name(opening.image, socket));
+    options::apply(&fd, socket, &name)?;
+    let moved = match sockets::bind(&fd, &socket.local.0) {
+        Ok(()) => None,
+        // It is most often the kernel that has chosen it.
+        Err(e) if matches!(e.raw_os_error(), Some(libc::EADDRINUSE | libc::EADDRNOTAVAIL)) => {
+            let to = address(&connection.remote.0);
+            Some(format!(
+                "a connection to {to} that was being made is made from another address: {name} is not free"
+            ))
+        }
+        Err(e) => return Err(refusal(&name, &e)),
+    };
+    // It becomes as it was when all others are there.
+    rustix::io::ioctl_fionbio(&fd, true).map_err(|e| stillpoint_linux::Error::call("FIONBIO", e))?;
+    match sockets::connect(&fd, &connection.remote.0) {
+        Err(e) if e.raw_os_error() != Some(libc::EINPROGRESS) => {
+            let fd = new(socket)?;
+            make_ended(&fd, socket.family as i32, &[], Over::Reset)?;
+            Ok((fd, moved))
+        }
+        _ => Ok((fd, moved)),
+    }
 }
 
 fn note(over: &[String], why: &str) -> Option<String> {

@@ -2,9 +2,10 @@
 
 use super::moves::{self, Step as Move, Wanted};
 use super::{OpenFiles, locks, missing, standard};
-use crate::Result;
+use crate::{Error, Result};
 use std::collections::HashMap;
 use std::os::fd::AsRawFd;
+use stillpoint_image::pids::{Pids, namespace_of};
 use stillpoint_image::{
     Descriptor, EpollWatch, FileKind, FileOwner, FileTable, Image, LockKind, OpenFile, TimerFd,
 };
@@ -77,7 +78,7 @@ impl OpenFiles {
         }
         work.run(processes)?;
         for (row, home, file) in work.rows()? {
-            work.owner(home, file);
+            work.owner(home, file)?;
             work.lock(row, home, file)?;
         }
         // Who gets the signals is settled by now.
@@ -176,6 +177,7 @@ struct Finish<'a> {
     tables: Vec<&'a FileTable>,
     /// The first descriptor of each open file.
     home: HashMap<u32, Home>,
+    pids: Pids<'a>,
     /// What the processes are to do next.
     programs: Vec<Program>,
 }
@@ -190,7 +192,7 @@ impl<'a> Finish<'a> {
             }
         }
         let programs = tables.iter().map(|_| Program::new()).collect();
-        Ok(Finish { image, tables, home, programs })
+        Ok(Finish { image, tables, home, pids: Pids::of(image), programs })
     }
 
     /// Open files with the first of their descriptors, in the order of these.
@@ -221,8 +223,8 @@ impl<'a> Finish<'a> {
     }
 
     /// Gets an open file from the process that has it; the result is a descriptor to be closed.
-    fn fetch(&mut self, process: usize, from: Home) -> Step {
-        let pid = self.image.processes[from.process].pid;
+    fn fetch(&mut self, process: usize, from: Home) -> Result<Step> {
+        let pid = self.seen_from(process, self.image.processes[from.process].pid)?;
         let program = &mut self.programs[process];
         let handle = program.call(
             format!("open a handle to process {pid}"),
@@ -236,7 +238,16 @@ impl<'a> Finish<'a> {
             args,
         );
         program.call("close", libc::SYS_close, [handle.into()]);
-        fetched
+        Ok(fetched)
+    }
+
+    /// What an id is called by a process.
+    fn seen_from(&self, process: usize, id: u32) -> Result<u32> {
+        let namespace = namespace_of(self.image, &self.image.processes[process]);
+        let name = self.pids.seen_from(namespace, id);
+        name.ok_or_else(|| {
+            Error::Failed(format!("{id} has no name in the pid namespace of a process that needs it"))
+        })
     }
 
     /// Gives an open file that was made late to all other processes that hold it.
@@ -251,7 +262,7 @@ impl<'a> Finish<'a> {
             if all.is_empty() {
                 continue;
             }
-            let fetched = self.fetch(process, home);
+            let fetched = self.fetch(process, home)?;
             let program = &mut self.programs[process];
             for d in all {
                 duplicate(program, fetched.into(), d.fd, d.close_on_exec);
@@ -269,12 +280,16 @@ impl<'a> Finish<'a> {
         }
         let (flags, fd) = (super::open_flags(file.flags) as u32, home.fd);
         let all: Vec<Descriptor> = self.descriptors(home.process, row).copied().collect();
+        let named = match file.kind {
+            FileKind::Pid(pid) => self.seen_from(home.process, pid)?,
+            _ => 0,
+        };
         let program = &mut self.programs[home.process];
         let opened = match file.kind {
             FileKind::Pid(pid) => {
                 let flags = file.flags & (libc::O_EXCL | libc::O_NONBLOCK) as u32;
                 let what = format!("open a handle to {pid} (descriptor {fd})");
-                program.call(what, libc::SYS_pidfd_open, [pid.into_arg(), flags.into_arg()])
+                program.call(what, libc::SYS_pidfd_open, [named.into_arg(), flags.into_arg()])
             }
             FileKind::Proc(path) => {
                 let path = &self.image.paths.get(path as usize).ok_or_else(|| missing("file", path))?.path;
@@ -335,7 +350,7 @@ impl<'a> Finish<'a> {
         if !in_place {
             let here = self.descriptors(process, watch.file).next().map(|d| d.fd);
             let elsewhere = *self.home.get(&watch.file).ok_or_else(|| missing("open file", watch.file))?;
-            let fetched = here.is_none().then(|| self.fetch(process, elsewhere));
+            let fetched = here.is_none().then(|| self.fetch(process, elsewhere)).transpose()?;
             let program = &mut self.programs[process];
             if now.is_some() {
                 let args = [number, value(libc::F_DUPFD_CLOEXEC), 0.into()];
@@ -368,11 +383,15 @@ impl<'a> Finish<'a> {
     }
 
     /// Who gets the signals, and with `O_ASYNC`, that there are any.
-    fn owner(&mut self, home: Home, file: &OpenFile) {
+    fn owner(&mut self, home: Home, file: &OpenFile) -> Result<()> {
+        let named = match file.owner {
+            Some(owner) if owner.id != 0 => Some(self.owner_bytes(home.process, &owner)?),
+            _ => None,
+        };
         let (program, fd) = (&mut self.programs[home.process], home.fd);
         if let Some(owner) = file.owner {
-            if owner.id != 0 {
-                let record = program.data(&owner_bytes(self.image, &owner));
+            if let Some(bytes) = named {
+                let record = program.data(&bytes);
                 let what = format!("set the owner of descriptor {fd}");
                 let args = [fd.into_arg(), value(descriptors::F_SETOWN_EX), record];
                 program.call(what, libc::SYS_fcntl, args);
@@ -384,6 +403,24 @@ impl<'a> Finish<'a> {
             let args = [fd.into_arg(), value(libc::F_SETFL), file.flags.into_arg()];
             program.call(format!("set O_ASYNC of descriptor {fd}"), libc::SYS_fcntl, args);
         }
+        Ok(())
+    }
+
+    fn owner_bytes(&self, process: usize, owner: &FileOwner) -> Result<Vec<u8>> {
+        const PROCESS: u32 = 1;
+        const GROUP: u32 = 2;
+        // A process that was in a group from outside is in ours now.
+        let is_own = self.image.processes.iter().any(|p| p.own_group() == Some(owner.id));
+        let (kind, id) = match owner.kind {
+            GROUP if !is_own => match our_group() {
+                Some(group) => (GROUP, group),
+                // Our group has no name in this pid namespace: of its members, the program itself is told.
+                None => (PROCESS, self.image.processes.first().map_or(0, |p| p.pid)),
+            },
+            kind => (kind, owner.id),
+        };
+        let id = self.seen_from(process, id)?;
+        Ok([kind.to_ne_bytes(), id.to_ne_bytes()].concat())
     }
 
     /// Locks of processes, each taken by its own, through its descriptor.
@@ -432,22 +469,6 @@ impl<'a> Finish<'a> {
             program.call(format!("set the ticks of timer {fd}"), libc::SYS_ioctl, args);
         }
     }
-}
-
-fn owner_bytes(image: &Image, owner: &FileOwner) -> Vec<u8> {
-    const PROCESS: u32 = 1;
-    const GROUP: u32 = 2;
-    // A process that was in a group from outside is in ours now.
-    let is_own = image.processes.iter().any(|p| p.own_group() == Some(owner.id));
-    let (kind, id) = match owner.kind {
-        GROUP if !is_own => match our_group() {
-            Some(group) => (GROUP, group),
-            // Our group has no name in this pid namespace: of its members, the program itself is told.
-            None => (PROCESS, image.processes.first().map_or(0, |p| p.pid)),
-        },
-        kind => (kind, owner.id),
-    };
-    [kind.to_ne_bytes(), id.to_ne_bytes()].concat()
 }
 
 fn our_group() -> Option<u32> {

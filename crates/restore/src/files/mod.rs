@@ -147,7 +147,6 @@ struct Opening<'a> {
 
 impl<'a> Opening<'a> {
     fn new(image: &'a Image, contents: &'a dyn Contents, tcp: TcpPolicy, stdio: Stdio) -> Result<Self> {
-        let null = std::fs::OpenOptions::new().read(true).write(true).open("/dev/null");
         let files = OpenFiles {
             namespaces: Namespaces::make(image)?,
             sources: image.files.iter().map(|_| None).collect(),
@@ -156,7 +155,7 @@ impl<'a> Opening<'a> {
             queues: queues::Queues::default(),
             laden: Vec::new(),
             mapped: HashMap::new(),
-            reserve: null.map_err(|e| Kernel::file("/dev/null", e))?.into(),
+            reserve: descriptors::null()?,
             cuts: Vec::new(),
             write_backs: Vec::new(),
             created: Created::default(),

@@ -436,6 +436,7 @@ pub(super) fn name(image: &Image, socket: &Socket) -> String {
     let local = &socket.local.0;
     let kind = match socket.protocol as i32 {
         libc::IPPROTO_TCP => "TCP",
+        libc::IPPROTO_MPTCP => "Multipath TCP",
         libc::IPPROTO_UDP => "UDP",
         _ => "an internet socket",
     };

@@ -15,11 +15,13 @@ use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};
 use rustix::process::setsid;
+use std::io::{PipeReader, Read};
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
-use stillpoint_linux::descriptors::pidfd_open;
-use stillpoint_linux::fdinfo::{self, Detail};
+use stillpoint_linux::Error as Kernel;
+use stillpoint_linux::descriptors::{null, pidfd_open};
+use stillpoint_linux::fdinfo::Folders;
 use stillpoint_linux::pager::{self, Role};
 use stillpoint_linux::split::{self, Split};
 use stillpoint_linux::supervise::{Child, wait};
@@ -34,20 +36,40 @@ const PLENTY: usize = 16;
 /// Between two tries of what may work in a moment.
 const PAUSE: Duration = Duration::from_millis(1);
 
+/// Tells when processes that serve have let go of all that they had from us and do not need.
+#[derive(Debug)]
+pub struct Parted(PipeReader);
+
+impl Parted {
+    /// Waits for it, or for their end.
+    pub fn wait(mut self) {
+        let _ = self.0.read(&mut [0]); // nobody ever writes
+    }
+}
+
 /// Begins to serve the memory that userfaults follow, each that of the program of this number, in processes of their own;
-/// returns the first of them. To be called while no other thread of ours holds a lock. `elapsed` is how long ago the restore
-/// began, unless each program has told.
-pub fn start(work: &Work<'_>, followed: Vec<(usize, OwnedFd)>, elapsed: Option<Duration>) -> Result<Child> {
+/// returns the first of them. No program whose descriptors are here must run before they have [`Parted`]. To be called while no
+/// other thread of ours holds a lock. `elapsed` is how long ago the restore began, unless each program has told.
+pub fn start(
+    work: &Work<'_>,
+    followed: Vec<(usize, OwnedFd)>,
+    elapsed: Option<Duration>,
+) -> Result<(Child, Parted)> {
+    let (parted, tells) = std::io::pipe().map_err(|e| Kernel::call("pipe", e))?;
     for (program, userfault) in &followed {
         work.board.space(*program).begin(userfault.as_raw_fd(), *program);
     }
     match split::copy()? {
         Split::Original(child) => {
             // From now on they are theirs: when the last of them closes one, nobody else holds it.
-            drop(followed);
-            Ok(child)
+            drop((followed, tells));
+            Ok((child, Parted(parted)))
         }
         Split::Copy => {
+            // Among the rest is all that the program has open, and `tells`. Once it runs, to ask about an epoll of its, or to
+            // be the last who closes what one watches, is to wait for a thread that may wait for its memory, and so for us.
+            split::close_all_but(&needed(work));
+            std::mem::forget((parted, tells));
             let _ = setsid(); // neither the terminal nor a shell's job control is its concern
             leave_streams(work.is_heard);
             if let Some(elapsed) = elapsed {
@@ -63,7 +85,7 @@ pub fn start(work: &Work<'_>, followed: Vec<(usize, OwnedFd)>, elapsed: Option<D
 
 /// Leaves standard streams to the program; errors may be told where somebody hears them.
 fn leave_streams(is_heard: bool) {
-    if let Ok(null) = std::fs::OpenOptions::new().read(true).write(true).open("/dev/null") {
+    if let Ok(null) = null() {
         let _ = rustix::stdio::dup2_stdin(&null);
         let _ = rustix::stdio::dup2_stdout(&null);
         if !is_heard {
@@ -188,7 +210,7 @@ fn poll_for(process: BorrowedFd<'_>, patience: Timespec) -> bool {
 /// Closes what a server that was killed left open in the table that we share. Handles to processes that live stay: one that
 /// was just made, and has not told its number yet, may have made it, and what is opened from now on is not ours either.
 fn tidy(work: &Work<'_>, claim: &Claim) {
-    let mut keep: Vec<i32> = work.descriptors().iter().map(AsRawFd::as_raw_fd).chain(0..=2).collect();
+    let mut keep = needed(work);
     keep.extend(claim.descriptor());
     for number in work.board.recent() {
         let Some(Some(handle)) = work.board.enlisted(number) else { continue };
@@ -199,24 +221,31 @@ fn tidy(work: &Work<'_>, claim: &Claim) {
             keep.push(handle);
         }
     }
-    for number in work.board.spaces() {
-        let space = work.board.space(number);
-        keep.extend(space.descriptor());
-        keep.extend(space.log().chunks_exact(EVENT_WORDS).filter_map(|words| match logged(words) {
-            Some(Event::Forked(descriptor)) => Some(descriptor),
-            _ => None,
-        }));
-    }
-    let own = std::process::id();
-    let is_left_over = |fd: u32| match fdinfo::read(own, fd).map(|info| info.detail) {
-        Ok(Detail::Pid { .. }) => has_ended(split::shared_descriptor(fd as i32)),
-        Ok(_) => true,
-        // It was there to list the others.
+    let Ok(folders) = Folders::open(std::process::id()) else { return };
+    keep.extend(folders.descriptors().map(|fd| fd.as_raw_fd()));
+    let is_left_over = |fd: u32| match folders.process_of(fd) {
+        Ok(Some(_)) => has_ended(split::shared_descriptor(fd as i32)),
+        Ok(None) => true,
+        // Somebody who shares the table has closed it.
         Err(_) => false,
     };
-    for fd in fdinfo::list(own).unwrap_or_default() {
+    for fd in folders.list().unwrap_or_default() {
         if !keep.contains(&(fd as i32)) && is_left_over(fd) {
             split::close_shared(fd as i32);
         }
     }
+}
+
+/// Descriptors that are needed as long as anything is served, those of spaces and of copies that are just being made among them.
+fn needed(work: &Work<'_>) -> Vec<i32> {
+    let mut needed: Vec<i32> = work.descriptors().iter().map(AsRawFd::as_raw_fd).chain(0..=2).collect();
+    for number in work.board.spaces() {
+        let space = work.board.space(number);
+        needed.extend(space.descriptor());
+        needed.extend(space.log().chunks_exact(EVENT_WORDS).filter_map(|words| match logged(words) {
+            Some(Event::Forked(descriptor)) => Some(descriptor),
+            _ => None,
+        }));
+    }
+    needed
 }

@@ -2,7 +2,7 @@
 
 use super::board::{Board, COPIES, Count, Tally};
 use super::cores;
-use super::keepers;
+use super::keepers::{self, Parted};
 use super::plan::Plan;
 use super::template::Place;
 use super::turns::monotonic_us;
@@ -15,7 +15,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
-use stillpoint_image::{AddressSpace, Extent, FileKind, Image, Owner, PAGE, Process, Range};
+use stillpoint_image::{AddressSpace, Extent, FileKind, Image, PAGE, Process, Range};
 use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::descriptors::{self, duplicate_from, pidfd_open};
 use stillpoint_linux::hold;
@@ -160,11 +160,12 @@ pub struct Pager {
 }
 
 impl<'a> Later<'a> {
-    /// Lets the memory of new processes, in which all is mapped and nothing filled, wait for its pages; `rows` and `remotes` are
-    /// all of the program. None if nothing is to wait; with notes that tell where that cannot be, if it would be of use.
+    /// Lets the memory of new processes, in which all is mapped, and nothing filled but what is inherited, wait for its pages;
+    /// `rows`, with the pages that are to come, and `remotes` are all of the program. None if nothing is to wait; with notes that
+    /// tell where that cannot be, if it would be of use.
     pub fn begin(
         checkpoint: &'a Checkpoint,
-        rows: &[(&Process, &AddressSpace)],
+        rows: &[(&Process, &AddressSpace, &[Extent])],
         remotes: &mut [Remote<'_>],
         options: &Options,
         lazily: Lazily<'a>,
@@ -172,8 +173,11 @@ impl<'a> Later<'a> {
         let (plans, board, first, served) = match lazily {
             Lazily::Not => return Ok((None, Vec::new())),
             Lazily::Alone(heard) => {
-                let plan = |(process, space): &(&Process, &AddressSpace)| {
-                    let extents = checkpoint.pages.of(Owner::Space(process.space));
+                let plan = |(process, space, extents): &(&Process, &AddressSpace, &[Extent])| {
+                    // Who loads it tells processes apart, and there it would have several.
+                    if rows.iter().filter(|(other, ..)| other.space == process.space).count() > 1 {
+                        return Arc::default();
+                    }
                     Arc::new(Plan::lazy(space, process, extents))
                 };
                 (rows.iter().map(plan).collect::<Vec<_>>(), None, 0, Served::Alone(heard))
@@ -360,8 +364,12 @@ impl<'a> Later<'a> {
     }
 
     /// Begins to load the rest of these processes, which are all of the program. `began` is when the restore did. Returns also
-    /// who does, if they are ours.
-    pub fn start(self, processes: &[(&Memory, &Process)], began: Instant) -> Result<(Coming, Option<Pager>)> {
+    /// who does, if they are ours; the program is not to run before they have parted from us.
+    pub fn start(
+        self,
+        processes: &[(&Memory, &Process)],
+        began: Instant,
+    ) -> Result<(Coming, Option<(Pager, Parted)>)> {
         let done = self.load_touched(began);
         let Later { members, reader, touch, board, served, limit, .. } = self;
         let (is_heard, is_followed, origin, head) =
@@ -385,7 +393,7 @@ impl<'a> Later<'a> {
                 };
                 // Whose core dumps are seen to.
                 let root = processes.first().filter(|_| waits[0]);
-                let dumps = root.map(|(memory, process)| cores::Origin::new(memory.pid(), process.pid));
+                let dumps = root.map(|(memory, process)| cores::Origin::new(memory.pid(), process.own_pid()));
                 let alone = members.first().and_then(Option::as_ref).filter(|_| !is_tree);
                 let line = alone.and_then(|member| line::listen(member.handle.as_fd()));
                 let touch = touch.map(|set| Touch { set, head, done });
@@ -403,8 +411,9 @@ impl<'a> Later<'a> {
                 let work = Work {
                     stocks, reader, limit, board, dumps, programs, heard, is_heard, is_followed, origin, line, is_tree,
                 };
-                let child = keepers::start(&work, followed, Some(began.elapsed()))?;
-                Some(Pager { child, coming: coming.clone(), members: everybody })
+                let (child, parted) = keepers::start(&work, followed, Some(began.elapsed()))?;
+                let (coming, members) = (coming.clone(), everybody);
+                Some((Pager { child, coming, members }, parted))
             }
             Served::Together(place) => {
                 for Member { userfault, hold, handle, program, .. } in members.into_iter().flatten() {

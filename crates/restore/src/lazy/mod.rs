@@ -18,6 +18,7 @@ mod turns;
 mod wanted;
 mod work;
 
+pub(crate) use keepers::Parted;
 pub(crate) use later::Later;
 pub use later::{Coming, Pager};
 pub use template::{Place, Template, Waiting};

@@ -21,7 +21,7 @@ use std::thread::Scope;
 use std::time::{Duration, Instant};
 use stillpoint_image::{PAGE, Range};
 use stillpoint_linux::RemoteAddr;
-use stillpoint_linux::fdinfo::{self, Detail};
+use stillpoint_linux::fdinfo::Folders;
 use stillpoint_linux::line::{Origin, Request, State};
 use stillpoint_linux::pager::{self, Role};
 use stillpoint_linux::proc::{Proc, Vma};
@@ -242,6 +242,15 @@ impl Space<'_> {
     }
 }
 
+/// When one leaves, all do.
+struct Leaving<'a>(&'a AtomicBool);
+
+impl Drop for Leaving<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 /// Whether something could be put in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Did {
@@ -332,7 +341,8 @@ impl<'a> Server<'a> {
                 }
             }
             let spaces = self.read_spaces();
-            if spaces.is_empty() {
+            // Who fills in leaves before us only by a failure.
+            if spaces.is_empty() || self.leave.load(Ordering::Relaxed) {
                 return Ok(Served::All);
             }
             cores.iter_mut().for_each(Cores::look);
@@ -862,6 +872,8 @@ impl<'a> Server<'a> {
     /// Puts in ahead what nobody waits for yet: what was wanted first the last time, then the rest of the programs' own
     /// pages, each for all of them at once, then those of their copies.
     fn fill(&self) -> Result<()> {
+        // However it ends: nobody else comes back for what it had taken on, but the next server does.
+        let _leaving = Leaving(&self.leave);
         let tid = rustix::thread::gettid().as_raw_nonzero().get() as u32;
         self.yielding().push(tid);
         let filled = self.fill_until_left();
@@ -1105,8 +1117,7 @@ impl<'a> Server<'a> {
 
 /// Pages of a program that were there when it began to run, and that it has not used since then.
 fn unused_pages(program: BorrowedFd<'_>, placement: &Placement) -> Option<u64> {
-    let info = fdinfo::read(std::process::id(), program.as_raw_fd() as u32).ok()?;
-    let Detail::Pid { pid, .. } = info.detail else { return None };
+    let pid = Folders::open(std::process::id()).ok()?.process_of(program.as_raw_fd() as u32).ok()??;
     let smaps = Proc::process(pid.try_into().ok()?).and_then(|process| process.smaps()).ok()?;
     let pieces = placement.pieces();
     let is_ours = |vma: &Vma| pieces.iter().any(|p| p.now < vma.end && vma.start < p.now_end());

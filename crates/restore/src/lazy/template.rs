@@ -93,7 +93,9 @@ impl Template {
         let work = Work {
             stocks, reader, limit, board, dumps, programs, heard, is_heard, is_followed, origin, line, is_tree,
         };
-        let child = keepers::start(&work, followed, None)?;
+        let (child, parted) = keepers::start(&work, followed, None)?;
+        // What clones have open is not here.
+        drop(parted);
         Ok(Some(Pager { child, coming: self.coming(first), members: Vec::new() }))
     }
 

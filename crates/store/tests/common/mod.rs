@@ -116,7 +116,9 @@ pub fn assert_no_leftovers(store: &Store, job: &str) {
     }
     needed.sort();
     needed.dedup();
-    assert_eq!(names(&folder.join("segments")), needed, "segments");
+    let mut segments = names(&folder.join("segments"));
+    segments.retain(|name| name != "spare");
+    assert_eq!(segments, needed, "segments");
     for place in [folder.clone(), folder.join("checkpoints")] {
         let hidden: Vec<String> = names(&place).into_iter().filter(|n| n.starts_with('.')).collect();
         assert!(hidden.is_empty(), "{} holds {hidden:?}", place.display());

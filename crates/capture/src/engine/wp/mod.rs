@@ -24,12 +24,12 @@ use super::{Base, Copied, Cut, Engine, Kept, MemoryEngine, Running, Still, polit
 use crate::brief::stop_briefly;
 use crate::checkpoint::Progress;
 use crate::freeze::Frozen;
-use crate::regions::{Span, own_pages, range, spans, spans_of_maps, union};
+use crate::regions::{Span, own_pages, range, spans, spans_of_maps};
 use crate::target::Target;
 use crate::{Error, Result};
 use around::Around;
 use copies::Copies;
-use pages::{CHUNK, State, push};
+use pages::{CHUNK, State};
 use server::{Desk, Held};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -160,6 +160,10 @@ impl MemoryEngine for Wp {
             Some(_) => running.writer.reuse(&base)?,
             None => self.armed = Some(Armed::start(running)?),
         }
+        // It may have made children since it was armed.
+        if running.target.memory.keeps_shared() {
+            self.armed()?.desk.memory.keep_shared()?;
+        }
         if self.plain {
             running.log.tell("plain: all is protected in the cut, and a fault copies one page");
         }
@@ -211,7 +215,7 @@ impl MemoryEngine for Wp {
         }
         let own = saved?;
         self.copied.put(running.target.owner(), running.writer)?;
-        running.writer.keep_only(running.target.owner(), union([own, others].concat()));
+        running.writer.keep_only(running.target.owner(), Range::joined([own, others].concat()));
         self.armed()?.complete = true;
         self.done = true;
         Ok(())
@@ -363,7 +367,7 @@ impl Armed {
         for run in self.scan(piece, present)? {
             let written = run.categories.contains(Category::WRITTEN);
             let state = if written { State::Written } else { State::Unsaved };
-            within(&bare, range(&run)).for_each(|part| held.pages.set(part, state));
+            range(&run).parts_of(&bare).for_each(|part| held.pages.set(part, state));
         }
         for page in self.exempt.iter().filter(|e| (piece.start..piece.end()).contains(e)) {
             self.desk.leave_out(&mut held, *page);
@@ -388,7 +392,7 @@ impl Armed {
         threads: &[Thread],
         eager: u64,
     ) -> Result<Vec<(Range, bool)>> {
-        let changed = union(std::mem::take(&mut held.changed));
+        let changed = Range::joined(std::mem::take(&mut held.changed));
         let mut cutting = Cutting { changed, eager, ..Cutting::default() };
         self.found.clear();
         let mut end = 0;
@@ -425,10 +429,10 @@ impl Armed {
     /// Looks for pages that have appeared in a mapping without being noted. False if it cannot be followed.
     fn cut_span(&mut self, held: &mut Held<'_>, span: Range, cutting: &mut Cutting) -> Result<bool> {
         if self.small.binary_search_by_key(&span.start, |s| s.start).is_ok_and(|i| self.small[i] == span) {
-            let trusted = self.complete && within(&cutting.changed, span).next().is_none();
+            let trusted = self.complete && span.parts_of(&cutting.changed).next().is_none();
             return Ok(self.follow(span) && self.cut_hole(held, span, None, trusted).map(|()| true)?);
         }
-        let covered: Vec<Range> = within(&self.covered, span).collect();
+        let covered: Vec<Range> = span.parts_of(&self.covered).collect();
         // A mapping that has replaced another is not followed, and the kernel says so.
         let same = covered.first().is_some_and(|c| {
             let page = RemoteAddr(c.start);
@@ -437,16 +441,14 @@ impl Armed {
         if !same && !self.follow(span) {
             return Ok(false);
         }
-        if !same && !within(&self.followed, span).any(|f| f == span) {
+        if !same && !span.parts_of(&self.followed).any(|f| f == span) {
             // It was not there a moment ago, and may be gone a moment later.
             self.cut_hole(held, span, Some(cutting), false)?;
             return Ok(true);
         }
-        let known: Vec<Range> =
-            covered.iter().flat_map(|c| without(*c, within(&cutting.changed, *c))).collect();
-        let known = if same { known } else { Vec::new() };
-        for hole in without(span, known.iter().copied()) {
-            let fleeting = within(&cutting.changed, hole).next().is_some();
+        let known = if same { Range::without(&covered, &cutting.changed) } else { Vec::new() };
+        for hole in Range::without(&[span], &known) {
+            let fleeting = hole.parts_of(&cutting.changed).next().is_some();
             self.cut_hole(held, hole, fleeting.then_some(&mut *cutting), false)?;
         }
         cutting.covered.extend(known);
@@ -506,7 +508,7 @@ impl Armed {
             "{} writes waited, {} of them for a copy, {} for room; {} pages were copied for them, {} KiB at a time",
             f.waited, f.copied, f.held_back, f.pages, held.copies.most_used() >> 10
         ));
-        let kept = self.covered.iter().flat_map(|c| within(&self.own, *c));
+        let kept = self.covered.iter().flat_map(|c| c.parts_of(&self.own));
         let mut own: Vec<Range> = kept.chain(self.found.iter().copied()).collect();
         own.extend(source.put.into_inner().unwrap_or_else(PoisonError::into_inner));
         Ok(own)
@@ -518,8 +520,8 @@ impl Armed {
     fn nothing_unnoticed(&self) -> Result<()> {
         for covered in &self.covered {
             let there: Vec<Range> = self.scan(*covered, there())?.iter().map(range).collect();
-            for own in within(&self.own, *covered) {
-                for missing in without(own, within(&there, own)) {
+            for own in covered.parts_of(&self.own) {
+                for missing in Range::without(&[own], &there) {
                     let held = self.desk.hold();
                     let mut pages = (missing.start..missing.end()).step_by(PAGE as usize);
                     let kept = |page: u64| {
@@ -591,13 +593,7 @@ impl Drop for Armed {
         drop(held);
         // Closing the descriptor would release everything in one step, with the program's page faults waiting.
         for range in &self.followed {
-            let mut at = range.start;
-            while at < range.end() {
-                let end = (at / PIECE * PIECE + PIECE).min(range.end());
-                // Fails where the program has unmapped it.
-                let _ = self.desk.userfault.unregister(RemoteAddr(at), RemoteAddr(end));
-                at = end;
-            }
+            self.desk.userfault.unregister_gently(RemoteAddr(range.start), RemoteAddr(range.end()));
         }
         self.desk.stop();
         for server in self.servers.drain(..) {
@@ -676,29 +672,4 @@ fn cover(runs: &[Run], span: Range) -> Vec<Range> {
         }
     }
     covered
-}
-
-/// The parts of ranges (ascending, apart) that lie within a span.
-fn within(ranges: &[Range], span: Range) -> impl Iterator<Item = Range> {
-    let first = ranges.partition_point(|r| r.end() <= span.start);
-    ranges[first..].iter().take_while(move |r| r.start < span.end()).map(move |r| {
-        let (start, end) = (r.start.max(span.start), r.end().min(span.end()));
-        Range { start, len: end - start }
-    })
-}
-
-/// The parts of a span that are in none of some ranges within it (ascending, apart).
-fn without(span: Range, ranges: impl Iterator<Item = Range>) -> Vec<Range> {
-    let mut parts = Vec::new();
-    let mut at = span.start;
-    for range in ranges {
-        if at < range.start {
-            push(&mut parts, Range { start: at, len: range.start - at });
-        }
-        at = at.max(range.end());
-    }
-    if at < span.end() {
-        push(&mut parts, Range { start: at, len: span.end() - at });
-    }
-    parts
 }

@@ -1,0 +1,14 @@
+//! A running program goes back to where it was: snapshots in memory, and rollback.
+#![forbid(unsafe_code)]
+
+mod attributes;
+mod descriptors;
+pub mod error;
+pub mod history;
+pub mod layout;
+pub mod program;
+mod still;
+
+pub use error::{Error, Result};
+pub use history::Id;
+pub use program::{Program, Rolled, State, Taken};

@@ -1,0 +1,116 @@
+//! A program takes snapshots of itself, and goes back to them: for C and all that can call it (`include/stillpoint.h`).
+//!
+//! The calls ask a process beside the program, over a socket ([`line`](mod@line)). Whoever asks waits for the answer: in the middle
+//! of that the program is stopped, and in the middle of that it is again when it comes back.
+
+mod line;
+
+use line::{Answer, Error, ask};
+use serde_json::json;
+use std::cell::RefCell;
+use std::ffi::{CStr, CString, c_char, c_int};
+
+thread_local! {
+    /// What the last error of this thread was.
+    static LAST: RefCell<CString> = RefCell::default();
+}
+
+/// A snapshot was taken (0), or the program has come back to it (what the rollback gave); its number.
+///
+/// # Errors
+/// [`Error`]; there is no snapshot.
+pub fn snapshot() -> Result<(u64, i32), Error> {
+    match ask(&json!({"snapshot": {"name": null}}))? {
+        Answer::Taken { snapshot, value } => Ok((snapshot, value)),
+        Answer::Done => Err(Error::strange()),
+    }
+}
+
+/// Back to a snapshot, where [`snapshot`] returns this value.
+///
+/// # Errors
+/// Always, if it returns: [`Error`], and nothing has changed.
+pub fn rollback(id: u64, value: i32, kill_children: bool) -> Error {
+    if value <= 0 {
+        return Error { code: -libc::EINVAL, what: format!("{value}: a rollback gives a positive number") };
+    }
+    let question =
+        json!({"rollback": {"snapshot": id.to_string(), "kill_children": kill_children, "value": value}});
+    match ask(&question) {
+        Err(e) => e,
+        Ok(_) => Error::strange(),
+    }
+}
+
+/// Forgets a snapshot.
+///
+/// # Errors
+/// [`Error`], if there is none of this number.
+pub fn commit(id: u64) -> Result<(), Error> {
+    ask(&json!({"forget": {"snapshot": id.to_string()}})).map(drop)
+}
+
+fn told(error: Error) -> c_int {
+    let text = CString::new(error.what.replace('\0', " ")).unwrap_or_default();
+    LAST.with(|last| *last.borrow_mut() = text);
+    error.code
+}
+
+/// `sp_snapshot`
+///
+/// # Safety
+/// `id` is null or can be written.
+#[unsafe(no_mangle)]
+#[allow(unsafe_code)]
+pub unsafe extern "C" fn sp_snapshot(id: *mut u64) -> c_int {
+    match snapshot() {
+        Ok((number, value)) => {
+            if !id.is_null() {
+                // SAFETY: the caller says so.
+                unsafe { *id = number };
+            }
+            value
+        }
+        Err(e) => told(e),
+    }
+}
+
+/// `sp_rollback`
+#[unsafe(no_mangle)]
+#[allow(unsafe_code)]
+pub extern "C" fn sp_rollback(id: u64, value: c_int) -> c_int {
+    told(rollback(id, value, false))
+}
+
+/// `sp_rollback_killing`
+#[unsafe(no_mangle)]
+#[allow(unsafe_code)]
+pub extern "C" fn sp_rollback_killing(id: u64, value: c_int) -> c_int {
+    told(rollback(id, value, true))
+}
+
+/// `sp_commit`
+#[unsafe(no_mangle)]
+#[allow(unsafe_code)]
+pub extern "C" fn sp_commit(id: u64) -> c_int {
+    commit(id).map_or_else(told, |()| 0)
+}
+
+/// `sp_strerror`
+#[unsafe(no_mangle)]
+#[allow(unsafe_code)]
+pub extern "C" fn sp_strerror(error: c_int) -> *const c_char {
+    let plain: &CStr = match -error {
+        0 => c"no error",
+        libc::EINVAL => c"an argument makes no sense",
+        libc::ENOENT => c"there is no such snapshot",
+        libc::EPERM => c"something cannot be remembered, or undone",
+        libc::ENOSYS => c"stillpoint cannot be started, or is of another version",
+        _ => c"it failed",
+    };
+    LAST.with(|last| {
+        let last = last.borrow();
+        // Valid until this thread's next call.
+        if error != 0 && !last.is_empty() { last.as_ptr() } else { plain.as_ptr() }
+    })
+}

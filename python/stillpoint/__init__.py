@@ -1,0 +1,88 @@
+"""A running program, all of its threads, goes back to where it was.
+
+    import stillpoint
+
+    here = stillpoint.snapshot()    # here.value is 0 now
+    if here.value == 0:
+        ...                         # try something
+        here.rollback(1)            # back above, where here.value is 1
+    here.commit()                   # the snapshot is not needed any more
+
+    with stillpoint.speculate() as s:
+        if s.value == 0:
+            ...
+            s.rollback()
+
+Nothing that has left the program comes back: bytes in files and sockets, other processes. The library is that of the environment
+variable STILLPOINT_LIBRARY, or the system's (``make install``).
+"""
+
+import ctypes
+import os
+from contextlib import contextmanager
+
+__all__ = ["Error", "Snapshot", "snapshot", "speculate"]
+
+
+class Error(OSError):
+    """There was no snapshot, or no rollback; the program is as before."""
+
+
+class Snapshot:
+    """A moment of this program: its ``number``, and ``value``, which is 0 until a rollback gives another one."""
+
+    def __init__(self, number, value):
+        self.number, self.value = number, value
+
+    def rollback(self, value=1, kill_children=False):
+        """Back to the snapshot, where ``value`` (positive) is what it has. Returns only by raising Error."""
+        back = _library().sp_rollback_killing if kill_children else _library().sp_rollback
+        raise _error(back(self.number, value))
+
+    def commit(self):
+        """Forgets the snapshot; the program goes on as it is."""
+        code = _library().sp_commit(self.number)
+        if code < 0:
+            raise _error(code)
+
+    def __repr__(self):
+        return f"<snapshot {self.number}, value {self.value}>"
+
+
+def snapshot():
+    """Remembers the program as it is now, with all of its threads."""
+    number = ctypes.c_uint64()
+    value = _library().sp_snapshot(ctypes.byref(number))
+    if value < 0:
+        raise _error(value)
+    return Snapshot(number.value, value)
+
+
+@contextmanager
+def speculate():
+    """A snapshot that is forgotten in the end. After its rollback the block begins once more."""
+    here = snapshot()
+    try:
+        yield here
+    finally:
+        here.commit()
+
+
+_loaded = None
+
+
+def _library():
+    global _loaded
+    if _loaded is None:
+        library = ctypes.CDLL(os.environ.get("STILLPOINT_LIBRARY") or "libstillpoint.so")
+        library.sp_snapshot.argtypes = [ctypes.POINTER(ctypes.c_uint64)]
+        for name in ("sp_rollback", "sp_rollback_killing"):
+            getattr(library, name).argtypes = [ctypes.c_uint64, ctypes.c_int]
+        library.sp_commit.argtypes = [ctypes.c_uint64]
+        library.sp_strerror.argtypes, library.sp_strerror.restype = [ctypes.c_int], ctypes.c_char_p
+        _loaded = library
+    return _loaded
+
+
+def _error(code):
+    return Error(-code, _loaded.sp_strerror(code).decode(errors="replace"))
