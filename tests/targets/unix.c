@@ -301,6 +301,37 @@ static void listener_closed(void) { // after it accepted: one by an abstract nam
   EQUAL(access(paths[2], F_OK), -1);
 }
 
+static void directory_gone(void) { // with the names in it: of who listens, of a connection, of who is sent datagrams
+  char inner[100], outer[100], path[3][108];
+  snprintf(outer, sizeof outer, "%s/outer", directory);
+  snprintf(inner, sizeof inner, "%s/inner", outer);
+  MUST(mkdir(outer, 0700) == 0 && mkdir(inner, 0700) == 0);
+  for (int i = 0; i < 3; i++)
+    snprintf(path[i], sizeof path[i], "%s/%d", i == 2 ? outer : inner, i);
+  int l = bound(SOCK_STREAM, path[0]), k = bound(SOCK_STREAM, path[1]), d = bound(SOCK_DGRAM, path[2]);
+  int c[2], a[2];
+  MUST(listen(l, 1) == 0 && (c[0] = socket(AF_UNIX, SOCK_STREAM, 0)) >= 0 && reach(c[0], path[0]) == 0);
+  MUST(listen(k, 1) == 0 && (c[1] = socket(AF_UNIX, SOCK_STREAM, 0)) >= 0 && reach(c[1], path[1]) == 0);
+  MUST((a[0] = accept(l, 0, 0)) >= 0 && (a[1] = accept(k, 0, 0)) >= 0 && close(k) == 0);
+  for (int i = 0; i < 3; i++)
+    MUST(unlink(path[i]) == 0);
+  MUST(rmdir(inner) == 0 && rmdir(outer) == 0);
+  cut();
+  EQUAL(access(outer, F_OK), -1);
+  int names[] = {l, a[1], d};
+  for (int i = 0; i < 3; i++) {
+    socklen_t length = sizeof(struct sockaddr_un), known;
+    struct sockaddr_un name, wanted = address_of(path[i], &known);
+    EQUAL(getsockname(names[i], (void *)&name, &length), 0);
+    CHECK(!memcmp(&name, &wanted, 2 + strlen(path[i])));
+  }
+  for (int i = 0; i < 2; i++) {
+    EQUAL(write(c[i], "on", 2), 2);
+    expect(take(a[i], 64), "on", 0);
+  }
+  EQUAL(reach(socket(AF_UNIX, SOCK_STREAM, 0), path[0]), -1);
+}
+
 static void peek_offset(void) {
   int s[2], at = 3;
   MUST(socketpair(AF_UNIX, SOCK_STREAM, 0, s) == 0 && write(s[0], "peeking", 7) == 7);
@@ -364,5 +395,5 @@ static void logging(void) { // to a socket outside, by its name
 
 SCENARIOS({"in_flight", in_flight}, {"nested", nested}, {"left_behind", left_behind}, {"credentials", credentials},
           {"senders", senders}, {"mutual", mutual}, {"clients", clients}, {"pending", pending},
-          {"listener_closed", listener_closed}, {"peek_offset", peek_offset}, {"half_closed", half_closed},
+          {"listener_closed", listener_closed}, {"directory_gone", directory_gone}, {"peek_offset", peek_offset}, {"half_closed", half_closed},
           {"logging", logging}, {"listening", listening}, {"empty_inside", empty_inside})

@@ -331,6 +331,7 @@ mod unix {
         clients,
         pending,
         listener_closed,
+        directory_gone,
         peek_offset,
         half_closed,
     );

@@ -7,7 +7,7 @@ use rustix::fs::{FileType, Gid, Mode, Uid};
 use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use stillpoint_image::{FileKind, Image, PathFile, Socket};
 use stillpoint_linux::{Error as Kernel, inet_diag, sockets};
 
@@ -24,7 +24,7 @@ pub(super) fn check(image: &Image, refusals: &mut Vec<String>) {
         let Some(file) = socket.path.and_then(|row| image.paths.get(row as usize)) else { continue };
         let path = file.path.as_path();
         let Ok(stat) = rustix::fs::lstat(path) else {
-            if !path.parent().is_some_and(Path::is_dir) {
+            if !file.deleted && !path.parent().is_some_and(Path::is_dir) {
                 refusals.push(format!("{}: the directory of this socket is gone", file.path));
             }
             continue;
@@ -254,6 +254,7 @@ fn bind_name(opening: &mut Opening<'_>, socket: &Socket, fd: &OwnedFd) -> Result
 /// Binds to a name in the file system, which it had before; a stale one is removed.
 fn bind_path(opening: &mut Opening<'_>, file: &PathFile, fd: &OwnedFd, kind: u32) -> Result<()> {
     let path = file.path.as_path();
+    let _detour = if file.deleted { Detour::to(path)? } else { Detour::default() };
     if rustix::fs::lstat(path).is_ok_and(|s| FileType::from_raw_mode(s.st_mode) == FileType::Socket)
         && is_stale(path, kind)
     {
@@ -273,6 +274,37 @@ fn bind_path(opening: &mut Opening<'_>, file: &PathFile, fd: &OwnedFd, kind: u32
         rustix::fs::chown(path, Some(uid), Some(gid)).map_err(named)?;
     }
     Ok(())
+}
+
+/// Directories that are there only while a socket is bound to a name in them: removed with it, or before.
+#[derive(Default)]
+struct Detour {
+    made: Vec<PathBuf>,
+}
+
+impl Detour {
+    /// Makes those on the way to `path` that are missing.
+    fn to(path: &Path) -> Result<Detour> {
+        let mut detour = Detour::default();
+        let missing: Vec<&Path> = path.ancestors().skip(1).take_while(|d| !d.exists()).collect();
+        for directory in missing.into_iter().rev() {
+            let failed = |e| {
+                let why = format!("its directory is gone, and cannot be made for a moment: {e}");
+                Error::Refused(vec![format!("{}: {why}", path.display())])
+            };
+            rustix::fs::mkdir(directory, Mode::RWXU).map_err(failed)?;
+            detour.made.push(directory.to_owned());
+        }
+        Ok(detour)
+    }
+}
+
+impl Drop for Detour {
+    fn drop(&mut self) {
+        for directory in self.made.iter().rev() {
+            let _ = std::fs::remove_dir(directory);
+        }
+    }
 }
 
 fn is_in_use(e: &Error) -> bool {
@@ -324,6 +356,10 @@ fn accept_connections(opening: &mut Opening<'_>, made: &mut HashMap<usize, Owned
         let (listener, is_closed) = (listener.unwrap_or(accepted), listener.is_none());
         let door = sockets::socket(libc::AF_UNIX, accepted.kind as i32, 0)?;
         let path = listener.path.and_then(|row| image.paths.get(row as usize));
+        let _detour = match path.filter(|file| file.deleted) {
+            Some(file) => Detour::to(file.path.as_path())?,
+            None => Detour::default(),
+        };
         let (address, _directory) = match path {
             Some(file) => unix_address(file.path.as_path())?,
             None => (listener.local.0.clone(), None),
