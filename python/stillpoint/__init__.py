@@ -13,6 +13,11 @@
             ...
             s.rollback()
 
+    if stillpoint.checkpoint("sim"):
+        ...                         # restored from the store, some time later
+    if stillpoint.fork_all() == 0:
+        ...                         # in a live twin, which has all threads, too
+
 Nothing that has left the program comes back: bytes in files and sockets, other processes. The library is that of the environment
 variable STILLPOINT_LIBRARY, or the system's (``make install``).
 """
@@ -21,11 +26,11 @@ import ctypes
 import os
 from contextlib import contextmanager
 
-__all__ = ["Error", "Snapshot", "snapshot", "speculate"]
+__all__ = ["Error", "Snapshot", "checkpoint", "fork_all", "snapshot", "speculate"]
 
 
 class Error(OSError):
-    """There was no snapshot, or no rollback; the program is as before."""
+    """There was no snapshot, rollback, checkpoint or twin; the program is as before."""
 
 
 class Snapshot:
@@ -68,6 +73,22 @@ def speculate():
         here.commit()
 
 
+def checkpoint(name=None):
+    """Writes the program to the store, as a checkpoint of the job ``name``. True in a program that was restored from it."""
+    code = _library().sp_checkpoint(None if name is None else os.fsencode(name))
+    if code < 0:
+        raise _error(code)
+    return code > 0
+
+
+def fork_all():
+    """A live twin of the program, in a pid namespace of its own: its process id here, 0 in the twin."""
+    pid = _library().sp_fork_all()
+    if pid < 0:
+        raise _error(pid)
+    return pid
+
+
 _loaded = None
 
 
@@ -79,6 +100,7 @@ def _library():
         for name in ("sp_rollback", "sp_rollback_killing"):
             getattr(library, name).argtypes = [ctypes.c_uint64, ctypes.c_int]
         library.sp_commit.argtypes = [ctypes.c_uint64]
+        library.sp_checkpoint.argtypes = [ctypes.c_char_p]
         library.sp_strerror.argtypes, library.sp_strerror.restype = [ctypes.c_int], ctypes.c_char_p
         _loaded = library
     return _loaded

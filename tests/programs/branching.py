@@ -1,7 +1,9 @@
 """A Python program with threads and arrays that goes back to where it was, again and again."""
+import os
 import queue
 import sys
 import threading
+import time
 
 import numpy
 import stillpoint
@@ -39,6 +41,21 @@ for turn in range(int(sys.argv[1])):
         assert notes == {"turn": turn}, notes
         assert int(array.sum()) == 499_999 * 250_000
         notes["turn"] = turn + 1
+counted = sum(counts)
+twin = stillpoint.fork_all()
+if twin == 0:  # its threads go on, too
+    while sum(counts) < counted + 3:
+        time.sleep(0.001)
+    open("twin", "w").write(f"{sum(counts) > counted} {int(array.sum())} {notes}")
+    os._exit(0)
+while not os.path.exists("twin") or os.path.exists(f"/proc/{twin}/root"):
+    time.sleep(0.01)
+assert open("twin").read() == f"True {int(array.sum())} {notes}"
+assert stillpoint.checkpoint("python") is False
+try:
+    stillpoint.checkpoint("no/name")
+except stillpoint.Error as e:
+    assert "no/name" in str(e), e
 over = True
 for thread in threads:
     thread.join()

@@ -3,8 +3,9 @@
 #![allow(missing_docs)]
 
 use serde_json::Value;
+use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 use std::time::Duration;
 use stillpoint_tests::scratch::MARK;
@@ -177,6 +178,15 @@ fn a_musl_program() {
 /// A C program against the library that was built now, run to its end; what it said.
 #[track_caller]
 fn by_itself(scratch: &Scratch, source: &str, arguments: &[&str]) -> Option<String> {
+    let program = built(scratch, source)?;
+    let mut run = Command::new(&program);
+    run.args(arguments);
+    Some(ran(scratch, &run))
+}
+
+/// A C program against the library that was built now; otherwise says what is skipped.
+#[track_caller]
+fn built(scratch: &Scratch, source: &str) -> Option<PathBuf> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace");
     let Some(folder) = library() else {
         skipped("the library does not build here");
@@ -192,19 +202,14 @@ fn by_itself(scratch: &Scratch, source: &str, arguments: &[&str]) -> Option<Stri
     build.arg(root.join(source)).arg(folder.join("libstillpoint.so"));
     let built = build.arg(format!("-Wl,-rpath,{}", folder.display())).output().expect("cc");
     assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
-    if undisturbed_only() {
-        return None;
-    }
-    let mut run = Command::new(&program);
-    run.args(arguments);
-    Some(ran(scratch, &run))
+    (!undisturbed_only()).then_some(program)
 }
 
 /// Runs a program that takes snapshots of itself to its end, which must be a good one; what it said.
 #[track_caller]
 fn ran(scratch: &Scratch, program: &Command) -> String {
     let mut run = Command::new("timeout");
-    run.arg("120").arg(program.get_program()).args(program.get_args()).current_dir(scratch.path());
+    run.arg("400").arg(program.get_program()).args(program.get_args()).current_dir(scratch.path());
     run.envs(program.get_envs().filter_map(|(name, value)| Some((name, value?))));
     run.env("STILLPOINT_BIN", stillpoint_tests::stillpoint::binary());
     run.env("STILLPOINT_STORE", scratch.directory("store")).env(MARK, scratch.path());
@@ -261,11 +266,50 @@ fn a_python_program_by_itself() {
     scratch.nothing_is_left("in the end");
 }
 
+/// It makes a twin, which checks itself and ends; and a checkpoint, which it is restored from when it is gone.
+#[test]
+fn a_program_that_lasts() {
+    let scratch = Scratch::new();
+    let Some(program) = built(&scratch, "tests/programs/lasting.c") else { return };
+    let stillpoint = scratch.stillpoint();
+    let mut run = Command::new(&program);
+    run.current_dir(scratch.path()).env(MARK, scratch.path()).stdin(Stdio::null());
+    run.stderr(File::create(scratch.path().join("complaints")).expect("a file"));
+    run.env("STILLPOINT_BIN", stillpoint_tests::stillpoint::binary());
+    run.env("STILLPOINT_STORE", stillpoint.store());
+    let mut running = run.spawn().expect("the program");
+    let says = |name: &str| {
+        wait_for(&format!("the program to say {name}"), Duration::from_secs(60), || {
+            let said = std::fs::read_to_string(scratch.path().join("complaints")).expect("complaints");
+            assert_eq!(said, "");
+            scratch.path().join(name).exists().then_some(())
+        });
+    };
+    says("twin");
+    says("checkpointed");
+    running.kill().and_then(|()| running.wait()).expect("killed");
+    let pid = stillpoint.restore_at_once("lasting", &[]);
+    assert_eq!(pid, running.id());
+    says("restored");
+    kernel::wait_gone(pid, Duration::from_secs(10));
+    scratch.nothing_is_left("in the end");
+}
+
 #[test]
 fn a_search_that_backtracks() {
     let scratch = Scratch::new();
     if let Some(said) = by_itself(&scratch, "crates/library/examples/queens.c", &["6"]) {
         assert_eq!(said, "1 3 5 0 2 4\n");
+        scratch.nothing_is_left("in the end");
+    }
+}
+
+#[test]
+fn a_simulation_that_speculates() {
+    let scratch = Scratch::new();
+    if let Some(said) = by_itself(&scratch, "crates/library/examples/timewarp.c", &["4", "20"]) {
+        assert!(said.ends_with("rollbacks: as by one thread\n"), "{said}");
+        assert!(!said.contains(" 0 rollbacks"), "{said}");
         scratch.nothing_is_left("in the end");
     }
 }

@@ -43,10 +43,20 @@ int sp_rollback_killing(uint64_t id, int value);
 // Forgets a snapshot; the program goes on as it is. 0, or an error, negative.
 int sp_commit(uint64_t id);
 
+// Writes the program, and all processes that it has made, to the store of checkpoints (STILLPOINT_STORE), where they outlast it.
+// The checkpoint belongs to the job `name`; null: named after the program and its process id. Returns 0 when it is written, and the
+// program goes on; 1 in a program that is restored from it; or an error, negative.
+int sp_checkpoint(const char *name);
+
+// fork(2) with all threads, and with all processes that this one has made: a live twin, which lives in a pid namespace of its own,
+// where it and its threads have the ids they had. Returns the twin's process id, as it is seen from here; 0 in the twin; or an error,
+// negative. Each of the other threads goes on in both. The twin is not a child of this process; docs/branch.md says what it has.
+int sp_fork_all(void);
+
 enum sp_error {
-  SP_EINVAL = -22,  // an argument makes no sense: a value that is not positive
+  SP_EINVAL = -22,  // an argument makes no sense: a value that is not positive, a name that no job can have
   SP_ENOENT = -2,   // there is no such snapshot
-  SP_EPERM = -1,    // something cannot be remembered, or undone: sp_strerror names it
+  SP_EPERM = -1,    // something cannot be remembered, undone, or copied: sp_strerror names it
   SP_ENOSYS = -38,  // `stillpoint` cannot be started, or is of another version
   SP_EIO = -5,      // it failed
 };

@@ -22,7 +22,7 @@ thread_local! {
 pub fn snapshot() -> Result<(u64, i32), Error> {
     match ask(&json!({"snapshot": {"name": null}}))? {
         Answer::Taken { snapshot, value } => Ok((snapshot, value)),
-        Answer::Done => Err(Error::strange()),
+        _ => Err(Error::strange()),
     }
 }
 
@@ -48,6 +48,27 @@ pub fn rollback(id: u64, value: i32, kill_children: bool) -> Error {
 /// [`Error`], if there is none of this number.
 pub fn commit(id: u64) -> Result<(), Error> {
     ask(&json!({"forget": {"snapshot": id.to_string()}})).map(drop)
+}
+
+/// A checkpoint of this program, in the store, of a job of this name (none: named after the program): whether this is the program
+/// that was restored from it.
+///
+/// # Errors
+/// [`Error`]; there is no checkpoint.
+pub fn checkpoint(name: Option<&str>) -> Result<bool, Error> {
+    ask(&json!({"checkpoint": {"name": name}})).map(|answer| matches!(answer, Answer::Reborn))
+}
+
+/// A live twin of this program, with all of its threads, in a pid namespace of its own: in this process its id, in the twin nothing.
+///
+/// # Errors
+/// [`Error`]; there is no twin.
+pub fn fork_all() -> Result<Option<i32>, Error> {
+    match ask(&json!({"fork": {}}))? {
+        Answer::Forked { pid } => Ok(Some(pid)),
+        Answer::Reborn => Ok(None),
+        _ => Err(Error::strange()),
+    }
 }
 
 fn told(error: Error) -> c_int {
@@ -96,6 +117,27 @@ pub extern "C" fn sp_commit(id: u64) -> c_int {
     commit(id).map_or_else(told, |()| 0)
 }
 
+/// `sp_checkpoint`
+///
+/// # Safety
+/// `name` is null or a string.
+#[unsafe(no_mangle)]
+#[allow(unsafe_code)]
+pub unsafe extern "C" fn sp_checkpoint(name: *const c_char) -> c_int {
+    // SAFETY: the caller says so.
+    let name = (!name.is_null()).then(|| unsafe { CStr::from_ptr(name) });
+    let name = name.map(CStr::to_str).transpose();
+    let unreadable = |_| Error { code: -libc::EINVAL, what: "the name of a job is text in UTF-8".into() };
+    name.map_err(unreadable).and_then(checkpoint).map_or_else(told, c_int::from)
+}
+
+/// `sp_fork_all`
+#[unsafe(no_mangle)]
+#[allow(unsafe_code)]
+pub extern "C" fn sp_fork_all() -> c_int {
+    fork_all().map_or_else(told, Option::unwrap_or_default)
+}
+
 /// `sp_strerror`
 #[unsafe(no_mangle)]
 #[allow(unsafe_code)]
@@ -104,7 +146,7 @@ pub extern "C" fn sp_strerror(error: c_int) -> *const c_char {
         0 => c"no error",
         libc::EINVAL => c"an argument makes no sense",
         libc::ENOENT => c"there is no such snapshot",
-        libc::EPERM => c"something cannot be remembered, or undone",
+        libc::EPERM => c"something cannot be remembered, undone, or copied",
         libc::ENOSYS => c"stillpoint cannot be started, or is of another version",
         _ => c"it failed",
     };

@@ -2,13 +2,14 @@
 
 use serde_json::Value;
 use std::ffi::CString;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
-use stillpoint_linux::aside;
+use stillpoint_linux::proc::stat;
+use stillpoint_linux::{aside, sockets};
 
 /// Why something was not done: a code for programs, and words for people.
 #[derive(Clone, Debug)]
@@ -37,14 +38,47 @@ impl std::fmt::Display for Error {
 impl std::error::Error for Error {}
 
 pub(crate) enum Answer {
-    Taken { snapshot: u64, value: i32 },
+    Taken {
+        snapshot: u64,
+        value: i32,
+    },
+    Forked {
+        pid: i32,
+    },
+    /// This is not the process that asked, but one that was made of it meanwhile: by a restore, or as a twin.
+    Reborn,
     Done,
 }
 
-/// A connection that belongs to a process: a child has one of its own.
+/// A connection that belongs to a process: a child has one of its own, and so has one that was restored.
 struct Line {
-    process: u32,
+    owner: Owner,
     stream: BufReader<UnixStream>,
+}
+
+/// A process: its id, which a restore gives back, and when it began, which nothing does.
+#[derive(PartialEq, Eq)]
+struct Owner {
+    process: u32,
+    began: Option<u64>,
+}
+
+impl Owner {
+    fn current() -> Self {
+        let path = Path::new("/proc/self/stat");
+        let stat = std::fs::read(path).ok().and_then(|text| stat::parse(&text, path).ok());
+        Owner { process: std::process::id(), began: stat.map(|stat| stat.start_time) }
+    }
+}
+
+impl Line {
+    /// What is answered; nothing if nobody is there any more.
+    fn ask(&mut self, question: &Value) -> Option<String> {
+        let (said, mut heard) = (format!("{question}\n"), String::new());
+        let sent = sockets::send(self.stream.get_ref(), said.as_bytes()).ok()?;
+        let read = self.stream.read_line(&mut heard).ok()?;
+        (sent == said.len() && read > 0).then_some(heard)
+    }
 }
 
 /// Held by whoever waits for an answer, at a snapshot, too: so it is held by the same one when the program comes back there.
@@ -52,35 +86,46 @@ static LINE: Mutex<Option<Line>> = Mutex::new(None);
 
 pub(crate) fn ask(question: &Value) -> Result<Answer, Error> {
     let mut held = LINE.lock().unwrap_or_else(PoisonError::into_inner);
-    if held.as_ref().is_none_or(|line| line.process != std::process::id()) {
-        *held = Some(open()?);
-    }
-    let Some(line) = held.as_mut() else { return Err(Error::strange()) };
-    let said = line.stream.get_ref().write_all(format!("{question}\n").as_bytes());
-    let mut text = String::new();
-    let heard = said.and_then(|()| line.stream.read_line(&mut text));
-    if !matches!(heard, Ok(n) if n > 0) {
+    let text = loop {
+        if held.as_ref().is_none_or(|line| line.owner != Owner::current()) {
+            *held = Some(open()?);
+        }
+        let Some(line) = held.as_mut() else { return Err(Error::strange()) };
+        if let Some(text) = line.ask(question) {
+            break text;
+        }
         // Whoever it was is gone, and with them the snapshots; the next call starts another one.
+        let is_reborn = line.owner != Owner::current();
         *held = None;
-        return Err(Error { code: -libc::ENOSYS, what: "the process that keeps the snapshots could not be started, or has ended: \
-             is there a `stillpoint` in PATH or STILLPOINT_BIN, and may it look into this process (stillpoint doctor)?".into() });
-    }
+        if is_reborn && (question.get("checkpoint").is_some() || question.get("fork").is_some()) {
+            return Ok(Answer::Reborn);
+        }
+        if !is_reborn {
+            return Err(Error { code: -libc::ENOSYS, what: "the process that keeps the snapshots could not be started, or has ended: \
+                 is there a `stillpoint` in PATH or STILLPOINT_BIN, and may it look into this process (stillpoint doctor)?".into() });
+        }
+    };
     let answer: Value = serde_json::from_str(&text).map_err(|_| Error::strange())?;
     if let Some(failed) = answer.get("failed") {
         let what = failed["what"].as_str().unwrap_or("it failed").to_owned();
         let code = match failed["code"].as_u64() {
+            Some(2) if question.get("checkpoint").is_some() => -libc::EINVAL,
             // Of a snapshot that is to be taken it means that somebody else is at the program.
-            Some(2) if question.get("snapshot").is_none() => -libc::ENOENT,
+            Some(2) if question.get("rollback").is_some() || question.get("forget").is_some() => {
+                -libc::ENOENT
+            }
             Some(3) => -libc::EPERM,
             _ => -libc::EIO,
         };
         return Err(Error { code, what });
     }
-    match answer.get("taken") {
-        Some(taken) => {
-            let number = |name: &str| taken[name].as_i64().ok_or_else(Error::strange);
-            Ok(Answer::Taken { snapshot: number("snapshot")? as u64, value: number("value")? as i32 })
-        }
+    let number = |of: &Value, name: &str| of[name].as_i64().ok_or_else(Error::strange);
+    if let Some(taken) = answer.get("taken") {
+        let (snapshot, value) = (number(taken, "snapshot")? as u64, number(taken, "value")? as i32);
+        return Ok(Answer::Taken { snapshot, value });
+    }
+    match answer.get("forked") {
+        Some(forked) => Ok(Answer::Forked { pid: number(forked, "pid")? as i32 }),
         None => Ok(Answer::Done),
     }
 }
@@ -95,11 +140,11 @@ fn open() -> Result<Line, Error> {
         what: "there is no `stillpoint` in PATH, and STILLPOINT_BIN names none".into(),
     })?;
     let text = |bytes: &[u8]| CString::new(bytes).map_err(|e| failed("stillpoint", &e));
-    let (program, process) = (text(program.as_os_str().as_bytes())?, std::process::id());
-    let pid = text(process.to_string().as_bytes())?;
+    let (program, owner) = (text(program.as_os_str().as_bytes())?, Owner::current());
+    let pid = text(owner.process.to_string().as_bytes())?;
     let keeper = aside::start(&program, &[c"brancher", &pid, c"--own"], &theirs);
     aside::let_look(keeper.map_err(|e| failed("start stillpoint", &e))?);
-    Ok(Line { process, stream: BufReader::new(ours) })
+    Ok(Line { owner, stream: BufReader::new(ours) })
 }
 
 /// The command.

@@ -44,6 +44,13 @@ pub enum Ask {
         /// As with a rollback.
         snapshot: Option<String>,
     },
+    /// A checkpoint in the store.
+    Checkpoint {
+        /// Job it belongs to; none: named after the program.
+        name: Option<String>,
+    },
+    /// A twin in a pid namespace of its own.
+    Fork {},
 }
 
 fn one() -> i64 {
@@ -82,6 +89,16 @@ pub enum Answer {
     Forgotten {
         /// Which one.
         snapshot: u64,
+    },
+    /// There is a checkpoint.
+    Checkpointed {
+        /// Its number.
+        id: u64,
+    },
+    /// There is a twin.
+    Forked {
+        /// Its process id.
+        pid: u32,
     },
     /// Nothing was done.
     Failed(Failure),

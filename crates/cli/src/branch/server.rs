@@ -2,12 +2,15 @@
 
 use super::{Answer, Ask, Place, Row, start_time};
 use crate::control::{Line, server::check_peer};
-use crate::failure::{Failure, Result};
+use crate::failure::{FAILED, Failure, Result};
 use crate::taken;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, OwnedFd};
+use serde_json::Value;
 use std::collections::BTreeSet;
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
 use std::time::{Duration, SystemTime};
 use stillpoint_branch::{Error, Id, Program};
 use stillpoint_linux::descriptors::{pidfd_open, raise_descriptor_limit};
@@ -22,6 +25,7 @@ const IDLE: Timespec = Timespec { tv_sec: 10, tv_nsec: 0 };
 pub struct Keeper {
     pid: u32,
     pidfd: OwnedFd,
+    store: PathBuf,
     listener: UnixListener,
     /// The program itself, by way of its library.
     own: Option<Line>,
@@ -59,7 +63,8 @@ impl Keeper {
                 (UnixListener::bind(place.socket()).map_err(failed)?, Some(line))
             }
         };
-        Ok(Keeper { pid, pidfd, listener, own, program: None, of_its_own: BTreeSet::new() })
+        let store = store.path().to_owned();
+        Ok(Keeper { pid, pidfd, store, listener, own, program: None, of_its_own: BTreeSet::new() })
     }
 
     /// Serves until the program ends, or its last snapshot is forgotten.
@@ -170,6 +175,8 @@ impl Keeper {
             }
             Ask::List => Ok(Answer::List(self.list())),
             Ask::Forget { snapshot } => self.forget(snapshot.as_deref()),
+            Ask::Checkpoint { name } => Ok(self.checkpoint(name.as_deref())),
+            Ask::Fork {} => Ok(self.fork()),
         };
         let next = match &self.program {
             Some(_) => Next::GoOn,
@@ -224,6 +231,33 @@ impl Keeper {
         Ok(Answer::Forgotten { snapshot })
     }
 
+    fn checkpoint(&self, name: Option<&str>) -> Answer {
+        let mut arguments = vec!["checkpoint".to_owned(), self.pid.to_string()];
+        arguments.extend(name.map(|name| format!("--name={name}")));
+        let id = self.command(&arguments).map(|told| told["id"].as_u64());
+        answered(id, |id| Answer::Checkpointed { id })
+    }
+
+    fn fork(&self) -> Answer {
+        let told = self.command(&["fork".to_owned(), self.pid.to_string(), "--isolated".into()]);
+        let pid = told.map(|told| told["twins"][0]["pid"].as_u64().and_then(|pid| pid.try_into().ok()));
+        answered(pid, |pid| Answer::Forked { pid })
+    }
+
+    /// Runs one of the other commands in a process of its own: nothing it does, and no end it finds, reaches the snapshots.
+    fn command(&self, arguments: &[String]) -> Result<Value> {
+        let mut command = Command::new("/proc/self/exe");
+        command.arg("--store").arg(&self.store).arg("--json").args(arguments).stdin(Stdio::null());
+        let output = command.output().map_err(|e| Failure::failed(format!("start stillpoint: {e}")))?;
+        if output.status.success() {
+            return serde_json::from_slice(&output.stdout).map_err(Failure::failed);
+        }
+        let said = String::from_utf8_lossy(&output.stderr);
+        let what = said.trim_end().trim_start_matches("stillpoint: ").to_owned();
+        let code = output.status.code().and_then(|code| code.try_into().ok()).unwrap_or(FAILED);
+        Err(Failure { code, what, hint: None })
+    }
+
     /// The snapshot that is meant: by number, by name (the newest of that name), or the one that the program has gone on from.
     fn find(&mut self, which: Option<&str>) -> Result<(&mut Program, Id), Error> {
         let unknown = || Error::Unknown(which.unwrap_or("").to_owned());
@@ -259,6 +293,8 @@ impl Keeper {
             Ask::Rollback { .. } => "roll back",
             Ask::List => "list snapshots of",
             Ask::Forget { .. } => "forget a snapshot of",
+            Ask::Checkpoint { .. } => "checkpoint",
+            Ask::Fork {} => "fork",
         };
         let target = format!("process {}", self.pid);
         match error {
@@ -274,6 +310,12 @@ impl Keeper {
             error => Failure::failed(error).within(&format!("{verb} {target}")),
         }
     }
+}
+
+/// The answer to what a command has told, if it has told it.
+fn answered<T>(told: Result<Option<T>>, answer: impl FnOnce(T) -> Answer) -> Answer {
+    let strange = || Failure::failed("a command gave a strange answer");
+    told.and_then(|told| told.ok_or_else(strange)).map_or_else(Answer::Failed, answer)
 }
 
 fn milliseconds(time: Duration) -> f64 {
