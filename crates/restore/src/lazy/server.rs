@@ -515,6 +515,7 @@ impl<'a> Server<'a> {
 
     /// Applies what is in the log of a space; returns the pages that are waited for.
     fn apply_log(&self, space: &Space<'a>, placement: &mut Placement) -> Result<Vec<RemoteAddr>> {
+        self.hold_copies(space);
         let mut pages = Vec::new();
         for words in self.work.board.space(space.number).log().chunks_exact(EVENT_WORDS) {
             let Some(event) = logged(words) else { continue };
@@ -534,6 +535,26 @@ impl<'a> Server<'a> {
             words[0].store(0, Ordering::Release);
         }
         Ok(pages)
+    }
+
+    /// Copies of a process run as soon as they have been read of: before all else they are held by more than us, in the places
+    /// of the spaces that they are going to have.
+    fn hold_copies(&self, space: &Space<'a>) {
+        let board = &self.work.board;
+        let mut free = board.free();
+        for words in board.space(space.number).log().chunks_exact(EVENT_WORDS) {
+            if let Some(Event::Forked(descriptor)) = logged(words)
+                && !self.has_begun(descriptor)
+                && let Some(number) = free.next()
+            {
+                self.work.hold(number, space.program, Some(split::shared_descriptor(descriptor)));
+            }
+        }
+    }
+
+    /// Whether a copy has a space, given to it by a server that died right afterwards.
+    fn has_begun(&self, descriptor: i32) -> bool {
+        self.work.board.spaces().any(|n| self.work.board.space(n).descriptor() == Some(descriptor))
     }
 
     /// What is in `[start, end)` now is not wanted any more.
@@ -618,8 +639,8 @@ impl<'a> Server<'a> {
     /// A copy of a process misses what the original does.
     fn begin_copy(&self, space: &Space<'a>, placement: &Placement, descriptor: i32) -> Result<()> {
         let board = &self.work.board;
-        if board.spaces().any(|n| board.space(n).descriptor() == Some(descriptor)) {
-            return Ok(()); // begun by a server that died right afterwards
+        if self.has_begun(descriptor) {
+            return Ok(());
         }
         let number =
             board.free().next().ok_or_else(|| Error::Failed("it made too many copies of itself".into()))?;
@@ -627,7 +648,6 @@ impl<'a> Server<'a> {
         copy.settled().become_as(space.settled);
         copy.set_placement(placement)?;
         copy.begin(descriptor, space.program);
-        self.work.hold(number, space.program, Some(split::shared_descriptor(descriptor)));
         self.adopt(number)
     }
 
