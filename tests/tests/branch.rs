@@ -85,9 +85,9 @@ impl Branched {
 
     /// To random snapshots and back, with others taken and forgotten.
     #[track_caller]
-    fn back_and_forth(&self) {
+    fn back_and_forth(&self, turns: u64) {
         let mut there = vec![self.snapshot()];
-        for _ in 0..turns() {
+        for _ in 0..turns {
             self.rest();
             let any = there[self.scratch.random().below(there.len() as u64) as usize];
             match self.scratch.random().below(6) {
@@ -130,7 +130,8 @@ fn keepers_of(pid: u32) -> Vec<u32> {
 #[track_caller]
 fn returns(program: &str, scenario: &str, build: Build) {
     let Some(branched) = Branched::start(program, scenario, build) else { return };
-    branched.back_and_forth();
+    // These last two seconds, also where a turn takes long.
+    branched.back_and_forth(if program == "sleeps" { 6 } else { turns() });
     branched.finish("after all");
 }
 

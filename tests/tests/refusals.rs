@@ -247,6 +247,9 @@ fn a_zombie() {
     let mut child = Command::new("true").spawn().expect("true");
     wait_for("a zombie", Duration::from_secs(5), || (kernel::state(child.id()) == Some('Z')).then_some(()));
     bad_target(&child.id().to_string(), &[1, 2], &["zombie", "ended", "exited"]);
+    let scratch = Scratch::new();
+    let snapshot = scratch.stillpoint().run(&["snapshot", &child.id().to_string()]);
+    snapshot.fails(2, &["has ended"]);
     child.wait().expect("a zombie can still be waited for");
 }
 

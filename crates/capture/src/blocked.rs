@@ -127,7 +127,7 @@ pub fn interrupted_call(
     }
     let args = regs.call_args();
     let restarted = regs.orig_rax as i64 == libc::SYS_restart_syscall;
-    let nr = if restarted { first_call(waiting, args)? } else { regs.orig_rax };
+    let nr = if restarted { first_call(waiting, args).or(earlier.map(|e| e.nr))? } else { regs.orig_rax };
     let remaining_ns = match reported(memory, nr, args) {
         Some(left) => Some(left),
         None if restarted => earlier.filter(|e| e.nr == nr).and_then(|e| e.remaining_ns),
@@ -138,7 +138,8 @@ pub fn interrupted_call(
     Some(BlockedCall { nr, remaining_ns })
 }
 
-/// Which call a thread in `restart_syscall` had made, by where it slept and by its arguments.
+/// Which call a thread in `restart_syscall` had made, by where it slept and by its arguments. Of one that had not yet come to
+/// sleep again when it was looked at, as right after another stop, only that other stop can tell.
 fn first_call(waiting: &Waiting, args: [u64; 6]) -> Option<u64> {
     let nr = match waiting.wchan.as_str() {
         "" => return None,
@@ -252,5 +253,19 @@ mod tests {
         }
         let signalled = after(libc::SYS_epoll_wait, eintr, u64::MAX);
         assert_eq!(unbroken(&signalled, true), signalled);
+    }
+
+    /// One that was stopped again before it had come to sleep is known by the stop before.
+    #[test]
+    fn a_call_is_the_one_that_an_earlier_stop_found() {
+        let memory = Memory::open(std::process::id()).expect("memory");
+        let regs = after(libc::SYS_restart_syscall, -516, 0);
+        let earlier = BlockedCall { nr: libc::SYS_futex as u64, remaining_ns: Some(7) };
+        let found = |earlier| interrupted_call(&memory, &regs, &Waiting::default(), earlier, 0);
+        assert_eq!(found(Some(earlier)), Some(earlier));
+        assert_eq!(found(None), None);
+        let slept = Waiting { wchan: "do_sys_poll".into(), ..Waiting::default() };
+        let polls = interrupted_call(&memory, &regs, &slept, Some(earlier), 0);
+        assert_eq!(polls, Some(BlockedCall { nr: libc::SYS_poll as u64, remaining_ns: None }));
     }
 }

@@ -3,6 +3,7 @@
 use super::{Answer, Ask, Place, start_time};
 use crate::control::Line;
 use crate::failure::{Failure, Result};
+use crate::jobs;
 use std::io::ErrorKind;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -43,6 +44,9 @@ pub fn ask(store: &Store, pid: u32, ask: &Ask) -> Result<Answer> {
             }
             Err(e) => return Err(Failure::failed(format!("who keeps the snapshots of process {pid}: {e}"))),
         }
+    }
+    if jobs::stat_of(pid).is_none_or(|stat| stat.state == b'Z') {
+        return Err(Failure::usage(format!("process {pid} has ended")));
     }
     Err(Failure::failed(format!("nobody could be started to keep snapshots of process {pid}")))
 }
