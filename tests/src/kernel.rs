@@ -112,6 +112,25 @@ pub fn which(name: &str) -> Option<std::path::PathBuf> {
     std::env::split_paths(&path).map(|d| d.join(name)).find(|p| p.is_file())
 }
 
+/// Processes with what each of their threads is doing, for messages: a line each, and one for every thread, of which there
+/// may be so many that only the first are told.
+pub fn whereabouts(pids: &[u32]) -> String {
+    const THREADS: usize = 8;
+    let thread = |pid: u32, tid: u32| {
+        let read = |name: &str| {
+            std::fs::read_to_string(format!("/proc/{pid}/task/{tid}/{name}")).unwrap_or_default()
+        };
+        let (state, call, stack) = (thread_state(pid, tid).unwrap_or('?'), read("syscall"), read("stack"));
+        let calls = stack.lines().filter_map(|l| l.split_whitespace().nth(1)).collect::<Vec<_>>();
+        format!("    {tid} {state} syscall {} in {}\n", call.trim(), calls.join(" < "))
+    };
+    let process = |&pid: &u32| {
+        let threads = threads(pid).into_iter().take(THREADS).map(|tid| thread(pid, tid)).collect::<String>();
+        format!("is there: {}\n{threads}", describe(&[pid]))
+    };
+    pids.iter().map(process).collect()
+}
+
 /// Processes with their command lines, for messages.
 pub fn describe(pids: &[u32]) -> String {
     let name = |pid: &u32| {

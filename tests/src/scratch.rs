@@ -108,6 +108,9 @@ impl Default for Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprint!("{}", kernel::whereabouts(&self.processes()));
+        }
         self.sweep();
         if std::thread::panicking() {
             eprintln!("kept: {}", self.root.display());

@@ -25,7 +25,7 @@ use stillpoint_capture::regions::{Span, spans, spans_of_maps};
 use stillpoint_capture::target::Target;
 use stillpoint_image::pids::Pids;
 use stillpoint_image::{AddressSpace, Backing, Image, Mapping, MappingFlags, PAGE, PathFile, Range};
-use stillpoint_linux::proc::Proc;
+use stillpoint_linux::proc::{Proc, descendants};
 use stillpoint_linux::program::{Arg, Program as Calls, Run};
 use stillpoint_linux::ptrace::{Stopped, options};
 use stillpoint_linux::remote::{Area, Remote};
@@ -687,13 +687,7 @@ fn end_children(leader: &mut Remote<'_>, children: &[u32]) -> Result<()> {
     if children.is_empty() {
         return Ok(());
     }
-    let mut all = children.to_vec();
-    let mut next = 0;
-    while let Some(&pid) = all.get(next) {
-        all.extend(Proc::process(pid).and_then(|p| p.children()).unwrap_or_default());
-        next += 1;
-    }
-    for pid in all {
+    for pid in children.iter().copied().chain(descendants(children)) {
         // It may just have ended.
         let _ = numbers::pidfd_open(pid, 0)
             .map(|fd| rustix::process::pidfd_send_signal(&fd, rustix::process::Signal::KILL));

@@ -2,13 +2,15 @@
 
 use crate::output;
 use crate::terminal::Line;
-use rustix::fd::{AsFd, BorrowedFd};
+use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::process::{Signal, pidfd_send_signal};
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 use stillpoint_image::PAGE;
-use stillpoint_linux::pager;
+use stillpoint_linux::proc::descendants;
 use stillpoint_linux::supervise::{Change, wait};
+use stillpoint_linux::{descriptors, pager};
 use stillpoint_restore::lazy::board::{Count, Tally};
 use stillpoint_restore::{Coming, Pager};
 
@@ -109,12 +111,31 @@ impl Loading {
         self.tell();
     }
 
-    /// The processes of a tree end.
-    pub fn kill_members(&self) {
-        // One that has ended meanwhile is no concern.
-        for (_, pidfd) in &self.pager.members {
-            let _ = pidfd_send_signal(pidfd, Signal::KILL);
+    /// Ends a program and all its processes. Nobody may see that another has ended: all are stopped before. And what copies of
+    /// it that it has made since wait with is held by it: if it ended before them, they would go on with zeros.
+    pub fn kill_all(&self, program: (u32, BorrowedFd<'_>)) {
+        let send = |pidfd: BorrowedFd<'_>, signal| {
+            // One that has ended meanwhile is no concern.
+            let _ = pidfd_send_signal(pidfd, signal);
+        };
+        let members = self.pager.members.iter().map(|(pid, pidfd)| (*pid, pidfd.as_fd()));
+        let programs: Vec<(u32, BorrowedFd<'_>)> = members.chain([program]).collect();
+        programs.iter().for_each(|(_, pidfd)| send(*pidfd, Signal::STOP));
+        let pids: Vec<u32> = programs.iter().map(|(pid, _)| *pid).collect();
+        let (mut seen, mut copies) = (BTreeSet::from_iter(pids.iter().copied()), Vec::new());
+        loop {
+            let new: Vec<u32> = descendants(&pids).into_iter().filter(|pid| seen.insert(*pid)).collect();
+            if new.is_empty() {
+                break;
+            }
+            let new: Vec<OwnedFd> =
+                new.into_iter().filter_map(|pid| descriptors::pidfd_open(pid, 0).ok()).collect();
+            new.iter().for_each(|pidfd| send(pidfd.as_fd(), Signal::STOP));
+            copies.extend(new);
         }
+        // Those of a clone are found with it: it comes after them.
+        copies.iter().rev().for_each(|pidfd| send(pidfd.as_fd(), Signal::KILL));
+        programs.iter().for_each(|(_, pidfd)| send(*pidfd, Signal::KILL));
     }
 
     /// Whether all those that load it were killed, and the programs will wait for ever.

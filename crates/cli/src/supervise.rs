@@ -6,7 +6,7 @@ use crate::failure::{Failure, Result};
 use crate::loading::Loading;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
-use rustix::process::{Pid, Signal, pidfd_send_signal};
+use rustix::process::{Pid, Signal};
 use std::cell::Cell;
 use std::io::{PipeReader, PipeWriter, Write};
 use std::time::Duration;
@@ -115,8 +115,7 @@ impl Supervisor {
             {
                 loading.complain(ABANDONED);
                 // It waits for ever.
-                loading.kill_members();
-                let _ = pidfd_send_signal(&self.pidfd, Signal::KILL);
+                loading.kill_all((self.pid, self.pidfd.as_fd()));
             }
             if self.loading.as_ref().is_some_and(Loading::is_loaded) {
                 // From now on it is the checkpointer's to follow what the job writes.

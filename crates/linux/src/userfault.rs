@@ -5,7 +5,7 @@
 //! kernel takes back every registration and lets every waiting thread go on.
 
 use crate::pagemap::{Category, Pagemap, Query, Run};
-use crate::{Error, RemoteAddr, Result};
+use crate::{Error, RemoteAddr, Result, hold};
 use bitflags::bitflags;
 use linux_raw_sys::general::{
     _UFFDIO_COPY, _UFFDIO_WRITEPROTECT, UFFD_EVENT_FORK, UFFD_EVENT_PAGEFAULT, UFFD_EVENT_REMAP,
@@ -399,6 +399,34 @@ impl Userfault {
         // SAFETY: the kernel writes whole `struct uffd_msg`s, no more than fit, to words that anybody may write at any time.
         let n = unsafe { libc::read(self.fd.as_raw_fd(), log.as_ptr().cast_mut().cast(), room) };
         self.told(n)
+    }
+
+    /// As [`Userfault::log_events`], of one event: and if it is a copy of the process, whoever has the ring holds what follows it, in
+    /// this place, from the moment at which it exists. Nothing if the kernel cannot do that.
+    pub fn log_event_held(
+        &self,
+        log: &[AtomicU64],
+        queue: &mut hold::Queue,
+        ring: BorrowedFd<'_>,
+        place: usize,
+    ) -> Result<Option<usize>> {
+        let words = &log[..EVENT_WORDS];
+        let at = std::mem::offset_of!(Message, words);
+        let [told, held] = queue.read_and_hold(ring, &self.fd, words, at, place)?;
+        let number = words[at / 8].load(Ordering::Relaxed) as u32;
+        // What is no descriptor may look like one. (Our standard streams lead nowhere.)
+        if held == 1 && number > 2 && !matches!(logged(words), Some(Event::Forked(_))) {
+            hold::put(ring, place, None)?;
+        }
+        match -told {
+            ..=0 => Ok(Some(told as usize / size_of::<Message>())),
+            libc::EAGAIN | libc::EINTR | libc::ECANCELED => Ok(Some(0)),
+            libc::EOPNOTSUPP | libc::EINVAL => Ok(None),
+            errno => {
+                let e = std::io::Error::from_raw_os_error(errno);
+                Err(Error::call(format!("read faults of process {}", self.pid), e))
+            }
+        }
     }
 
     /// How many events a read told.

@@ -618,8 +618,7 @@ impl Wards {
         if loading.is_abandoned(&programs) {
             loading.complain(ABANDONED);
             for ward in &self.wards {
-                // One that has ended meanwhile is no concern.
-                let _ = pidfd_send_signal(&ward.child.pidfd, Signal::KILL);
+                loading.kill_all((ward.child.pid, ward.child.pidfd.as_fd()));
             }
         }
     }

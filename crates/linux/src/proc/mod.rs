@@ -28,6 +28,7 @@ pub use smaps::{Smap, VmFlags};
 pub use stat::{Stat, TaskFlags};
 pub use status::Status;
 pub use syscall::CurrentCall;
+pub use task::descendants;
 pub use timers::{PosixTimerInfo, TimerNotify};
 
 use crate::{Error, Result};

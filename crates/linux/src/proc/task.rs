@@ -45,3 +45,16 @@ impl Proc {
         Ok(all)
     }
 }
+
+/// Children of processes, and theirs, and so on, as far as they can be found while they run: none of the given ones.
+pub fn descendants(of: &[u32]) -> Vec<u32> {
+    let mut all = of.to_vec();
+    let mut next = 0;
+    while let Some(&pid) = all.get(next) {
+        let children = Proc::process(pid).and_then(|p| p.children()).unwrap_or_default();
+        let new: Vec<u32> = children.into_iter().filter(|child| !all.contains(child)).collect();
+        all.extend(new);
+        next += 1;
+    }
+    all.split_off(of.len())
+}

@@ -15,6 +15,7 @@ use crate::pace::Pace;
 use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::thread::Scope;
@@ -22,6 +23,7 @@ use std::time::{Duration, Instant};
 use stillpoint_image::{PAGE, Range};
 use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::fdinfo::Folders;
+use stillpoint_linux::hold::Queue;
 use stillpoint_linux::line::{Origin, Request, State};
 use stillpoint_linux::pager::{self, Role};
 use stillpoint_linux::proc::{Proc, Vma};
@@ -95,6 +97,7 @@ pub fn serve(work: &Work<'_>, by: &[BorrowedFd<'_>], claim: &mut Claim) -> Resul
         // What the processes of a tree want is not told apart.
         records: AtomicBool::new(work.is_tree),
         moves: claim.moves().clone(),
+        queues: Mutex::default(),
         room,
     };
     for number in work.board.spaces() {
@@ -147,6 +150,8 @@ struct Server<'a> {
     /// What was waited for is told, or has been, or need not be.
     records: AtomicBool,
     moves: Moves,
+    /// Ways to the rings of programs, once they have been needed.
+    queues: Mutex<HashMap<usize, Option<Queue>>>,
     /// So much more may be noted of what is waited for, bytes.
     room: u64,
 }
@@ -509,7 +514,11 @@ impl<'a> Server<'a> {
             return Ok((Vec::new(), 0));
         }
         let mut placement = space.write();
-        let told = space.userfault.log_events(&self.work.board.space(space.number).log()[..room])?;
+        let log = &self.work.board.space(space.number).log()[..room];
+        let told = match self.log_and_hold(space, log)? {
+            Some(told) => told,
+            None => space.userfault.log_events(log)?,
+        };
         Ok((self.apply_log(space, &mut placement)?, told))
     }
 
@@ -537,8 +546,37 @@ impl<'a> Server<'a> {
         Ok(pages)
     }
 
-    /// Copies of a process run as soon as they have been read of: before all else they are held by more than us, in the places
-    /// of the spaces that they are going to have.
+    /// Reads events such that copies of the process, which run as soon as they have been read of, are held by more than us from the
+    /// beginning; nothing where that cannot be.
+    fn log_and_hold(&self, space: &Space<'a>, log: &[AtomicU64]) -> Result<Option<usize>> {
+        let mut queues = self.queues.lock().unwrap_or_else(PoisonError::into_inner);
+        let ring = self.work.held(space.program, space.program).map(|(ring, _)| ring);
+        let entry = queues.entry(space.program).or_insert_with(|| Queue::of(&ring?).ok());
+        let Some(queue) = entry else { return Ok(None) };
+        let mut free = self.work.board.free();
+        let (mut next, mut told) = (free.next(), 0);
+        for words in log.chunks_exact(EVENT_WORDS) {
+            let place = next.and_then(|number| self.work.held(number, space.program));
+            // There is no space for a copy any more.
+            let Some((ring, place)) = place else {
+                return Ok(Some(told + space.userfault.log_events(&log[told * EVENT_WORDS..])?));
+            };
+            match space.userfault.log_event_held(words, queue, ring, place)? {
+                Some(0) => break,
+                Some(_) => told += 1,
+                None => {
+                    *entry = None;
+                    return Ok(None);
+                }
+            }
+            if matches!(logged(words), Some(Event::Forked(_))) {
+                next = free.next();
+            }
+        }
+        Ok(Some(told))
+    }
+
+    /// Copies that were read of are held in the places of the spaces that they are going to have, if they are not yet.
     fn hold_copies(&self, space: &Space<'a>) {
         let board = &self.work.board;
         let mut free = board.free();

@@ -133,10 +133,17 @@ impl Work<'_> {
 
     /// Lets a program hold what follows a space of it, or none any more: should all of us be killed, nobody goes on with zeros.
     pub fn hold(&self, space: usize, program: usize, userfault: Option<BorrowedFd<'_>>) {
-        let hold = self.programs.get(program).and_then(|p| p.as_ref()?.hold.as_ref());
+        if let Some((hold, place)) = self.held(space, program) {
+            drop(hold::put(hold, place, userfault));
+        }
+    }
+
+    /// With what a program holds a space of it, and where in that.
+    pub fn held(&self, space: usize, program: usize) -> Option<(BorrowedFd<'_>, usize)> {
+        let hold = self.programs.get(program)?.as_ref()?.hold.as_ref()?;
         // One of its own, then those of copies.
         let place = if space == program { 0 } else { 1 + space - self.programs.len() };
-        hold.iter().for_each(|hold| drop(hold::put(hold, place, userfault)));
+        Some((hold.as_fd(), place))
     }
 
     /// Of which program it is noted what it wants: the first that waits for pages.
