@@ -18,6 +18,8 @@
     if stillpoint.fork_all() == 0:
         ...                         # in a live twin, which has all threads, too
 
+In a notebook, ``%load_ext stillpoint``, then ``%stillpoint snapshot`` and ``%stillpoint rollback``, undo cells.
+
 Nothing that has left the program comes back: bytes in files and sockets, other processes. The library is that of the environment
 variable STILLPOINT_LIBRARY, or the system's (``make install``).
 """
@@ -87,6 +89,13 @@ def fork_all():
     if pid < 0:
         raise _error(pid)
     return pid
+
+
+def load_ipython_extension(shell):
+    """``%load_ext stillpoint``: the magic ``%stillpoint``."""
+    from .notebook import Undo
+
+    shell.register_magics(Undo)
 
 
 _loaded = None

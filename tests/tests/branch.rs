@@ -267,6 +267,27 @@ fn a_python_program_by_itself() {
     scratch.nothing_is_left("in the end");
 }
 
+/// Cells are undone, by whoever talks to the kernel as a notebook does.
+#[test]
+fn a_notebook() {
+    let (scratch, python) = (Scratch::new(), "/usr/bin/python3");
+    let has_kernel =
+        Command::new(python).args(["-c", "import ipykernel, jupyter_client"]).stderr(Stdio::null()).status();
+    let has_kernel = has_kernel.is_ok_and(|s| s.success());
+    let Some(folder) = library().filter(|_| has_kernel && !undisturbed_only()) else {
+        skipped("needs python3-ipykernel and python3-jupyter-client");
+        return;
+    };
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut run = Command::new(python);
+    run.arg(root.join("programs/notebook.py")).arg(scratch.path());
+    run.arg(root.join("../crates/library/examples/undo.ipynb"));
+    run.env("PYTHONDONTWRITEBYTECODE", "1").env("HOME", scratch.directory("home"));
+    run.env("STILLPOINT_LIBRARY", folder.join("libstillpoint.so")).env("PYTHONPATH", root.join("../python"));
+    assert_eq!(ran(&scratch, &run), "ok\n");
+    scratch.nothing_is_left("in the end");
+}
+
 /// It makes a twin, which checks itself and ends; and a checkpoint, which it is restored from when it is gone.
 #[test]
 fn a_program_that_lasts() {
