@@ -33,6 +33,7 @@ static struct arena arenas[2];
 static long arena_pages = 512;
 static long most_pages = 512; // of one operation, now and then
 static int calm;              // mostly writes, and a pause now and then
+static int untouched; // of the second arena, one page in so many is never touched, if any is
 static int pattern; // a file of arena_pages pages
 static unsigned mask;
 
@@ -317,6 +318,24 @@ static void anything(long me) {
 static void (*const both[])(long) = {anything, anything};
 static void (*const only_one[])(long) = {anything};
 
+// Places where nothing is come to where pages were, and nothing else moves: every second page of the second arena is never touched.
+static void overlay(long unused) {
+  (void)unused;
+  struct arena *a = &arenas[0], *none = &arenas[1];
+  for (int n = 0; n < 8; n++) {
+    long to = any(&a->random, arena_pages), from = any(&a->random, arena_pages / 2) * 2;
+    holds(a, to, 1);
+    MUST(mremap(address(none, from), PAGE, PAGE, MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, address(a, to)) ==
+         address(a, to));
+    become(a, to, 1, ANON);
+    for (int k = 0; k < 3; k++)
+      write_pages(a, any(&a->random, arena_pages), 1);
+    holds(a, any(&a->random, arena_pages - 32), 32);
+  }
+}
+
+static void (*const only_overlay[])(long) = {overlay};
+
 static volatile int *over; // by all processes
 static pid_t heirs[3];
 static int families;
@@ -363,7 +382,9 @@ static void run_arenas(void) {
     a->random = mix(i + 77) >> 8;
     a->seed = 1;
     map_new(a, 0, arena_pages, ANON);
-    write_pages(a, 0, arena_pages);
+    for (long page = 0; page < arena_pages; page++)
+      if (!untouched || i == 0 || page % untouched)
+        write_pages(a, page, 1);
   }
   over = mmap(0, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   MUST(over != MAP_FAILED);
@@ -375,6 +396,8 @@ static void run_arenas(void) {
   }
   if (families)
     together(only_one, 1);
+  else if (untouched)
+    together(only_overlay, 1);
   else
     together(both, 2);
   *over = 1;
@@ -391,6 +414,12 @@ static void run_arenas(void) {
 
 static void moves(void) {
   mask = BIT(WRITE) | BIT(MAP) | BIT(MOVE) | BIT(KEEP) | BIT(GROW) | BIT(SHRINK);
+  run_arenas();
+}
+
+static void overlaid(void) {
+  arena_pages = 4096;
+  untouched = 2;
   run_arenas();
 }
 
@@ -445,5 +474,5 @@ static void everything(void) {
   run_arenas();
 }
 
-SCENARIOS({"moves", moves}, {"drops", drops}, {"replacements", replacements}, {"zeros", zeros}, {"protections", protections},
+SCENARIOS({"moves", moves}, {"overlaid", overlaid}, {"drops", drops}, {"replacements", replacements}, {"zeros", zeros}, {"protections", protections},
           {"collapses", collapses}, {"wide", wide}, {"inherited", inherited}, {"everything", everything})

@@ -152,7 +152,7 @@ macro_rules! return_of {
 
 return_of! {
     instant: sequences mapped_twice rolling queue swapped_pages private_file;
-    mappings: moves drops replacements protections collapses zeros everything;
+    mappings: moves overlaid drops replacements protections collapses zeros everything;
     threads: many life_after locks rseq sections scheduling;
     storms: heap stacks threads;
     pages: transparent locked merged;

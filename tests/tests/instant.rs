@@ -58,6 +58,7 @@ under! { stop precopy wp fork auto: {
     ;
     mappings:
         moves,
+        overlaid,
         drops,
         replacements,
         zeros,

@@ -77,8 +77,14 @@ impl Server {
         let mut process = alone(command[0]);
         process.args(&command[1..]).current_dir(&directory).env(MARK, scratch.path());
         process.stdin(Stdio::null()).stdout(open("out")).stderr(open("errors"));
-        let child = process.spawn().unwrap_or_else(|e| panic!("{}: {e}", command[0]));
-        let listens = || TcpStream::connect(("127.0.0.1", port)).is_ok().then_some(());
+        let mut child = process.spawn().unwrap_or_else(|e| panic!("{}: {e}", command[0]));
+        let listens = || {
+            if let Ok(Some(status)) = child.try_wait() {
+                let said = fs::read_to_string(directory.join("errors")).unwrap_or_default();
+                panic!("{} has ended ({status}): {said}", command[0]);
+            }
+            TcpStream::connect(("127.0.0.1", port)).is_ok().then_some(())
+        };
         wait_for(&format!("{} to listen", command[0]), PATIENCE, listens);
         let stillpoint = scratch.stillpoint();
         Server { stillpoint, pid: child.id(), child: Some(child), port, clients: Vec::new(), scratch }

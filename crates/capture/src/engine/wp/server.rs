@@ -7,7 +7,8 @@
 //!    read, and by the time it has come to rest for a cut, the cut knows.
 //! 3. Contents are copied without the lock, while the page is *copying*: it stays protected until the copy is complete.
 //!    They count only if every page of them is found still protected afterwards. A page that was unmapped, replaced,
-//!    dropped or moved meanwhile is not: its contents at the cut are lost, and the checkpoint is void.
+//!    dropped or moved meanwhile is not: its contents at the cut are lost, and the checkpoint is void. So it is if others
+//!    were moved to its place, which come protected: of that the kernel tells, and it is listened to before contents count.
 //! 4. Nobody waits for the medium with the lock, or with a claim on pages. Copies for waiting writers go into a bounded
 //!    buffer; where that is full, the writer waits until the threads that write to the store have taken some out.
 
@@ -200,25 +201,40 @@ impl Desk {
                     held.figures.waited += 1;
                     held.queue.push_back(page.0);
                 }
-                Event::Moved { to, len, .. } if !held.attentive => {
-                    // What is protected there now was saved for another place: here it counts as written.
-                    let run = Range { start: to.0, len };
-                    held.pages.set(run, State::Kept);
-                    self.release(held, run);
-                }
-                _ if !held.attentive => {}
-                Event::Dropped { start, end } => {
+                Event::Moved { from, to, len } => self.note_moved(held, from.0, Range { start: to.0, len }),
+                Event::Dropped { start, end } if held.attentive => {
                     held.changed.push(Range { start: start.0, len: end.0 - start.0 });
                 }
-                Event::Moved { from, to, len } => {
-                    held.changed.push(Range { start: from.0, len });
-                    held.changed.push(Range { start: to.0, len });
-                }
-                // Only where pages are waited for.
-                Event::Missing { .. } | Event::Forked(_) => {}
+                // The others only where pages are waited for.
+                Event::Dropped { .. } | Event::Missing { .. } | Event::Forked(_) => {}
             }
         }
         true
+    }
+
+    /// Pages, or marks, come protected to where they are moved, and look like what was there at the cut.
+    fn note_moved(&self, held: &mut Held<'_>, from: u64, to: Range) {
+        if held.attentive {
+            held.changed.push(Range { start: from, len: to.len });
+            held.changed.push(to);
+        }
+        let is_there = |page: u64| matches!(held.pages.state(page), State::Unsaved | State::Copying);
+        if held.saving && (to.start..to.end()).step_by(PAGE as usize).any(is_there) {
+            self.give_up(held, vec![to]);
+        }
+        // What is protected there now was saved for another place: here it counts as written.
+        held.pages.set(to, State::Kept);
+        self.release(held, to);
+    }
+
+    /// Whatever was moved before pages were found protected has been heard of when this returns: from before it moves anything
+    /// until it was heard, the kernel refuses to protect. Asked for a page that is protected already.
+    fn hear(&self, held: &mut Held<'_>, protected: u64) {
+        let page = RemoteAddr(protected);
+        let refuses = || self.userfault.protect(page, RemoteAddr(page.0 + PAGE)).map_err(|e| e.errno());
+        while refuses() == Err(Some(libc::EAGAIN)) && self.read_events(held) {
+            std::thread::yield_now();
+        }
     }
 
     /// Serves the writers that need no copy; the next one that does is given back as what is to be copied for it.
@@ -263,7 +279,12 @@ impl Desk {
         let mut bytes = vec![0; run.len as usize];
         let result = self.read(&[run], &mut bytes);
         let mut held = self.hold();
+        if result.is_ok() {
+            self.hear(&mut held, run.start);
+        }
         match result {
+            // What has been given up is not wanted.
+            Ok(()) if held.lost.is_some() => held.copies.give_room(run.len),
             Ok(()) => held.copies.push(run, bytes),
             Err(gone) => {
                 held.copies.give_room(run.len);
@@ -313,7 +334,7 @@ impl Desk {
         let first = gone.first().map_or(0, |run| run.start);
         let why = format!("memory at {first:#x} was unmapped, dropped or moved before it was saved");
         held.gone.extend(gone);
-        held.lost.get_or_insert(why.clone());
+        let why = held.lost.get_or_insert(why).clone();
         self.stop_saving(held);
         why
     }
@@ -397,8 +418,16 @@ impl Desk {
 
     /// Saves claimed pages for the sweep.
     fn sweep(&self, runs: &[Range], bytes: &mut [u8]) -> Result<(), String> {
-        let result = self.read(runs, bytes);
+        let mut result = self.read(runs, bytes);
         let mut held = self.hold();
+        if result.is_ok()
+            && let [first, ..] = runs
+        {
+            self.hear(&mut held, first.start);
+            if held.lost.is_some() {
+                result = Err(Vec::new());
+            }
+        }
         let of_ours = |page: &u64| {
             runs.get(runs.partition_point(|r| r.end() <= *page)).is_some_and(|r| r.start <= *page)
         };
