@@ -395,15 +395,24 @@ pub unsafe extern "C" fn stillpoint_mirror_strdup(text: *const c_char) -> *mut c
     unsafe { stillpoint_mirror_strndup(text, usize::MAX >> 1) }
 }
 
-/// Whether the tables are there; compiled programs may store before any mirror is open.
+static READY: AtomicBool = AtomicBool::new(false);
+
+/// Sees to it that the tables are there; compiled programs may store before any mirror is open.
+#[inline(always)]
 fn ready() {
-    static READY: AtomicBool = AtomicBool::new(false);
     if !READY.load(Ordering::Acquire) {
-        if let Err(why) = layout::map_tables() {
-            abort(&why.to_string());
-        }
-        READY.store(true, Ordering::Release);
+        make_ready();
     }
+}
+
+/// Apart, so that those who find them there need save no registers for it.
+#[cold]
+#[inline(never)]
+fn make_ready() {
+    if let Err(why) = layout::map_tables() {
+        abort(&why.to_string());
+    }
+    READY.store(true, Ordering::Release);
 }
 
 /// # Safety

@@ -3,7 +3,8 @@
 
 use crate::barrier::{self, Section};
 use crate::layout::PAGE;
-use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
+use std::arch::x86_64::__m128i;
+use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering, compiler_fence};
 
 /// `memmove`: the two may overlap.
 ///
@@ -11,6 +12,19 @@ use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 /// As for `ptr::copy`; a mirror is open.
 #[inline]
 pub unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
+    // SAFETY: as the caller promises.
+    unsafe {
+        match len <= SHORT {
+            true => copy_short(from, to, len),
+            false => copy_long(from, to, len),
+        }
+    }
+}
+
+/// # Safety
+/// As [`copy`].
+#[inline(never)]
+unsafe fn copy_long(from: *const u8, to: *mut u8, len: usize) {
     let distance = (from as usize).abs_diff(to as usize);
     if distance >= len || len <= PAGE {
         // SAFETY: pieces of at most a page at a time may overlap; longer ones do not.
@@ -29,6 +43,46 @@ pub unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
         std::ptr::copy(from, to, len);
         if delta != 0 {
             std::ptr::copy_nonoverlapping(to, (to as usize + delta) as *mut u8, len);
+        }
+    }
+}
+
+/// Longest copy that is made without a call, bytes.
+const SHORT: usize = 64;
+
+/// Stores what both ends hold, twice: parts of one size that cover all of it, and may overlap each other.
+macro_rules! ends {
+    ($type:ty, $from:expr, $to:expr, $len:expr) => {{
+        let back = $len - size_of::<$type>();
+        let first = $from.cast::<$type>().read_unaligned();
+        let last = $from.add(back).cast::<$type>().read_unaligned();
+        let section = Section::enter();
+        let delta = section.delta($to as usize, $len);
+        $to.cast::<$type>().write_unaligned(first); // W3
+        $to.add(back).cast::<$type>().write_unaligned(last);
+        compiler_fence(Ordering::SeqCst);
+        let there = ($to as usize + delta) as *mut u8;
+        there.cast::<$type>().write_unaligned(first); // W4
+        there.add(back).cast::<$type>().write_unaligned(last);
+    }};
+}
+
+/// All is read before anything is stored, so it does not matter whether the two overlap.
+///
+/// # Safety
+/// As [`copy`], for at most [`SHORT`] bytes.
+#[inline(always)]
+unsafe fn copy_short(from: *const u8, to: *mut u8, len: usize) {
+    // SAFETY: as the caller promises; within the bytes, and the shadow is mapped where the primary is.
+    unsafe {
+        match len {
+            8..=16 => ends!(u64, from, to, len),
+            17..=32 => ends!(__m128i, from, to, len),
+            33..=64 => ends!([__m128i; 2], from, to, len),
+            4..8 => ends!(u32, from, to, len),
+            2..4 => ends!(u16, from, to, len),
+            1 => ends!(u8, from, to, len),
+            _ => (),
         }
     }
 }
