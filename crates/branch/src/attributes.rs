@@ -5,13 +5,17 @@ use crate::{Error, Result};
 use rustix::fs::AtFlags;
 use std::collections::HashMap;
 use stillpoint_capture::Refusal;
-use stillpoint_image::{AddressSpace, Bytes, Image, Process, Thread};
+use stillpoint_image::{AddressSpace, Bytes, Image, IntervalTimer, Process, Rlimit, Thread};
 use stillpoint_linux::layout;
 use stillpoint_linux::program::{Arg, Program, Run};
-use stillpoint_linux::remote::Remote;
+use stillpoint_linux::remote::{FAULTS, Remote};
 use stillpoint_restore::attributes::{
     credentials, last, outside, process as of_process, thread as of_thread,
 };
+
+/// Limits that may be lifted while a process goes back, for which it takes some memory; with the field of `statm`, proc(5), that tells
+/// how much of it there is.
+pub const IN_THE_WAY: [(u32, usize); 2] = [(libc::RLIMIT_AS, 0), (libc::RLIMIT_DATA, 5)];
 
 /// What has changed since and cannot be changed back.
 pub fn refused(
@@ -79,7 +83,7 @@ pub fn put_back(
     then: (&Process, &AddressSpace),
     now: (&Process, &AddressSpace),
     made: &[u32],
-    killed: &[u32],
+    undone: &Undone<'_>,
 ) -> Result<()> {
     let ((process, space), (now, space_now)) = (then, now);
     let before: HashMap<u32, &Thread> = now.threads.iter().map(|t| (t.tid, t)).collect();
@@ -101,27 +105,40 @@ pub fn put_back(
     {
         leader.run(&of_process::settled(process, space))?;
     }
-    if limits(process, space) != limits(now, space_now) {
-        outside::process(leader.pid(), process, space)?;
+    // Some were lifted meanwhile.
+    let is_finite = |limit: &Rlimit| (limit.soft, limit.hard) != (u64::MAX, u64::MAX);
+    let is_lifted = |limit: &Rlimit| {
+        IN_THE_WAY.iter().any(|(resource, _)| *resource == limit.resource) && is_finite(limit)
+    };
+    if process.rlimits.iter().any(is_lifted) || limits(process, space) != limits(now, space_now) {
+        outside::process(leader.pid(), process, space, false)?;
     }
-    timers(leader, process, now)?;
+    // They go on only when what they have sent is gone: it is theirs of the time since, and not of what is to come.
+    stop_timers(leader, process, now)?;
+    let is_armed = now.itimers.iter().any(|t| *t != IntervalTimer::default())
+        || now.timers.iter().any(|t| t.remaining_ns != 0);
     let mut of_process = Vec::new();
     for (index, remote) in threads.iter_mut().enumerate().rev() {
         let thread = &process.threads[index];
         let was = before.get(&thread.tid);
         // A thread takes what was sent to itself before it takes what was sent to the process.
         let mut taken = match was {
-            Some(was) if !was.pending.is_empty() || !now.pending.is_empty() || !killed.is_empty() => {
+            Some(was)
+                if is_armed
+                    || !was.pending.is_empty()
+                    || !now.pending.is_empty()
+                    || !undone.killed.is_empty() =>
+            {
                 take_signals(remote)?
             }
             _ => Vec::new(),
         };
         of_process.extend(taken.split_off(was.map_or(0, |was| was.pending.len()).min(taken.len())));
         let mut owed = process.clone();
-        owed.threads[index].pending = pending(&thread.pending, taken, now, killed);
+        owed.threads[index].pending = pending(&thread.pending, taken, now, undone);
         owed.pending = Vec::new();
         if index == 0 {
-            owed.pending = pending(&process.pending, std::mem::take(&mut of_process), now, killed);
+            owed.pending = pending(&process.pending, std::mem::take(&mut of_process), now, undone);
         }
         let is_new = made.contains(&thread.tid);
         if !is_new && owed.threads[index].pending.is_empty() && owed.pending.is_empty() {
@@ -129,12 +146,31 @@ pub fn put_back(
         }
         // Filters are inherited.
         owed.threads[index].seccomp.clear();
-        let conditions =
-            last::Conditions { now: credentials::current(remote.tid())?, seccomp_suspended: false };
+        let now = credentials::current(remote.tid())?;
+        let conditions = last::Conditions { now, want: thread.creds.clone(), seccomp_suspended: false };
         remote.run(&last::program(&owed, space, index, &conditions))?;
         last::verify(remote.tid(), &thread.creds)?;
     }
+    let arm = of_process::arm(process);
+    if !arm.is_empty() {
+        threads[0].run(&arm)?;
+    }
     Ok(())
+}
+
+/// Whose signals of the time since are undone with all else, beside the process's own; by their ids as the program sees them.
+#[derive(Clone, Copy, Debug)]
+pub struct Undone<'a> {
+    /// Children that were made since, and are no more.
+    pub killed: &'a [u32],
+    /// Processes that go back with it.
+    pub others: &'a [u32],
+}
+
+impl Undone<'_> {
+    fn has(&self, sender: u32) -> bool {
+        self.killed.contains(&sender) || self.others.contains(&sender)
+    }
 }
 
 /// Takes all signals that are pending for a thread and its process, all of which are blocked.
@@ -167,16 +203,20 @@ fn take_signals(remote: &mut Remote<'_>) -> Result<Vec<Bytes>> {
 }
 
 /// What is to be pending: what was, and what others than the program itself have sent since.
-fn pending(then: &[Bytes], now: Vec<Bytes>, process: &Process, killed: &[u32]) -> Vec<Bytes> {
-    const SI_TIMER: i32 = -2;
-    const SI_KERNEL: i32 = 0x80;
+fn pending(then: &[Bytes], now: Vec<Bytes>, process: &Process, undone: &Undone<'_>) -> Vec<Bytes> {
     const OF_INTERVAL_TIMERS: [i32; 3] = [libc::SIGALRM, libc::SIGVTALRM, libc::SIGPROF];
     const SENT: [i32; 3] = [0, -1, -6]; // SI_USER, SI_QUEUE, SI_TKILL
+    let is_fault = |signal, code| (FAULTS.contains(&signal) || signal == libc::SIGTRAP) && code > 0;
     let is_own = |info: &Bytes| {
         let (signal, code) = (layout::half(&info.0, 0) as i32, layout::half(&info.0, 2) as i32);
-        let of_killed = signal == libc::SIGCHLD && killed.contains(&layout::half(&info.0, 4));
-        let of_timer = code == SI_TIMER || code == SI_KERNEL && OF_INTERVAL_TIMERS.contains(&signal);
-        of_killed || of_timer || SENT.contains(&code) && layout::half(&info.0, 4) == process.own_pid()
+        let sender = layout::half(&info.0, 4);
+        let of_killed = signal == libc::SIGCHLD && undone.killed.contains(&sender);
+        let of_timer =
+            code == layout::SI_TIMER || code == layout::SI_KERNEL && OF_INTERVAL_TIMERS.contains(&signal);
+        of_killed
+            || of_timer
+            || is_fault(signal, code)
+            || SENT.contains(&code) && (sender == process.own_pid() || undone.has(sender))
     };
     let mut all = then.to_vec();
     all.extend(now.into_iter().filter(|info| !is_own(info) && !then.contains(info)));
@@ -199,10 +239,10 @@ fn kinds(process: &Process) -> Vec<impl PartialEq + use<>> {
     process.timers.iter().map(|t| (t.id, t.clock, t.notify, t.signal, t.value, t.tid)).collect()
 }
 
-/// Interval timers and POSIX timers go on with the time that they had left.
-fn timers(leader: &mut Remote<'_>, then: &Process, now: &Process) -> Result<()> {
+/// Stops interval timers and POSIX timers, and makes those that there were.
+fn stop_timers(leader: &mut Remote<'_>, then: &Process, now: &Process) -> Result<()> {
     let mut p = Program::new();
-    for (which, _) in now.itimers.iter().enumerate().filter(|(_, t)| t.value_us != 0) {
+    for (which, _) in now.itimers.iter().enumerate().filter(|(_, t)| **t != IntervalTimer::default()) {
         let zero = p.room(32);
         p.call(format!("setitimer {which}"), libc::SYS_setitimer, [(which as u64).into(), zero]);
     }
@@ -222,10 +262,6 @@ fn timers(leader: &mut Remote<'_>, then: &Process, now: &Process) -> Result<()> 
     if !same && !then.timers.is_empty() {
         let made = of_process::Timers::new(then)?;
         made.check(&leader.run(made.program())?)?;
-    }
-    let arm = of_process::arm(then);
-    if !arm.is_empty() {
-        leader.run(&arm)?;
     }
     Ok(())
 }

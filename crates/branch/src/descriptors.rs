@@ -14,33 +14,97 @@ use std::path::Path;
 use std::time::SystemTime;
 use stillpoint_capture::Refusal;
 use stillpoint_linux::descriptors::{compare, duplicate_from, readable};
-use stillpoint_linux::fdinfo::{Detail, EpollLine, FdInfo, Folders, TimerLine};
+use stillpoint_linux::fdinfo::{Detail, EpollLine, FdInfo, Folders, Info, TimerLine};
 use stillpoint_linux::program::{Arg, Program, Run};
-use stillpoint_linux::{layout, pipes, watches};
+use stillpoint_linux::{fanotify, layout, pipes, watches};
 
 /// What is open under a number.
 #[derive(Clone, Debug)]
-struct Held {
+pub struct Held {
     /// What the kernel calls it.
-    link: Vec<u8>,
-    info: FdInfo,
+    pub link: Vec<u8>,
+    /// What `/proc` tells of it.
+    pub info: FdInfo,
     /// Device and inode number.
-    identity: (u64, u64),
+    pub identity: (u64, u64),
     /// `st_mode`, and the device's number if it is one.
-    mode: u32,
+    pub mode: u32,
     device: u64,
     /// When a timer expires that was set to a time of the day, nanoseconds since 1970.
     expires_ns: Option<u64>,
     /// Numbers with the same open file description have the same.
-    description: usize,
+    pub description: usize,
 }
 
 /// A descriptor table, and what is in the pipes that lie within the program.
 #[derive(Clone, Debug, Default)]
 pub struct Table {
-    held: BTreeMap<u32, Held>,
+    /// By their numbers.
+    pub held: BTreeMap<u32, Held>,
     /// By what the kernel calls them: capacity, and unread data in packets.
-    pipes: HashMap<Vec<u8>, (u64, Vec<Vec<u8>>)>,
+    pub pipes: HashMap<Vec<u8>, Contents>,
+}
+
+/// Capacity of a pipe, and unread data in packets.
+pub type Contents = (u64, Vec<Vec<u8>>);
+
+/// What a descriptor leads to, by `stat(2)`.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    identity: (u64, u64),
+    mode: u32,
+    device: u64,
+}
+
+impl Place {
+    fn of(stat: &rustix::fs::Stat) -> Self {
+        Place { identity: (stat.st_dev, stat.st_ino), mode: stat.st_mode, device: stat.st_rdev }
+    }
+}
+
+/// What was told of the descriptors of a program when it stood still before, and files of `/proc` that tell it anew. They hold
+/// nothing of the program open: what is asked of one is answered for what has its number at that moment.
+#[derive(Debug, Default)]
+pub struct Told {
+    folders: Option<Folders>,
+    infos: HashMap<u32, (Info, Vec<u8>, Held)>,
+}
+
+impl Told {
+    /// So many files stay open.
+    const MOST: usize = 256;
+
+    fn folders(&mut self, pid: u32) -> Result<Folders> {
+        Ok(match self.folders.take() {
+            Some(folders) => folders,
+            None => Folders::open(pid)?,
+        })
+    }
+
+    /// What is told of a number now; what was found there when the very same was told.
+    fn text(&self, folders: &Folders, fd: u32) -> Result<(Vec<u8>, Option<&Held>)> {
+        let Some((info, before, held)) = self.infos.get(&fd) else { return Ok((folders.text(fd)?, None)) };
+        let text = info.text()?;
+        let same = (text == *before).then_some(held);
+        Ok((text, same))
+    }
+
+    fn note(&mut self, folders: &Folders, fd: u32, text: Vec<u8>, held: &Held) {
+        if let Some((_, before, then)) = self.infos.get_mut(&fd) {
+            if *before != text || then.link != held.link || then.identity != held.identity {
+                (*before, *then) = (text, held.clone());
+            }
+            return;
+        }
+        // Without it, or where the kernel does not tell inode numbers, all is looked at each time.
+        let tells_inode = text.windows(5).any(|w| w == b"\nino:");
+        if self.infos.len() < Self::MOST
+            && tells_inode
+            && let Ok(info) = folders.hold(fd)
+        {
+            self.infos.insert(fd, (info, text, held.clone()));
+        }
+    }
 }
 
 /// Kinds of descriptors that can be had again.
@@ -60,6 +124,8 @@ enum Kind {
 const SETTABLE: u32 =
     (libc::O_APPEND | libc::O_NONBLOCK | libc::O_DIRECT | libc::O_NOATIME | libc::O_ASYNC) as u32;
 const CLOSE_ON_EXEC: u32 = libc::O_CLOEXEC as u32;
+/// What an epoll is called.
+const EPOLL: &[u8] = b"anon_inode:[eventpoll]";
 const TFD_IOC_SET_TICKS: u64 = 0x4008_5400;
 /// An eventfd that counts down by one with each read is not read more often.
 const MOST_READS: u64 = 100_000;
@@ -71,13 +137,33 @@ impl Held {
             b"anon_inode:[eventfd]" => Kind::Event,
             b"anon_inode:[timerfd]" => Kind::Timer,
             b"anon_inode:[signalfd]" => Kind::Signal,
-            b"anon_inode:[eventpoll]" => Kind::Epoll,
+            EPOLL => Kind::Epoll,
             _ if link.starts_with(b"pipe:[") => Kind::Pipe,
             _ if self.can_be_opened_again() && link.starts_with(b"/") && !link.ends_with(b" (deleted)") => {
                 Kind::Path
             }
             _ => Kind::Outside,
         }
+    }
+
+    /// Whether what is told of it, with its inode and mount number among it, is told of nothing else: pipes and sockets lie on mounts of
+    /// the kernel's own, which are never made anew, and are called by their inode numbers.
+    fn is_told_by_its_text(&self) -> bool {
+        let kind = FileType::from_raw_mode(self.mode);
+        self.link.starts_with(b"pipe:[") && kind == FileType::Fifo
+            || self.link.starts_with(b"socket:[") && kind == FileType::Socket
+    }
+
+    /// Whether it has a place in a file system: a name, which somebody may change, and an inode on a mount, whose number another one
+    /// may have by now.
+    fn is_named(&self) -> bool {
+        self.link.starts_with(b"/")
+    }
+
+    /// What is told of it, if nothing has changed.
+    fn again(&self) -> (Vec<u8>, FdInfo, Place) {
+        let place = Place { identity: self.identity, mode: self.mode, device: self.device };
+        (self.link.clone(), self.info.clone(), place)
     }
 
     /// Whether who opens it once more has the same: not so with FIFOs, terminals and most devices.
@@ -99,11 +185,13 @@ impl Held {
         self.info.flags & CLOSE_ON_EXEC != 0
     }
 
-    fn reads(&self) -> bool {
+    /// Whether it can be read from.
+    pub fn reads(&self) -> bool {
         self.info.flags & libc::O_ACCMODE as u32 != libc::O_WRONLY as u32
     }
 
-    fn writes(&self) -> bool {
+    /// Whether it can be written to.
+    pub fn writes(&self) -> bool {
         self.info.flags & libc::O_ACCMODE as u32 != libc::O_RDONLY as u32
     }
 }
@@ -113,25 +201,39 @@ impl Table {
     ///
     /// # Errors
     /// [`Error::Refused`] if the program holds what it could use to do things that nobody here knows of.
-    pub fn read(pid: u32, pidfd: BorrowedFd<'_>) -> Result<Self> {
-        let folders = Folders::open(pid)?;
+    pub fn read(pid: u32, pidfd: BorrowedFd<'_>, told: &mut Told) -> Result<Self> {
+        let folders = told.folders(pid)?;
         let (mut held, mut refused) = (BTreeMap::<u32, Held>::new(), Vec::new());
         // Only what the kernel calls the same can be the same.
         let mut named: HashMap<Vec<u8>, Vec<u32>> = HashMap::new();
-        for fd in folders.list()? {
-            let (link, mut info) = (folders.link(fd)?, folders.read(fd)?);
+        let fds = folders.list()?;
+        told.infos.retain(|fd, _| fds.binary_search(fd).is_ok());
+        for fd in fds {
+            let (text, same) = told.text(&folders, fd)?;
+            let (link, mut info, stat) = match same {
+                Some(before) if before.is_told_by_its_text() => before.again(),
+                Some(before) if before.is_named() => {
+                    (folders.link(fd)?, before.info.clone(), Place::of(&folders.stat(fd)?))
+                }
+                _ => {
+                    let info = folders.parse(fd, &text)?;
+                    (folders.link(fd)?, info, Place::of(&folders.stat(fd)?))
+                }
+            };
             if matches!(&info.detail, Detail::Timer(t) if t.value_ns == 0 && t.interval_ns > 0 && t.ticks > 0)
             {
                 // A periodic timer stands still after its first unread expiry.
                 watches::settle_timerfd(&duplicate_from(pidfd, fd)?)?;
                 info = folders.read(fd)?;
             }
+            if link == EPOLL && info.detail == Detail::None {
+                // One that watches nothing says nothing.
+                info.detail = Detail::Epoll(Vec::new());
+            }
             let expires_ns = expiry(&info.detail);
-            if let Some(why) = why_not(&link) {
+            if let Some(why) = why_not(&link).or_else(|| why_not_at_rest(&info.detail)) {
                 refused.push(Refusal { what: name(fd, &link), why: why.into(), hint: String::new() });
             }
-            let stat = rustix::fs::stat(format!("/proc/{pid}/fd/{fd}"));
-            let stat = stat.map_err(|e| Error::Failed(format!("{}: {e}", name(fd, &link))))?;
             let others = named.entry(link.clone()).or_default();
             let mut description = fd as usize;
             for &other in others.iter() {
@@ -141,9 +243,12 @@ impl Table {
                 }
             }
             others.push(fd);
-            let (identity, mode, device) = ((stat.st_dev, stat.st_ino), stat.st_mode, stat.st_rdev);
-            held.insert(fd, Held { link, info, identity, mode, device, expires_ns, description });
+            let Place { identity, mode, device } = stat;
+            let one = Held { link, info, identity, mode, device, expires_ns, description };
+            told.note(&folders, fd, text, &one);
+            held.insert(fd, one);
         }
+        told.folders = Some(folders);
         if !refused.is_empty() {
             return Err(Error::Refused(refused));
         }
@@ -205,7 +310,18 @@ fn why_not(link: &[u8]) -> Option<&'static str> {
     }
 }
 
-fn name(fd: u32, link: &[u8]) -> String {
+/// What others wait for while it stands still, who may be those that do it.
+fn why_not_at_rest(detail: &Detail) -> Option<&'static str> {
+    match detail {
+        Detail::Fanotify { flags, .. } if flags & fanotify::CLASS != 0 => {
+            Some("it is asked for permission (fanotify): while it stands still, nobody could open files")
+        }
+        _ => None,
+    }
+}
+
+/// `descriptor 5 (pipe:[1234])`
+pub fn name(fd: u32, link: &[u8]) -> String {
     format!("descriptor {fd} ({})", String::from_utf8_lossy(link))
 }
 
@@ -213,6 +329,10 @@ fn name(fd: u32, link: &[u8]) -> String {
 #[derive(Debug, Default)]
 pub struct Plan {
     acts: Vec<Act>,
+    /// Descriptions of then that still are there, and which ones of now they are.
+    pub kept: HashMap<usize, usize>,
+    /// Descriptions of then that somebody else sees to.
+    left: HashSet<usize>,
     /// Why it cannot be done.
     pub refused: Vec<Refusal>,
     /// What stays as it is now.
@@ -254,6 +374,7 @@ pub fn plan(then: &Table, now: &Table, root: &str) -> Plan {
             first_of.insert(held.description, fd);
             taken.insert(same.description);
             kept.insert(fd, same.description);
+            plan.kept.insert(held.description, same.description);
         }
     }
     // They may be all that the program can have.
@@ -327,6 +448,13 @@ fn is_same(a: &Held, b: &Held) -> bool {
 }
 
 impl Plan {
+    /// Leaves a description as others have set it.
+    pub fn leave(&mut self, then: &Table, description: usize) {
+        let is_it = |fd: &u32| then.held.get(fd).is_some_and(|held| held.description == description);
+        self.acts.retain(|act| !matches!(act, Act::Adjust(fd, _) if is_it(fd)));
+        self.left.insert(description);
+    }
+
     /// How something that was closed is to be had again.
     fn again(
         &mut self,
@@ -357,7 +485,7 @@ impl Plan {
                     None => "it has been closed since",
                 }
             }
-            Kind::Pipe => "it has been closed since, and its other end is outside of the program",
+            Kind::Pipe => "it has been closed since, and its other end is in another process",
             Kind::Outside => "it has been closed or changed since, and cannot be had again",
         };
         self.refused.push(Refusal { what: name(fd, &held.link), why: why.into(), hint: String::new() });
@@ -392,7 +520,7 @@ pub fn put_back(
     }
     // When all is open that they watch.
     let folders = Folders::open(pid)?;
-    let mut done = HashSet::new();
+    let mut done = plan.left.clone();
     for (&fd, held) in then.held.iter().filter(|(_, h)| h.kind() == Kind::Epoll) {
         if let (true, Detail::Epoll(wanted)) = (done.insert(held.description), &held.info.detail) {
             let present = match folders.read(fd)?.detail {
@@ -414,7 +542,7 @@ pub fn put_back(
 }
 
 /// Empties a pipe and fills it again. What was in it was in it.
-fn refill(
+pub fn refill(
     read: std::os::fd::OwnedFd,
     write: std::os::fd::OwnedFd,
     capacity: u64,

@@ -16,6 +16,9 @@ pub type Id = u64;
 /// Contents of a page.
 pub type Page = Box<[u8]>;
 
+/// So much of the room that pages are read to is kept for the next ones, bytes.
+const MOST_ROOM: usize = 4 << 20;
+
 /// Where pages come from as they were at the first snapshot.
 pub trait Origin {
     /// Reads ranges, one after the other, which were there at the first snapshot.
@@ -30,9 +33,12 @@ struct Node {
     toward: Option<Id>,
     /// Pages that were the program's own, ascending. All others were as their mapping gives them by itself.
     own: Vec<Range>,
-    /// Those of them that the neighbour has not, or has otherwise, by address.
-    pages: BTreeMap<u64, Page>,
+    /// Those of them that the neighbour has not, or has otherwise, by address; none where they were as at the first snapshot.
+    pages: Kept,
 }
+
+/// Pages by address; none where they are the origin's.
+type Kept = BTreeMap<u64, Option<Page>>;
 
 /// All snapshots of a program.
 #[derive(Debug)]
@@ -42,14 +48,21 @@ pub struct History<O> {
     changed: BTreeMap<u64, Page>,
     nodes: BTreeMap<Id, Node>,
     current: Id,
-    last: Id,
+    /// Room to read pages to.
+    room: Vec<u8>,
 }
 
 impl<O: Origin> History<O> {
-    /// With one snapshot, whose own pages are the origin's.
-    pub fn new(origin: O, own: Vec<Range>) -> Self {
+    /// With one snapshot of this id, whose own pages are the origin's.
+    pub fn new(origin: O, id: Id, own: Vec<Range>) -> Self {
         let first = Node { parent: None, toward: None, own, pages: BTreeMap::new() };
-        History { origin, changed: BTreeMap::new(), nodes: [(1, first)].into(), current: 1, last: 1 }
+        History {
+            origin,
+            changed: BTreeMap::new(),
+            nodes: [(id, first)].into(),
+            current: id,
+            room: Vec::new(),
+        }
     }
 
     /// Where pages come from.
@@ -121,33 +134,34 @@ impl<O: Origin> History<O> {
         Ok(())
     }
 
-    /// Notes a new snapshot, which the program has come to from the current one: what is its own now, and of that what was written
-    /// since, with contents as `read` gives them.
+    /// Notes a new snapshot, with a new id, which the program has come to from the current one: what is its own now, and of that what
+    /// was written since, with contents as `read` gives them.
     pub fn advance(
         &mut self,
+        id: Id,
         own: Vec<Range>,
         dirty: &[Range],
         read: impl FnOnce(&[Range], &mut [u8]) -> Result<()>,
-    ) -> Result<Id> {
-        let id = self.last + 1;
+    ) -> Result<()> {
         let parent = self.current;
         let before = self.own(parent).to_vec();
         // Also what came by going on from a snapshot that was forgotten.
         let dirty = &union(dirty, &Range::without(&own, &before));
-        let mut now = vec![0; dirty.iter().map(|r| r.len as usize).sum()];
+        let len = dirty.iter().map(|r| r.len as usize).sum();
+        let mut now = std::mem::take(&mut self.room);
+        now.resize(len, 0);
         read(dirty, &mut now)?;
         let gone = Range::without(&before, &own);
         let differs = union(&parts(dirty, &before), &gone);
-        let pages = self.pages_of(&differs)?;
+        let pages = self.take(&differs);
         for (page, address) in now.chunks_exact(PAGE as usize).zip(addresses(dirty)) {
             self.changed.insert(address, page.into());
         }
-        self.forget(&gone, &own);
         let new = Node { parent: Some(parent), toward: None, own, pages: BTreeMap::new() };
         self.nodes.insert(id, new);
         self.turn(parent, id, pages);
-        self.last = id;
-        Ok(id)
+        self.room = if len <= MOST_ROOM { now } else { Vec::new() };
+        Ok(())
     }
 
     /// Makes a snapshot the current one. Returns where pages are in which it differs from the one before, as far as they are its
@@ -166,11 +180,10 @@ impl<O: Origin> History<O> {
             let gone = Range::without(self.own(from), &own);
             let there: Vec<Range> = joined(pages.keys().copied());
             let differs = union(&parts(&there, self.own(from)), &gone);
-            let kept = self.pages_of(&differs)?;
+            let kept = self.take(&differs);
             touched.extend(pages.keys());
             touched.extend(kept.keys());
-            self.changed.extend(pages);
-            self.forget(&gone, &own);
+            self.changed.extend(pages.into_iter().filter_map(|(address, page)| Some((address, page?))));
             self.turn(from, to, kept);
         }
         Ok(parts(&joined(touched.into_iter()), self.own(id)))
@@ -211,7 +224,7 @@ impl<O: Origin> History<O> {
     }
 
     /// The current one is `to`, no more `from`, which differs from it in these pages.
-    fn turn(&mut self, from: Id, to: Id, pages: BTreeMap<u64, Page>) {
+    fn turn(&mut self, from: Id, to: Id, pages: Kept) {
         if let Some(node) = self.nodes.get_mut(&from) {
             (node.toward, node.pages) = (Some(to), pages);
         }
@@ -221,19 +234,9 @@ impl<O: Origin> History<O> {
         self.current = to;
     }
 
-    /// Pages of the current snapshot.
-    fn pages_of(&self, ranges: &[Range]) -> Result<BTreeMap<u64, Page>> {
-        let mut bytes = vec![0; ranges.iter().map(|r| r.len as usize).sum()];
-        self.read(ranges, &mut bytes)?;
-        let pages = bytes.chunks_exact(PAGE as usize).map(Into::into);
-        Ok(addresses(ranges).zip(pages).collect())
-    }
-
-    /// Forgets what was changed where there is nothing any more.
-    fn forget(&mut self, gone: &[Range], own: &[Range]) {
-        for address in addresses(gone).filter(|address| !holds(own, *address)) {
-            self.changed.remove(&address);
-        }
+    /// Pages of the current snapshot, which are not its own any more, or not as they were.
+    fn take(&mut self, ranges: &[Range]) -> Kept {
+        addresses(ranges).map(|address| (address, self.changed.remove(&address))).collect()
     }
 }
 
@@ -327,7 +330,8 @@ mod tests {
         #[test]
         fn every_snapshot_is_as_it_was(acts in prop::collection::vec(act(), 1..60)) {
             let mut now: Memory = (0..PAGES / 2).map(|page| (page * PAGE, page as u8)).collect();
-            let mut history = History::new(First(now.clone()), own(&now));
+            let mut history = History::new(First(now.clone()), 1, own(&now));
+            let mut last = 1;
             let mut copies: BTreeMap<Id, Memory> = [(1, now.clone())].into();
             // What was written since the current one was, as whoever follows writes would tell.
             let mut dirty: BTreeSet<u64> = BTreeSet::new();
@@ -342,7 +346,9 @@ mod tests {
                     }
                     Act::Snapshot => {
                         let written = joined(dirty.iter().copied().filter(|page| now.contains_key(page)));
-                        let id = history.advance(own(&now), &written, |ranges, buf| {
+                        let id = last + 1;
+                        last = id;
+                        history.advance(id, own(&now), &written, |ranges, buf| {
                             First(now.clone()).read(ranges, buf)
                         }).expect("advance");
                         copies.insert(id, now.clone());

@@ -2,10 +2,14 @@
 #![forbid(unsafe_code)]
 
 mod attributes;
+mod between;
+mod connections;
 mod descriptors;
 pub mod error;
+mod guard;
 pub mod history;
 pub mod layout;
+mod member;
 pub mod program;
 mod still;
 

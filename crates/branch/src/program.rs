@@ -1,50 +1,53 @@
 //! A program and its snapshots.
 //!
-//! The first snapshot is a copy-on-write twin that stands still ([`stillpoint_linux::twin`]), from which pages are read as they
-//! were; the kernel notes what the program writes from then on, and each further snapshot copies that only
-//! ([`crate::history`]). A rollback puts back the pages that differ, and whatever else does: mappings, threads, descriptors, what
-//! the kernel knows of them. The process stays the same one.
+//! Of each of its processes ([`crate::member`]) the first snapshot is a copy-on-write twin that stands still
+//! ([`stillpoint_linux::twin`]), from which pages are read as they were; the kernel notes what the process writes from then on, and each
+//! further snapshot copies that only ([`crate::history`]). A rollback puts back the pages that differ, and whatever else does: mappings,
+//! threads, descriptors, what the kernel knows of them, and what lies between processes ([`crate::between`]). The processes stay the
+//! same ones.
 
-use crate::history::{History, Id, Origin, Page, addresses, parts, union};
-use crate::still::{self, Recalled, Still, place, process, space};
-use crate::{Error, Result, attributes, descriptors, layout};
-use std::collections::BTreeMap;
-use std::ffi::OsStr;
+use crate::between::{Between, View};
+use crate::guard::Guard;
+use crate::history::{History, Id};
+use crate::member::{First, Member, Part, Returning, Way, bind, get_ready, kill_all, set_back, unbind};
+use crate::still::{Guest, MOST_SHARED, Recalled, Still, Together, just_ended, lock, of};
+use crate::{Error, Result, descriptors};
+use std::collections::{BTreeMap, HashMap};
 use std::os::fd::AsFd;
-use std::os::unix::ffi::OsStrExt;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 use stillpoint_capture::Refusal;
-use stillpoint_capture::engine::Tracking;
-use stillpoint_capture::engine::fork::{is_left_out, why_no_lasting_twin};
+use stillpoint_capture::attributes::target::{has_ended, named};
 use stillpoint_capture::engine::tracking::{Found, Look};
-use stillpoint_capture::inspect::lowest_stack;
-use stillpoint_capture::lend::Lender;
-use stillpoint_capture::regions::{Span, spans, spans_of_maps};
+use stillpoint_capture::herd;
 use stillpoint_capture::target::Target;
-use stillpoint_image::pids::Pids;
-use stillpoint_image::{AddressSpace, Backing, Image, Mapping, MappingFlags, PAGE, PathFile, Range};
-use stillpoint_linux::proc::{Proc, descendants};
-use stillpoint_linux::program::{Arg, Program as Calls, Run};
-use stillpoint_linux::ptrace::{Stopped, options};
-use stillpoint_linux::remote::{Area, Remote};
-use stillpoint_linux::twin::{self, Twin};
-use stillpoint_linux::{RemoteAddr, descriptors as numbers, spawn};
-use stillpoint_restore::attributes::outside;
-use stillpoint_restore::{family, rebuild, space as rebuilding};
+use stillpoint_image::Range;
+use stillpoint_linux::proc::descendants;
+use stillpoint_linux::spawn;
 
-/// Pages are read from a twin so many at a time, bytes.
-const PIECE: u64 = 16 << 20;
+/// So often it is tried to find all processes of a program while it makes others.
+const TRIES: usize = 20;
+/// How long it is waited before it is tried again.
+const PAUSE: Duration = Duration::from_millis(2);
+/// For so long, and as often as [`TRIES`] tells, it is tried again while all that stands in the way is something that passes: on a
+/// busy machine one try may take all of that time.
+const PASSING: Duration = Duration::from_millis(300);
 
 /// A program of which there are snapshots. All of it has to be done in the thread that began it.
 #[derive(Debug)]
 pub struct Program {
-    target: Arc<Target>,
-    recalled: Recalled,
-    tracking: Tracking,
-    history: History<First>,
+    pid: u32,
+    /// What its children do is no matter of its snapshots.
+    alone: bool,
+    /// Its processes that are part of a snapshot and run, the first one first.
+    members: Vec<Member>,
     states: BTreeMap<Id, State>,
+    /// The last snapshot that was taken.
+    last: Id,
+    /// So many members there have been.
+    joined: u64,
+    /// Sees to it that all of them end if we do in the middle of a rollback.
+    guard: Option<Guard>,
 }
 
 /// What was noted at a snapshot beside memory.
@@ -54,13 +57,9 @@ pub struct State {
     pub name: Option<String>,
     /// When it was taken.
     pub at: SystemTime,
-    image: Image,
-    table: descriptors::Table,
-    /// Contents of shared memory.
-    shared: Vec<(Range, Vec<u8>)>,
-    children: Vec<u32>,
-    /// Process group and session.
-    groups: (i64, i64),
+    /// Of each process.
+    parts: Vec<Part>,
+    between: Between,
 }
 
 /// A snapshot that was taken.
@@ -72,6 +71,8 @@ pub struct Taken {
     pub pause: Duration,
     /// So many pages were copied.
     pub pages: u64,
+    /// Of so many processes.
+    pub processes: usize,
 }
 
 /// A rollback that was done.
@@ -81,67 +82,39 @@ pub struct Rolled {
     pub pause: Duration,
     /// So many pages were put back.
     pub pages: u64,
+    /// Of so many processes.
+    pub processes: usize,
     /// What is not as it was.
     pub notes: Vec<String>,
 }
 
-/// Memory as it was at the first snapshot.
-#[derive(Debug)]
-struct First(Option<Twin>);
-
-impl Origin for First {
-    fn read(&self, ranges: &[Range], buf: &mut [u8]) -> Result<()> {
-        let twin = self.0.as_ref().ok_or_else(|| Error::Failed("a page is missing".into()))?;
-        let ranges: Vec<(u64, u64)> = ranges.iter().map(|r| (r.start, r.len)).collect();
-        Ok(twin.memory().read_many(&ranges, buf)?)
-    }
-}
-
 impl Program {
-    /// Takes the first snapshot of a program.
+    /// Takes the first snapshot of a program, with all that it has made, or of this process `alone`.
     ///
     /// # Errors
     /// [`Error::Refused`] if it holds what cannot be put back, and others if it cannot be followed. It runs on.
-    pub fn begin(pid: u32, name: Option<String>) -> Result<(Self, Taken)> {
-        let target = Arc::new(Target::open(pid, 0, None)?);
-        if target.gadgets.is_none() {
-            return Err(Error::Failed(
-                "there is no place in its code where a system call can be made".into(),
-            ));
-        }
-        // A refusal comes before anything is done to it.
-        let mut recalled = Recalled::default();
-        Still::take(&target, &mut recalled)?.thaw();
-        let (mut tracking, _) = Tracking::begin_with(&target, &mut recalled.earlier)?;
-        let maps = target.process.maps()?;
-        tracking.look(&target, || Ok(spans_of_maps(&maps)), Look::Protect)?;
-        let mut still = Still::take(&target, &mut recalled)?;
-        let (twin, aside) = twin(&target, &mut still)?;
-        let private = spans(space(&still.image)?);
-        let found = tracking.look(&target, || Ok(private), Look::Protect)?;
-        let has_twin = twin.is_some();
-        let mut history = History::new(First(twin), found.own.clone());
-        let copied = if has_twin { parts(&aside, &found.own) } else { found.own };
-        for piece in pieces(&copied) {
-            let mut bytes = vec![0; piece.iter().map(|r| r.len as usize).sum()];
-            read(&target, &piece, &mut bytes)?;
-            let pages = bytes.chunks_exact(PAGE as usize);
-            addresses(&piece).zip(pages).for_each(|(at, page)| history.put(at, Page::from(page)));
-        }
-        let id = history.current();
-        let states = [(id, State::of(&target, &still, name)?)].into();
-        let shared: Vec<Range> =
-            still.maps.iter().filter(|v| v.shared).map(|v| Range { start: v.start, len: v.len() }).collect();
-        let pause = still.thaw();
-        let mut program = Program { target, recalled, tracking, history, states };
-        program.settle(&shared)?;
-        let pages = copied.iter().map(|r| r.len / PAGE).sum();
-        Ok((program, Taken { id, pause, pages }))
+    pub fn begin(pid: u32, name: Option<String>, alone: bool) -> Result<(Self, Taken)> {
+        let mut program = Program {
+            pid,
+            alone,
+            members: Vec::new(),
+            states: BTreeMap::new(),
+            last: 0,
+            joined: 0,
+            guard: None,
+        };
+        let taken = program.snapshot(name, |_| ())?;
+        Ok((program, taken))
     }
 
     /// Whether its process has become another program (`execve(2)`), of which there are no snapshots.
     pub fn is_over(&self) -> bool {
-        self.target.is_replaced()
+        self.members.first().is_none_or(|root| root.target.is_replaced())
+    }
+
+    /// Whether its snapshots are of one process, whatever others it has made.
+    pub fn is_alone(&self) -> bool {
+        self.alone
     }
 
     /// Its snapshots, oldest first.
@@ -151,30 +124,61 @@ impl Program {
 
     /// The snapshot that it has gone on from.
     pub fn current(&self) -> Id {
-        self.history.current()
+        self.members.first().and_then(|root| root.history.as_ref()).map_or(self.last, History::current)
     }
 
     /// The snapshot that one was taken after.
     pub fn parent(&self, id: Id) -> Option<Id> {
-        self.history.parent(id)
+        self.members.first()?.history.as_ref()?.parent(id)
     }
 
-    /// Takes another snapshot.
+    /// Takes another snapshot. `tell` hears of it right before the program runs on: whoever waits there for the answer then has it
+    /// when it wakes, and is not woken twice.
     ///
     /// # Errors
     /// As [`Program::begin`]; the snapshots that there are stay.
-    pub fn snapshot(&mut self, name: Option<String>) -> Result<Taken> {
-        let still = Still::take(&self.target, &mut self.recalled)?;
-        let private = spans(space(&still.image)?);
-        let state = State::of(&self.target, &still, name)?;
-        let Found { own, dirty } = self.tracking.look(&self.target, || Ok(private), Look::Protect)?;
-        let dirty = Range::joined(dirty.into_iter().map(|(range, _)| range).collect());
-        let advanced = self.history.advance(own, &dirty, |ranges, buf| read(&self.target, ranges, buf));
-        // What was written since the last snapshot is not marked any more.
-        let id = advanced.inspect_err(|_| dirty.iter().for_each(|range| self.tracking.owe(*range)))?;
-        let pause = still.thaw();
+    pub fn snapshot(&mut self, name: Option<String>, tell: impl FnOnce(&Taken)) -> Result<Taken> {
+        let mut tell = Some(tell);
+        until_it_has_passed(|| {
+            let hear = |taken: &Taken| tell.take().into_iter().for_each(|tell| tell(taken));
+            self.try_to_take(name.clone(), hear)
+        })
+    }
+
+    fn try_to_take(&mut self, name: Option<String>, tell: impl FnOnce(&Taken)) -> Result<Taken> {
+        let mut together = self.gather()?;
+        let id = self.last + 1;
+        let news: Vec<u64> = self.members.iter().filter(|m| m.history.is_none()).map(|m| m.who).collect();
+        let (state, pages) = match self.remember(id, name, &mut together) {
+            Ok(remembered) => remembered,
+            Err(e) => {
+                owe(&self.members, &together);
+                for member in &mut self.members {
+                    // It is as if there had been none.
+                    let _ = member.forget(id);
+                }
+                self.members.retain(|member| !news.contains(&member.who));
+                return Err(e);
+            }
+        };
+        let processes = self.members.len();
+        if let ([(still, _)], Some(part)) = (&mut together.all[..], state.parts.first()) {
+            still.let_waiting_go_first(&part.image);
+        }
+        self.last = id;
         self.states.insert(id, state);
-        Ok(Taken { id, pause, pages: dirty.iter().map(|r| r.len / PAGE).sum() })
+        tell(&Taken { id, pause: together.since().elapsed(), pages, processes });
+        let shared: Vec<Vec<Range>> = match news.is_empty() {
+            true => Vec::new(),
+            false => together.all.iter().map(|(still, _)| still.all_shared()).collect(),
+        };
+        let pause = together.thaw();
+        for (member, shared) in self.members.iter_mut().zip(&shared) {
+            if news.contains(&member.who) {
+                member.settle(shared)?;
+            }
+        }
+        Ok(Taken { id, pause, pages, processes })
     }
 
     /// Forgets a snapshot; whether it was the last one, after which there is nothing more to do here.
@@ -182,671 +186,524 @@ impl Program {
     /// # Errors
     /// [`Error::Unknown`], and that pages cannot be read.
     pub fn forget(&mut self, id: Id) -> Result<bool> {
-        if !self.history.has(id) {
+        if !self.states.contains_key(&id) {
             return Err(Error::Unknown(id.to_string()));
         }
-        let differs = self.history.remove(id)?;
-        differs.into_iter().for_each(|range| self.tracking.owe(range));
+        self.members.iter_mut().try_for_each(|member| member.forget(id))?;
         self.states.remove(&id);
+        if !self.states.is_empty() {
+            // Nobody will go back to a time when they were not.
+            self.members.retain(|member| member.history.is_some());
+        }
         Ok(self.states.is_empty())
     }
 
-    /// Brings the program back to a snapshot. Children that were made since are a reason not to, unless they are to be killed.
+    /// Brings all processes to rest for a snapshot. They are the members then, in the same order; those that were none have no history yet.
+    fn gather(&mut self) -> Result<Together> {
+        let began = Instant::now();
+        let mut tries = 0;
+        loop {
+            tries += 1;
+            let had_others = self.has_others();
+            let tried = match &mut self.members[..] {
+                [root] if tries == 1 => {
+                    let together = Together::of_one(root.guest(Look::Protect));
+                    together.map(|together| self.if_complete(together, 1))
+                }
+                _ => self.try_to_gather(),
+            };
+            match tried {
+                Ok(Some(together)) => return Ok(together),
+                Ok(None) if tries >= TRIES => {
+                    let why = "it makes processes all the time, so that they are never all at rest";
+                    return Err(Error::Failed(why.into()));
+                }
+                Ok(None) => {}
+                Err(Error::Refused(all)) if may_pass(began, tries) && all.iter().all(passes) => {}
+                Err(e @ (Error::Refused(_) | Error::Killed(_))) => return Err(e),
+                Err(e) if tries >= TRIES || has_ended(self.pid) => return Err(e),
+                // Somebody has just ended, who may be no descendant any more, or become another program.
+                Err(e) if !(is_of_an_end(&e) || had_others || self.has_others()) => return Err(e),
+                Err(_) => {}
+            }
+            std::thread::sleep(PAUSE);
+        }
+    }
+
+    /// Whether there are other processes that a snapshot is of.
+    fn has_others(&self) -> bool {
+        !self.alone && (self.members.len() > 1 || !descendants(&[self.pid]).is_empty())
+    }
+
+    /// What is at rest, if these, of which so many were `found`, are all there are.
+    fn if_complete(&self, together: Together, found: usize) -> Option<Together> {
+        let complete =
+            together.others.is_empty() && (self.alone || found > 1 || !has_living_children(&together));
+        if !complete {
+            owe(&self.members, &together);
+        }
+        complete.then_some(together)
+    }
+
+    /// As [`Program::gather`]; none if there are others by now.
+    fn try_to_gather(&mut self) -> Result<Option<Together>> {
+        let found = match self.alone {
+            true => Vec::new(),
+            false => herd::find(self.pid)?,
+        };
+        let pids: Vec<u32> = match found.is_empty() {
+            true => vec![self.pid],
+            false => found.iter().map(|target| target.pid).collect(),
+        };
+        if self.members.first().is_some_and(Member::is_over) {
+            return Err(Error::Capture(stillpoint_capture::Error::Replaced));
+        }
+        self.members.retain(|member| !member.is_over() && pids.contains(&member.target.pid));
+        let mut news: Vec<(Arc<Target>, Recalled)> = Vec::new();
+        for &pid in pids.iter().filter(|pid| self.members.iter().all(|m| m.target.pid != **pid)) {
+            let home = found.first().map(|root| root.home.clone());
+            let target = Target::open(pid, 0, home.filter(|_| pid != self.pid))?;
+            if target.gadgets.is_none() {
+                if has_ended(pid) {
+                    return Err(just_ended(pid));
+                }
+                return Err(Error::Failed(format!(
+                    "there is no place in the code of process {pid} where a system call can be made"
+                )));
+            }
+            news.push((Arc::new(target), Recalled::default()));
+        }
+        if !news.is_empty() {
+            if found.len() > 1 && self.guard.is_none() {
+                self.guard = Some(Guard::start()?);
+            }
+            // A refusal comes before anything is done to it.
+            if !self.rehearse(&found, &mut news)? {
+                return Ok(None);
+            }
+            for (target, recalled) in news {
+                self.joined += 1;
+                self.members.push(Member::follow(self.joined, &target, recalled)?);
+            }
+            let place = |member: &Member| pids.iter().position(|pid| *pid == member.target.pid);
+            self.members.sort_by_key(place);
+        }
+        let mut guests: Vec<Guest<'_>> = self.members.iter_mut().map(|m| m.guest(Look::Protect)).collect();
+        let together = take(&found, &mut guests)?;
+        Ok(self.if_complete(together, found.len()))
+    }
+
+    /// Goes through a snapshot without taking it; whether all processes are known.
+    fn rehearse(&mut self, found: &[Arc<Target>], news: &mut [(Arc<Target>, Recalled)]) -> Result<bool> {
+        let mut guests: Vec<Guest<'_>> = self.members.iter_mut().map(Member::guest_unseen).collect();
+        guests.extend(news.iter_mut().map(|(target, memory)| Guest { target, memory, look: None }));
+        guests.sort_by_key(|guest| found.iter().position(|target| target.pid == guest.target.pid));
+        let together = take(found, &mut guests)?;
+        let targets: Vec<&Target> = guests.iter().map(|guest| &**guest.target).collect();
+        if found.len() > 1 {
+            refuse_other_namespaces(&targets)?;
+        }
+        let views = targets.iter().zip(&together.all).zip(0..);
+        let views: Vec<View<'_>> = views.map(|((t, (s, _)), who)| view(who, t, s)).collect();
+        Between::read(&views, true)?;
+        if found.len() > 1 {
+            let mut covered = Covered::default();
+            let left = |(still, _): &(Still, _)| covered.left(still).iter().map(|r| r.len).sum::<u64>();
+            let shared: u64 = together.all.iter().map(left).sum();
+            if shared > MOST_SHARED {
+                return Err(Error::Refused(vec![Refusal {
+                    what: format!("{} MiB of shared memory", shared >> 20),
+                    why: format!(
+                        "each snapshot has a copy of it, and of more than {} MiB none is made",
+                        MOST_SHARED >> 20
+                    ),
+                    hint: String::new(),
+                }]));
+            }
+        }
+        let complete = together.others.is_empty();
+        together.thaw();
+        Ok(complete)
+    }
+
+    fn remember(&mut self, id: Id, name: Option<String>, together: &mut Together) -> Result<(State, u64)> {
+        let views: Vec<View<'_>> = self
+            .members
+            .iter()
+            .zip(&together.all)
+            .map(|(m, (still, _))| view(m.who, &m.target, still))
+            .collect();
+        let between = Between::read(&views, true)?;
+        let (mut parts, mut pages, mut covered) =
+            (Vec::with_capacity(self.members.len()), 0, Covered::default());
+        let several = self.members.len() > 1;
+        // A twin is an orphan, which one of them would find among its children.
+        let adopts = |(still, _): &(Still, _)| {
+            still.image.processes.first().is_some_and(|p| p.child_subreaper || p.own_pid() == 1)
+        };
+        let may_have_twins = !together.all.iter().any(adopts);
+        for (member, (still, found)) in self.members.iter_mut().zip(&mut together.all) {
+            pages += member.remember(id, still, found.take(), may_have_twins)?;
+            if several {
+                still.shared = covered.left(still);
+            }
+            parts.push(Part::of(member.who, &member.target, still)?);
+        }
+        Ok((State { name, at: SystemTime::now(), parts, between }, pages))
+    }
+
+    /// Brings the program back to a snapshot. Children that were made since are a reason not to, unless they are to be killed. `tell`
+    /// hears of it right before the program runs on, as of a [`Program::snapshot`].
     ///
     /// # Errors
     /// [`Error::Refused`] and others, after which it runs on as it was; [`Error::Killed`] if that was not possible any more.
-    pub fn rollback(&mut self, id: Id, kill_children: bool) -> Result<Rolled> {
-        let state = self.states.get(&id).ok_or_else(|| Error::Unknown(id.to_string()))?;
-        if let Some(twin) = &mut self.history.origin_mut().0 {
-            twin.check()?;
-        }
-        let mut still = Still::take(&self.target, &mut self.recalled)?;
-        let way = Way::plan(&self.target, state, &still, kill_children)?;
-        get_ready(&self.target, state, &still)?;
-        let began = still.frozen.since;
-        let Self { target, tracking, history, .. } = self;
-        let done = go_back(target, tracking, history, id, state, &mut still, &way);
-        let pages = match done {
-            Ok(pages) => pages,
-            Err(e) => {
-                // What is left is neither then nor now.
-                let _ = spawn::tgkill(target.pid, target.pid, libc::SIGKILL);
-                return Err(Error::Killed(e.to_string()));
-            }
-        };
-        still.thaw();
-        self.recalled.earlier = stillpoint_capture::earlier_calls(&state.image, target);
-        self.recalled.earlier.at_ns = target.clocks().0;
-        Ok(Rolled { pause: began.elapsed(), pages, notes: way.notes })
+    pub fn rollback(&mut self, id: Id, kill_children: bool, tell: impl FnOnce(&Rolled)) -> Result<Rolled> {
+        let mut tell = Some(tell);
+        until_it_has_passed(|| {
+            let hear = |rolled: &Rolled| tell.take().into_iter().for_each(|tell| tell(rolled));
+            self.try_to_roll_back(id, kill_children, hear)
+        })
     }
 
-    /// What can be done when the program runs again.
-    fn settle(&mut self, shared: &[Range]) -> Result<()> {
-        let Some(twin) = &mut self.history.origin_mut().0 else { return Ok(()) };
-        twin.settle()?;
-        for range in shared {
-            // A sealed one stays.
-            let _ = twin.unmap(RemoteAddr(range.start), range.len);
+    fn try_to_roll_back(
+        &mut self,
+        id: Id,
+        kill_children: bool,
+        tell: impl FnOnce(&Rolled),
+    ) -> Result<Rolled> {
+        let Program { pid, alone, members, states, guard, .. } = self;
+        let state = states.get(&id).ok_or_else(|| Error::Unknown(id.to_string()))?;
+        let found = others_now(*pid, *alone, members, state, kill_children)?;
+        // Those that go back, in the order of the snapshot, and those that are no part of it.
+        let mut left: Vec<Member> = std::mem::take(members);
+        let mut going = Vec::with_capacity(state.parts.len());
+        for part in &state.parts {
+            going.extend(left.iter().position(|m| m.who == part.who).map(|at| left.remove(at)));
         }
-        Ok(())
+        let how = How { kill_children, alone: *alone };
+        let done = go(&mut going, state, id, &found, how, guard, tell);
+        *members = going;
+        if let Err(Error::Killed(_)) = done {
+            // Nobody is left who would not be what he was.
+            let pids: Vec<u32> = members.iter().chain(&left).map(|member| member.target.pid).collect();
+            kill_all(&pids);
+        }
+        if done.is_err() {
+            members.append(&mut left);
+            members.sort_by_key(|member| member.who);
+        }
+        done
     }
 }
 
 impl State {
-    fn of(target: &Target, still: &Still, name: Option<String>) -> Result<Self> {
-        Ok(State {
-            name,
-            at: SystemTime::now(),
-            image: still.image.clone(),
-            table: still.table.clone(),
-            shared: still
-                .shared
-                .iter()
-                .map(|range| Ok((*range, whole(target, *range)?)))
-                .collect::<Result<_>>()?,
-            children: still.children.clone(),
-            groups: groups(target)?,
+    /// Of how many processes it is.
+    pub fn processes(&self) -> usize {
+        self.parts.len()
+    }
+}
+
+/// Brings processes to rest: those that were found, or the one guest.
+fn take(found: &[Arc<Target>], guests: &mut Vec<Guest<'_>>) -> Result<Together> {
+    match (guests.len(), found.len()) {
+        (1, 0 | 1) => {
+            let one = guests.pop().ok_or_else(|| Error::Failed("there is nothing to be stopped".into()))?;
+            let again = Guest { target: one.target, memory: &mut *one.memory, look: one.look };
+            let taken = Together::of_one(again)?;
+            guests.push(one);
+            Ok(taken)
+        }
+        _ => Together::take(found, guests),
+    }
+}
+
+/// What was found at a look is to be found once more.
+fn owe(members: &[Member], together: &Together) {
+    for (member, (_, found)) in members.iter().zip(&together.all) {
+        let written = found.iter().flat_map(|found| &found.dirty);
+        written.for_each(|(range, _)| lock(&member.tracking).owe(*range));
+    }
+}
+
+/// Tries something again while all that stands in its way is something that passes.
+fn until_it_has_passed<T>(mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
+    let (began, mut tries) = (Instant::now(), 0);
+    loop {
+        tries += 1;
+        match attempt() {
+            Err(Error::Refused(all)) if may_pass(began, tries) && all.iter().all(passes) => {
+                std::thread::sleep(PAUSE);
+            }
+            done => return done,
+        }
+    }
+}
+
+/// Whether what passes is waited for once more.
+fn may_pass(began: Instant, tries: usize) -> bool {
+    began.elapsed() < PASSING || tries < TRIES
+}
+
+/// Whether it is about a moment: somebody is between `vfork(2)` and `execve(2)`, or something is on its way.
+fn passes(refusal: &Refusal) -> bool {
+    refusal.hint.starts_with("try again")
+}
+
+/// Whether it says that a process was no more when it was looked at.
+fn is_of_an_end(error: &Error) -> bool {
+    use stillpoint_capture::Error::{Kernel, Target};
+    match error {
+        Error::Capture(Target(_)) => true,
+        // One that is just ending has no memory any more, and is still there.
+        Error::Capture(Kernel(e)) | Error::Kernel(e) => {
+            matches!(e, stillpoint_linux::Error::Gone(_)) || e.errno() == Some(libc::ESRCH)
+        }
+        _ => false,
+    }
+}
+
+fn has_living_children(together: &Together) -> bool {
+    together.all.iter().flat_map(|(still, _)| &still.children).any(|child| !has_ended(*child))
+}
+
+fn view<'a>(who: u64, target: &'a Target, still: &'a Still) -> View<'a> {
+    View { who, pid: target.pid, pidfd: target.pidfd.as_fd(), table: &still.table }
+}
+
+/// Refuses processes that call others by other ids, or do not hear of each other's signals by the same ones.
+fn refuse_other_namespaces(targets: &[&Target]) -> Result<()> {
+    let depth = |target: &Target| target.process.status().map(|status| status.ns_tgid.len());
+    let Some(root) = targets.first().and_then(|root| depth(root).ok()) else { return Ok(()) };
+    let apart = targets.iter().filter(|target| depth(target).is_ok_and(|own| own != root));
+    let refused: Vec<Refusal> = apart
+        .map(|target| Refusal {
+            what: named(target.pid),
+            why: "it is in a pid namespace of its own, and snapshots are of processes in one".into(),
+            hint: "--alone takes a snapshot of the one process".into(),
         })
-    }
+        .collect();
+    if refused.is_empty() { Ok(()) } else { Err(Error::Refused(refused)) }
 }
 
-/// What is in shared memory; zeros behind the end of what is mapped.
-fn whole(target: &Target, range: Range) -> Result<Vec<u8>> {
-    let mut bytes = vec![0; range.len as usize];
-    if target.memory.read_many(&[(range.start, range.len)], &mut bytes).is_err() {
-        for (page, at) in bytes.chunks_exact_mut(PAGE as usize).zip(addresses(&[range])) {
-            let _ = target.memory.read(RemoteAddr(at), page); // nothing is there
-        }
-    }
-    Ok(bytes)
-}
+/// Shared memory that somebody sees to.
+#[derive(Default)]
+struct Covered(HashMap<(u64, u64), Vec<Range>>);
 
-/// Puts back what was in shared memory; how many pages that were.
-fn put_shared(target: &Target, shared: &[(Range, Vec<u8>)]) -> Result<u64> {
-    let mut put = 0;
-    for (range, then) in shared {
-        let now = whole(target, *range)?;
-        let at = (range.start..range.end()).step_by(PAGE as usize);
-        let pages = then.chunks_exact(PAGE as usize).zip(now.chunks_exact(PAGE as usize)).zip(at);
-        for ((then, _), at) in pages.filter(|((then, now), _)| then != now) {
-            target.memory.write(RemoteAddr(at), then)?;
-            put += 1;
-        }
-    }
-    Ok(put)
-}
-
-fn groups(target: &Target) -> Result<(i64, i64)> {
-    let stat = target.process.stat()?;
-    Ok((stat.pgrp.into(), stat.session.into()))
-}
-
-fn read(target: &Target, ranges: &[Range], buf: &mut [u8]) -> Result<()> {
-    let ranges: Vec<(u64, u64)> = ranges.iter().map(|r| (r.start, r.len)).collect();
-    Ok(target.memory.read_many(&ranges, buf)?)
-}
-
-/// Ranges in lists of so many bytes at most.
-fn pieces(ranges: &[Range]) -> Vec<Vec<Range>> {
-    let mut all: Vec<Vec<Range>> = Vec::new();
-    let mut room = 0;
-    for range in ranges {
-        let mut rest = *range;
-        while rest.len > 0 {
-            if room == 0 {
-                all.push(Vec::new());
-                room = PIECE;
-            }
-            let now = Range { start: rest.start, len: rest.len.min(room) };
-            if let Some(last) = all.last_mut() {
-                last.push(now);
-            }
-            room -= now.len;
-            rest = Range { start: now.end(), len: rest.len - now.len };
-        }
-    }
-    all
-}
-
-/// A twin of a program at rest, and what is not in it. There is none where it would come to the wrong place when it ends.
-fn twin(target: &Target, still: &mut Still) -> Result<(Option<Twin>, Vec<Range>)> {
-    if why_no_lasting_twin(&still.image, target)?.is_some() {
-        return Ok((None, Vec::new()));
-    }
-    let mappings = &space(&still.image)?.mappings;
-    let apart = mappings.iter().filter(|m| !m.shared && is_left_out(m));
-    let apart = apart.map(|m| Range { start: m.start, len: m.len() }).collect();
-    let lowest = Some(lowest_stack(&still.image, 0));
-    let lender = Lender { process: &target.process, memory: &target.memory, gadgets: target.gadgets, lowest };
-    let forked =
-        lender.main_thread(&mut still.frozen, &twin::calls(), |site, visit| Ok(Twin::fork(site, visit)?));
-    match forked {
-        Ok(mut twin) => {
-            for m in mappings.iter().filter(|m| !m.shared && m.huge_page != 0) {
-                // The program's first write to it would take another one from the pool.
-                twin.unmap(RemoteAddr(m.start), m.len())?;
-            }
-            Ok((Some(twin), apart))
-        }
-        // Its filters may forbid it, or memory may be short: then all is copied.
-        Err(
-            stillpoint_capture::Error::Failed(_)
-            | stillpoint_capture::Error::Kernel(stillpoint_linux::Error::Remote { .. }),
-        ) => Ok((None, Vec::new())),
-        Err(e) => Err(e.into()),
-    }
-}
-
-/// What leads back.
-struct Way {
-    mappings: layout::Plan,
-    /// What is unmapped by that, or by where the heap ends.
-    gone: Vec<Range>,
-    /// Where the heap ends, if that has changed.
-    brk: Option<u64>,
-    descriptors: descriptors::Plan,
-    /// Children to be killed.
-    children: Vec<u32>,
-    notes: Vec<String>,
-    /// Where programs can run meanwhile.
-    room: u64,
-}
-
-impl Way {
-    /// # Errors
-    /// [`Error::Refused`] if there is no way; nothing has been done then.
-    fn plan(target: &Target, state: &State, still: &Still, kill_children: bool) -> Result<Self> {
-        let (then, now) = (&state.image, &still.image);
-        let (process_then, process_now) = (process(then)?, process(now)?);
-        let (space_then, space_now) = (space(then)?, space(now)?);
-        let mut refused =
-            attributes::refused((process_then, space_then), (process_now, space_now), (then, now));
-        let mut notes = Vec::new();
-        if state.groups != groups(target)? {
-            let (what, why) =
-                ("the process".into(), "it has gone to another session or process group since".into());
-            refused.push(Refusal { what, why, hint: String::new() });
-        }
-        let (mut adjusted, mut unmap, mut shrunk) = (now.clone(), Vec::new(), Vec::new());
-        let brk = (space_then.layout.brk != space_now.layout.brk).then_some(space_then.layout.brk);
-        if brk.is_some() {
-            (unmap, shrunk) = with_heap(&mut adjusted.spaces[0], space_then);
-        }
-        let mut mappings = layout::plan(then, &adjusted);
-        mappings.unmap = union(&mappings.unmap, &unmap);
-        let gone = union(&mappings.unmap, &shrunk);
-        refused.extend(mappings.impossible.iter().map(|(range, why)| Refusal {
-            what: format!("memory {:x}-{:x}", range.start, range.end()),
-            why: (*why).into(),
-            hint: String::new(),
-        }));
-        let root = format!("/proc/{}/root", target.pid);
-        let mut descriptors = descriptors::plan(&state.table, &still.table, &root);
-        refused.append(&mut descriptors.refused);
-        notes.append(&mut descriptors.notes);
-        let paths = mappings.map.iter().filter_map(|m| match m.backing {
-            Backing::File { path, .. } | Backing::Device { path, .. } => Some(path),
-            _ => None,
-        });
-        let moved = place(then, process_then.cwd) != place(now, process_now.cwd);
-        for path in paths.chain(moved.then_some(process_then.cwd)) {
-            refused.extend(then.paths.get(path as usize).and_then(|file| not_there(&root, file)));
-        }
-        let live = still::threads_of(process_now);
-        for thread in process_then.threads.iter().filter(|t| !live.contains_key(&t.tid)) {
-            let what = format!("thread {} ({})", thread.tid, thread.name);
-            let why = if Proc::thread_by_tid(thread.tid).is_ok() {
-                "it has ended since, and its id is taken"
-            } else if process_now
-                .threads
-                .first()
-                .is_none_or(|leader| leader.creds.caps[2] & MAY_CHOOSE_IDS == 0)
-            {
-                "it has ended since, and the program may not make one with its id (CAP_CHECKPOINT_RESTORE)"
-            } else {
+impl Covered {
+    /// Shared memory of a process that nobody before it has; now somebody does.
+    fn left(&mut self, still: &Still) -> Vec<Range> {
+        let mut all = Vec::new();
+        for range in &still.shared {
+            let vma = still.maps.iter().find(|v| v.start <= range.start && range.start < v.end);
+            let Some(vma) = vma.filter(|v| range.end() <= v.end) else {
+                all.push(*range);
                 continue;
             };
-            refused.push(Refusal { what, why: why.into(), hint: String::new() });
+            let there = self.0.entry((vma.dev, vma.ino)).or_default();
+            let part = Range { start: vma.offset + (range.start - vma.start), len: range.len };
+            if Range::without(&[part], there).is_empty() {
+                continue;
+            }
+            *there = Range::joined([there.as_slice(), &[part]].concat());
+            all.push(*range);
         }
-        let children: Vec<u32> =
-            still.children.iter().copied().filter(|child| !state.children.contains(child)).collect();
-        if !kill_children {
-            refused.extend(children.iter().map(|child| Refusal {
-                what: format!("process {child}"),
-                why: "it is a child that was made since".into(),
-                hint: "--kill-children ends it".into(),
-            }));
-        }
-        let ended = state.children.iter().filter(|child| !still.children.contains(child));
-        notes.extend(ended.map(|child| format!("its child {child} has ended since, and does not come back")));
-        if !refused.is_empty() {
-            return Err(Error::Refused(refused));
-        }
-        let taken = |space: &AddressSpace| {
-            space
-                .mappings
-                .iter()
-                .map(|m| {
-                    let below = if m.flags.contains(MappingFlags::GROWS_DOWN) { 64 << 20 } else { 0 };
-                    (m.start.saturating_sub(below), m.end)
-                })
-                .collect::<Vec<_>>()
-        };
-        let taken = [taken(space_then), taken(space_now)].concat();
-        let room = rebuilding::find_gap(taken, rebuilding::AREA_LEN);
-        let room = room.ok_or_else(|| Error::Failed("its address space has no room to work in".into()))?;
-        Ok(Way { mappings, gone, brk, descriptors, children, notes, room })
+        all
     }
 }
 
-/// Capabilities by which ids can be chosen: `CAP_SYS_ADMIN`, `CAP_CHECKPOINT_RESTORE`.
-const MAY_CHOOSE_IDS: u64 = 1 << 21 | 1 << 40;
+/// Processes that the program has now, if it is to be seen to that all of them rest: where the snapshot is of several, or others are to
+/// be killed.
+///
+/// # Errors
+/// [`Error::Refused`] if some of the snapshot are no more.
+fn others_now(
+    pid: u32,
+    alone: bool,
+    members: &[Member],
+    state: &State,
+    kill_children: bool,
+) -> Result<Vec<Arc<Target>>> {
+    if members.first().is_some_and(|root| root.target.is_replaced()) {
+        return Err(Error::Capture(stillpoint_capture::Error::Replaced));
+    }
+    let mut refused = Vec::new();
+    for part in &state.parts {
+        let why = match members.iter().find(|member| member.who == part.who) {
+            Some(member) if !member.is_over() => continue,
+            Some(member) if !has_ended(member.target.pid) && member.target.is_replaced() => {
+                "it has become another program since (execve), and does not come back"
+            }
+            _ => "it has ended since, and does not come back",
+        };
+        refused.push(Refusal { what: format!("process {}", part.pid), why: why.into(), hint: String::new() });
+    }
+    if !refused.is_empty() {
+        return Err(Error::Refused(refused));
+    }
+    if state.parts.len() > 1 || members.len() > 1 {
+        return Ok(herd::find(pid)?);
+    }
+    let single = alone || !kill_children || descendants(&[pid]).is_empty();
+    // One that cannot be looked at can be killed all the same.
+    Ok(if single { Vec::new() } else { herd::find(pid).unwrap_or_default() })
+}
 
-/// Why a file or directory cannot be had again by its name, seen from a root directory.
-fn not_there(root: &str, file: &PathFile) -> Option<Refusal> {
-    let name = Path::new(OsStr::from_bytes(file.path.0.strip_prefix(b"/").unwrap_or(&file.path.0)));
-    let stat = rustix::fs::stat(Path::new(root).join(name));
-    let is_same = stat.is_ok_and(|s| s.st_ino == file.ino);
-    (!is_same).then(|| Refusal {
-        what: file.path.to_string(),
-        why: "there is no such file any more, or another one".into(),
-        hint: String::new(),
+/// How others are dealt with in a rollback.
+#[derive(Clone, Copy)]
+struct How {
+    /// Children that were made since are killed.
+    kill_children: bool,
+    /// What becomes of others that there were is no matter.
+    alone: bool,
+}
+
+/// Brings members back.
+fn go(
+    members: &mut [Member],
+    state: &State,
+    id: Id,
+    found: &[Arc<Target>],
+    how: How,
+    guard: &mut Option<Guard>,
+    tell: impl FnOnce(&Rolled),
+) -> Result<Rolled> {
+    members.iter_mut().try_for_each(Member::check)?;
+    let mut guests: Vec<Guest<'_>> = members.iter_mut().map(|m| m.guest(Look::AtRest)).collect();
+    let mut together = take(found, &mut guests)?;
+    drop(guests);
+    let ready = plan(members, state, &together, how);
+    // The marks of what was written may have gone.
+    let (mut ways, between) = ready.inspect_err(|_| owe(members, &together))?;
+    let since = together.since();
+    let several = members.len() > 1;
+    let watched = watch(guard.as_mut().filter(|_| several), members);
+    watched.inspect_err(|_| owe(members, &together))?;
+    let mut histories: Vec<History<First>> = members.iter_mut().filter_map(|m| m.history.take()).collect();
+    let done = go_back(members, &mut histories, state, id, &mut together, &ways, &between);
+    members.iter_mut().zip(histories).for_each(|(member, history)| member.history = Some(history));
+    let pages = match done {
+        Ok(pages) => pages,
+        Err(e) => {
+            // What is left is neither then nor now.
+            members.iter().for_each(|m| drop(spawn::tgkill(m.target.pid, m.target.pid, libc::SIGKILL)));
+            return Err(Error::Killed(e.to_string()));
+        }
+    };
+    if let Some(guard) = guard.as_ref().filter(|_| several) {
+        guard.end();
+    }
+    let told = ways.iter_mut().zip(&state.parts).flat_map(|(way, part)| {
+        let notes = std::mem::take(&mut way.notes).into_iter();
+        notes.map(move |note| if several { format!("process {}: {note}", part.pid) } else { note })
+    });
+    let notes = told.collect();
+    let mut rolled = Rolled { pause: since.elapsed(), pages, processes: members.len(), notes };
+    tell(&rolled);
+    if let ([(still, _)], Some(part)) = (&mut together.all[..], state.parts.first()) {
+        still.let_waiting_go_first(&part.image);
+    }
+    together.thaw();
+    rolled.pause = since.elapsed();
+    for (member, part) in members.iter_mut().zip(&state.parts) {
+        if let Some(process) = part.image.processes.first() {
+            member.recalled.earlier = stillpoint_capture::calls_of(&part.image, process);
+            member.recalled.earlier.at_ns = member.target.clocks().0;
+        }
+    }
+    Ok(rolled)
+}
+
+/// Has somebody see to it that all of them end if we do. He may have been killed; then there is another one.
+fn watch(guard: Option<&mut Guard>, members: &[Member]) -> Result<()> {
+    let Some(guard) = guard else { return Ok(()) };
+    let pidfds: Vec<_> = members.iter().map(|member| member.target.pidfd.as_fd()).collect();
+    guard.begin(&pidfds).or_else(|_| {
+        *guard = Guard::start()?;
+        guard.begin(&pidfds)
     })
 }
 
-/// Describes the heap as `brk(2)` will leave it; returns what has to make way for that, and what it is shortened by.
-fn with_heap(now: &mut AddressSpace, then: &AddressSpace) -> (Vec<Range>, Vec<Range>) {
-    let page = |at: u64| at.next_multiple_of(PAGE);
-    let (from, to) = (page(now.layout.brk.min(then.layout.brk)), page(now.layout.brk.max(then.layout.brk)));
-    if from == to {
-        return (Vec::new(), Vec::new());
-    }
-    let grows = then.layout.brk > now.layout.brk;
-    let range = Range { start: from, len: to - from };
-    let mut rest = Vec::new();
-    let mut in_the_way = Vec::new();
-    for mapping in std::mem::take(&mut now.mappings) {
-        let cut = Range { start: mapping.start, len: mapping.len() };
-        if !cut.overlaps_any(&[range]) {
-            rest.push(mapping);
-            continue;
-        }
-        if grows {
-            in_the_way.extend(range.parts_of(&[cut]));
-        }
-        for part in Range::without(&[cut], &[range]) {
-            rest.push(layout::piece(&mapping, part.start, part.end()));
-        }
-    }
-    if grows {
-        let heap = then.mappings.iter().find(|m| m.flags.contains(MappingFlags::HEAP));
-        let flags = heap.map_or(MappingFlags::empty(), |m| m.flags);
-        rest.push(Mapping {
-            start: range.start,
-            end: range.end(),
-            prot: (libc::PROT_READ | libc::PROT_WRITE) as u32,
-            shared: false,
-            backing: Backing::Anonymous,
-            flags,
-            pkey: 0,
-            huge_page: 0,
-            guards: Vec::new(),
-            name: None,
-        });
-        rest.sort_by_key(|m| m.start);
-    }
-    now.mappings = rest;
-    (in_the_way, if grows { Vec::new() } else { vec![range] })
-}
-
-/// Sets from outside what might not be allowed, or would be in the way: limits, as wide as they were or are, and priorities.
+/// What leads each process back; what lies between them now.
 ///
 /// # Errors
-/// [`Error::Refused`]; the program goes on, with some of that.
-fn get_ready(target: &Target, state: &State, still: &Still) -> Result<()> {
-    let (then, now) = (process(&state.image)?, process(&still.image)?);
-    let refuse = |e: &dyn std::fmt::Display| {
-        Error::Refused(vec![Refusal { what: "the process".into(), why: e.to_string(), hint: String::new() }])
-    };
-    let mut wide = then.clone();
-    for limit in &mut wide.rlimits {
-        if let Some(now) = now.rlimits.iter().find(|n| n.resource == limit.resource) {
-            (limit.soft, limit.hard) = (limit.soft.max(now.soft), limit.hard.max(now.hard));
-        }
-    }
-    if attributes::limits(then, space(&state.image)?) != attributes::limits(now, space(&still.image)?) {
-        outside::process(target.pid, &wide, space(&state.image)?).map_err(|e| refuse(&e))?;
-    }
-    for thread in &then.threads {
-        let was = now.threads.iter().find(|t| t.tid == thread.tid);
-        if was.is_some_and(|was| (&was.sched, was.ioprio) != (&thread.sched, thread.ioprio)) {
-            outside::thread(thread.tid, thread).map_err(|e| refuse(&e))?;
-        }
-    }
-    if now.threads.iter().any(|t| !t.seccomp.is_empty()) {
-        let any = still.frozen.threads.first();
-        let suspended = any.map(|t| t.set_options(options::SYSCALL_GOOD | options::SUSPEND_SECCOMP));
-        suspended
-            .transpose()
-            .map_err(|e| refuse(&format!("its seccomp filters cannot be suspended: {e}")))?;
-    }
-    Ok(())
-}
-
-/// Makes a program at rest what it was. If it fails, or we die, the program is killed; how many pages were put back.
-fn go_back(
-    target: &Target,
-    tracking: &mut Tracking,
-    history: &mut History<First>,
-    id: Id,
+/// [`Error::Refused`] with all reasons; nothing has been changed.
+fn plan(
+    members: &[Member],
     state: &State,
-    still: &mut Still,
-    way: &Way,
+    together: &Together,
+    How { kill_children, alone }: How,
+) -> Result<(Vec<Way>, Between)> {
+    let several = members.len() > 1;
+    let (mut ways, mut refused) = (Vec::with_capacity(members.len()), Vec::new());
+    for ((member, part), (still, _)) in members.iter().zip(&state.parts).zip(&together.all) {
+        match Way::plan(&member.target, part, still, kill_children, alone) {
+            Ok(way) => ways.push(way),
+            Err(Error::Refused(why)) if several => refused.extend(of(part.pid, why)),
+            Err(e) => return Err(e),
+        }
+    }
+    if !refused.is_empty() {
+        return Err(Error::Refused(refused));
+    }
+    let views: Vec<View<'_>> =
+        members.iter().zip(&together.all).map(|(m, (still, _))| view(m.who, &m.target, still)).collect();
+    let now = Between::read(&views, false)?;
+    let tables: Vec<&descriptors::Table> = state.parts.iter().map(|part| &part.table).collect();
+    let mut plans: Vec<_> = ways.iter_mut().map(|way| std::mem::take(&mut way.descriptors)).collect();
+    let refused = state.between.plan(&now, &views, &tables, &mut plans);
+    if !refused.is_empty() {
+        return Err(Error::Refused(refused));
+    }
+    ways.iter_mut().zip(plans).for_each(|(way, plan)| way.descriptors = plan);
+    let each = || members.iter().zip(&state.parts).zip(&together.all).zip(&ways);
+    let ready = each()
+        .try_for_each(|(((member, part), (still, _)), way)| get_ready(&member.target, part, still, way));
+    if let Err(e) = ready {
+        // Each is left as it is, if that can be had again.
+        each().for_each(|(((member, _), (still, _)), _)| drop(set_back(&member.target, still)));
+        return Err(e);
+    }
+    Ok((ways, now))
+}
+
+/// Makes processes at rest what they were. If it fails, or we die, the program is killed; how many pages were put back.
+fn go_back(
+    members: &[Member],
+    histories: &mut [History<First>],
+    state: &State,
+    id: Id,
+    together: &mut Together,
+    ways: &[Way],
+    between: &Between,
 ) -> Result<u64> {
-    let (then, now) = (&state.image, &still.image);
-    let (process_then, process_now) = (process(then)?, process(now)?);
-    let space_then = space(then)?;
-    let memory = &target.memory;
-    let is_confined = process_now.threads.iter().any(|t| !t.seccomp.is_empty());
-    let suspended = if is_confined { options::SUSPEND_SECCOMP } else { 0 };
-    let flags = options::SYSCALL_GOOD | options::TRACE_CLONE | options::EXIT_KILL | suspended;
-    still.frozen.threads.iter().try_for_each(|thread| thread.set_options(flags))?;
-    let gadget =
-        target.gadgets.ok_or_else(|| Error::Failed("there is no system call in its code".into()))?.call;
-    let area = Area::new(way.room, rebuilding::AREA_LEN);
-    let wanted = still::threads_of(process_then);
-    let mut all = std::mem::take(&mut still.frozen.threads).into_iter();
-    let leader = all.next().ok_or_else(|| Error::Failed("it has no threads".into()))?;
-    let mut leader = Remote::new(memory, leader, area)?;
-    rebuilding::make_area(&mut leader, gadget, way.room)?;
-    let mut others: BTreeMap<u32, Stopped> = BTreeMap::new();
-    for thread in all {
-        match wanted.contains_key(&thread.tid()) {
-            true => drop(others.insert(thread.tid(), thread)),
-            // The kernel tells others of its end, in memory that is put back below.
-            false => family::see_end(Remote::new(memory, thread, area)?.leave_by(libc::SYS_exit, 0)?)?,
-        }
+    together.all.iter().try_for_each(|(still, _)| bind(still))?;
+    // They stand still, so that they leave nothing behind.
+    let others = std::mem::take(&mut together.others);
+    kill_all(&others.iter().map(|frozen| frozen.pid).collect::<Vec<_>>());
+    drop(others);
+    let none = Found::default();
+    let mut returning = Vec::with_capacity(members.len());
+    let of_each = members.iter().zip(histories).zip(&state.parts).zip(ways);
+    for ((((member, history), part), way), (still, found)) in of_each.zip(&mut together.all) {
+        let found = found.as_ref().unwrap_or(&none);
+        returning.push(Returning::begin(member, history, (id, part), still, found, way)?);
     }
-    end_children(&mut leader, &way.children)?;
-    let spans: Vec<Span> = spans(space(now)?);
-    let found = tracking.look(target, || Ok(spans), Look::Protect)?;
-    let pages = Pages::differing(history, id, &found, way, space_then)?;
-    let processors = processors(target, process_then, &others, leader.tid())?;
-    map(&mut leader, way, then, &pages.empty)?;
-    pages.put(history, memory, space_then)?;
-    let shared = put_shared(target, &state.shared)?;
-    memory.write_many(&processors.iter().map(|(at, bytes)| (*at, bytes.as_slice())).collect::<Vec<_>>())?;
-    finish_mappings(&mut leader, way)?;
-    let (mut threads, made) = threads(memory, leader, then, others)?;
-    attributes::current_directory(&mut threads[0], (then, process_then.cwd), (now, process_now.cwd))?;
-    descriptors::put_back(
-        &way.descriptors,
-        &state.table,
-        &still.table,
-        &mut threads[0],
-        target.pidfd.as_fd(),
-    )?;
-    let (then, now) = ((process_then, space_then), (process_now, space(now)?));
-    attributes::put_back(&mut threads, then, now, &made, &way.children)?;
-    still.frozen.threads = rebuild::finish_threads(threads, process_then, Some(way.room))?;
-    // What was put back counts as it was.
-    tracking.look(target, || Ok(stillpoint_capture::regions::spans(space_then)), Look::Protect)?;
-    still.frozen.threads.iter().try_for_each(|thread| thread.set_options(options::SYSCALL_GOOD))?;
-    Ok(pages.count() + shared)
-}
-
-/// Which pages are to be put back, and which are to be as their mapping gives them.
-struct Pages {
-    put: Vec<Range>,
-    empty: Vec<Range>,
-}
-
-impl Pages {
-    fn differing(
-        history: &mut History<First>,
-        id: Id,
-        found: &Found,
-        way: &Way,
-        space: &AddressSpace,
-    ) -> Result<Self> {
-        let differs = history.go_to(id)?;
-        let own = history.own(id);
-        let written = Range::joined(found.dirty.iter().map(|(range, _)| *range).collect());
-        let dropped = Range::without(own, &found.own);
-        let anew: Vec<Range> =
-            way.mappings.map.iter().map(|m| Range { start: m.start, len: m.len() }).collect();
-        let anew = Range::joined(anew);
-        let put = union(&union(&differs, &dropped), &union(&parts(&written, own), &parts(&anew, own)));
-        let empty = Range::without(&Range::without(&found.own, own), &way.gone);
-        // What the kernel may drop at any time is random state, which is not to be had twice.
-        let droppable = space.mappings.iter().filter(|m| m.flags.contains(MappingFlags::DROPPABLE));
-        let droppable: Vec<Range> = droppable.map(|m| Range { start: m.start, len: m.len() }).collect();
-        let put = Range::without(&put, &droppable);
-        let empty = union(&empty, &Range::without(&parts(&found.own, &droppable), &way.gone));
-        Ok(Pages { put, empty })
+    let views: Vec<View<'_>> =
+        members.iter().zip(&together.all).map(|(m, (still, _))| view(m.who, &m.target, still)).collect();
+    state.between.put_back(between, &views)?;
+    let own: Vec<u32> = match members.len() {
+        1 => Vec::new(),
+        _ => members
+            .iter()
+            .zip(&state.parts)
+            .filter_map(|(_, p)| p.image.processes.first())
+            .map(|p| p.own_pid())
+            .collect(),
+    };
+    let mut pages = 0;
+    for (returning, (still, _)) in returning.into_iter().zip(&mut together.all) {
+        pages += returning.finish(still, &own)?;
     }
-
-    fn count(&self) -> u64 {
-        self.put.iter().chain(&self.empty).map(|r| r.len / PAGE).sum()
-    }
-
-    fn put(
-        &self,
-        history: &History<First>,
-        memory: &stillpoint_linux::memory::Memory,
-        space: &AddressSpace,
-    ) -> Result<()> {
-        let writable = |m: &&Mapping| m.prot & libc::PROT_WRITE as u32 != 0;
-        let writable = space.mappings.iter().filter(writable).map(|m| Range { start: m.start, len: m.len() });
-        let writable = Range::joined(writable.collect());
-        for piece in pieces(&self.put) {
-            let mut bytes = vec![0; piece.iter().map(|r| r.len as usize).sum()];
-            history.read(&piece, &mut bytes)?;
-            let (mut rest, mut plain) = (bytes.as_slice(), Vec::with_capacity(piece.len()));
-            for range in piece {
-                let (now, later) = rest.split_at(range.len as usize);
-                rest = later;
-                // A range may go across mappings.
-                if range.parts_of(&writable).map(|r| r.len).sum::<u64>() == range.len {
-                    plain.push((RemoteAddr(range.start), now));
-                } else {
-                    for (page, at) in now.chunks_exact(PAGE as usize).zip(addresses(&[range])) {
-                        memory.write_forced(RemoteAddr(at), page)?;
-                    }
-                }
-            }
-            memory.write_many(&plain)?;
-        }
-        Ok(())
-    }
-}
-
-/// What the kernel tells threads of the processor they run on, which is of now (`struct rseq`): where, and what.
-fn processors(
-    target: &Target,
-    then: &stillpoint_image::Process,
-    others: &BTreeMap<u32, Stopped>,
-    leader: u32,
-) -> Result<Vec<(RemoteAddr, Vec<u8>)>> {
-    let mut all = Vec::new();
-    for thread in then.threads.iter().filter(|t| t.tid == leader || others.contains_key(&t.tid)) {
-        let Some(rseq) = &thread.rseq else { continue };
-        // Between the two lies the pointer to what the thread is in the middle of.
-        for (offset, len) in [(0, 8), (16, 16)] {
-            let at = RemoteAddr(rseq.address + offset);
-            let mut bytes = vec![0; len];
-            target.memory.read(at, &mut bytes)?;
-            all.push((at, bytes));
-        }
-    }
-    Ok(all)
-}
-
-/// Kills processes with all their descendants, and buries the program's own children among them.
-fn end_children(leader: &mut Remote<'_>, children: &[u32]) -> Result<()> {
-    if children.is_empty() {
-        return Ok(());
-    }
-    for pid in children.iter().copied().chain(descendants(children)) {
-        // It may just have ended.
-        let _ = numbers::pidfd_open(pid, 0)
-            .map(|fd| rustix::process::pidfd_send_signal(&fd, rustix::process::Signal::KILL));
-    }
-    let began = Instant::now();
-    let ended =
-        |pid: u32| Proc::process(pid).and_then(|p| p.stat()).map_or(true, |s| matches!(s.state, b'Z' | b'X'));
-    while !children.iter().all(|&pid| ended(pid)) && began.elapsed() < Duration::from_secs(5) {
-        std::thread::sleep(Duration::from_micros(100));
-    }
-    attributes::bury(leader, children)
-}
-
-/// Makes mappings what they were, as far as that comes before their pages; gives pages up that were none.
-fn map(leader: &mut Remote<'_>, way: &Way, then: &Image, empty: &[Range]) -> Result<()> {
-    let mut calls = Calls::new();
-    let plan = &way.mappings;
-    for range in &plan.unmap {
-        calls.call(
-            format!("munmap {:x}", range.start),
-            libc::SYS_munmap,
-            [range.start.into(), range.len.into()],
-        );
-    }
-    let brk = way.brk.map(|end| (end, calls.call("brk", libc::SYS_brk, [end.into()])));
-    for (range, prot) in &plan.protect {
-        let args = [range.start, range.len, u64::from(*prot)].map(Arg::Value);
-        calls.call(format!("mprotect {:x}", range.start), libc::SYS_mprotect, args);
-    }
-    let dropped: Vec<_> = empty
-        .iter()
-        .map(|range| (range, calls.attempt("madvise", libc::SYS_madvise, drop_of(range))))
-        .collect();
-    if !calls.is_empty() {
-        let outcome = leader.run(&calls)?;
-        // What is locked in memory is not given up.
-        let mut locked = Calls::new();
-        for (range, _) in dropped.iter().filter(|(_, step)| outcome.result(*step) != 0) {
-            let whole = [range.start.into(), range.len.into()];
-            locked.call(format!("munlock {:x}", range.start), libc::SYS_munlock, whole);
-            locked.call(format!("madvise {:x}", range.start), libc::SYS_madvise, drop_of(range));
-            locked.attempt("mlock", libc::SYS_mlock, whole);
-        }
-        if !locked.is_empty() {
-            leader.run(&locked)?;
-        }
-        if let Some((end, step)) = brk
-            && outcome.result(step) as u64 != end
-        {
-            return Err(Error::Failed(format!("its heap cannot end at {end:x} again")));
-        }
-    }
-    if plan.map.is_empty() {
-        return Ok(());
-    }
-    let mut files = Files::default();
-    files.open(leader, then, &plan.map)?;
-    let (space, filled) = anew(plan);
-    rebuilding::map(leader, &space, &filled, &files, &|_| true)?;
-    files.close(leader)?;
-    Ok(rebuilding::advise_before(leader, &space, &|_| true)?)
-}
-
-/// Arguments of a call that gives pages up.
-fn drop_of(range: &Range) -> [Arg; 3] {
-    [range.start, range.len, libc::MADV_DONTNEED as u64].map(Arg::Value)
-}
-
-/// What is mapped anew, as the only mappings of an address space, all of which are to be filled.
-fn anew(plan: &layout::Plan) -> (AddressSpace, rebuilding::Filled) {
-    let space = AddressSpace { mappings: plan.map.clone(), ..AddressSpace::default() };
-    let filled = rebuilding::Filled::whole(&space.mappings);
-    (space, filled)
-}
-
-fn finish_mappings(leader: &mut Remote<'_>, way: &Way) -> Result<()> {
-    if way.mappings.map.is_empty() {
-        return Ok(());
-    }
-    let (space, filled) = anew(&way.mappings);
-    Ok(rebuilding::finish(leader, &space, &filled)?)
-}
-
-/// Files that mappings are made from, open in the program for a moment.
-#[derive(Debug, Default)]
-struct Files(BTreeMap<(u32, bool), i32>);
-
-impl Files {
-    fn open(&mut self, leader: &mut Remote<'_>, image: &Image, mappings: &[Mapping]) -> Result<()> {
-        for m in mappings {
-            let (path, write) = match &m.backing {
-                Backing::File { path, may_write, .. } => (*path, *may_write && m.shared),
-                Backing::Device { path, .. } => (*path, m.shared),
-                _ => continue,
-            };
-            if self.0.contains_key(&(path, write)) {
-                continue;
-            }
-            let row = image.paths.get(path as usize);
-            let row = row.ok_or_else(|| Error::Failed("a mapping has no file".into()))?;
-            let mut calls = Calls::new();
-            let name = calls.string(&row.path.0);
-            let flags = if write { libc::O_RDWR } else { libc::O_RDONLY } | libc::O_CLOEXEC;
-            let at = Arg::Value(libc::AT_FDCWD as u64);
-            let step =
-                calls.call(format!("open {}", row.path), libc::SYS_openat, [at, name, (flags as u64).into()]);
-            let fd = leader.run(&calls)?.result(step) as i32;
-            self.0.insert((path, write), fd);
-            let stat = rustix::fs::stat(format!("/proc/{}/fd/{fd}", leader.pid()));
-            if !stat.is_ok_and(|s| s.st_ino == row.ino) {
-                return Err(Error::Failed(format!(
-                    "{} is another file than the one that was mapped",
-                    row.path
-                )));
-            }
-        }
-        Ok(())
-    }
-
-    fn close(self, leader: &mut Remote<'_>) -> Result<()> {
-        let mut calls = Calls::new();
-        for fd in self.0.into_values() {
-            calls.call("close", libc::SYS_close, [(fd as u64).into()]);
-        }
-        leader.run(&calls)?;
-        Ok(())
-    }
-}
-
-impl rebuilding::Backings for Files {
-    fn file(&self, path: u32, write: bool) -> stillpoint_restore::Result<i32> {
-        let missing = || stillpoint_restore::Error::Failed("a mapping has no file".into());
-        self.0.get(&(path, write)).copied().ok_or_else(missing)
-    }
-
-    fn object(&self, _object: u32) -> stillpoint_restore::Result<i32> {
-        Err(stillpoint_restore::Error::Failed("shared memory is not mapped again".into()))
-    }
-}
-
-/// All threads, in their order of then; those that have ended are made once more, and named.
-fn threads<'a>(
-    memory: &'a stillpoint_linux::memory::Memory,
-    leader: Remote<'a>,
-    then: &Image,
-    mut others: BTreeMap<u32, Stopped>,
-) -> Result<(Vec<Remote<'a>>, Vec<u32>)> {
-    let (process, area) = (process(then)?, leader.area());
-    let mut ended = process.clone();
-    ended.threads.retain(|t| t.tid == process.pid || !others.contains_key(&t.tid));
-    let made: Vec<u32> = ended.threads.iter().skip(1).map(|t| t.tid).collect();
-    let mut born = family::make_threads(memory, leader, &ended, &Pids::of(then), None)?.into_iter();
-    let mut all = Vec::with_capacity(process.threads.len());
-    all.extend(born.next());
-    for thread in process.threads.iter().skip(1) {
-        match others.remove(&thread.tid) {
-            Some(stopped) => all.push(Remote::new(memory, stopped, area)?),
-            None => all.extend(born.next()),
-        }
-    }
-    Ok((all, made))
+    together.all.iter().try_for_each(|(still, _)| unbind(still))?;
+    Ok(pages)
 }

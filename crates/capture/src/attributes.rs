@@ -6,6 +6,7 @@
 //! | before the freeze | [`target::find`], [`target::examine`] |
 //! | frozen | [`process::process`], [`process::space`], [`thread::thread`], [`thread::stopped`]: from outside |
 //! | frozen | [`inside::ProcessQuery`], [`inside::ThreadQuery`]: programs to run in the target |
+//! | frozen | [`expiries::add`]: what came between these |
 //!
 //! Not visible by any of these, and therefore neither captured nor refused: System V semaphore operations
 //! to be undone (`SEM_UNDO`; [`semaphores`] refuses where there may be any), Landlock domains, keyrings, speculation controls that `/proc/PID/status` does not name,
@@ -13,6 +14,7 @@
 //! their I/O context (`CLONE_IO`).
 
 pub mod directories;
+pub mod expiries;
 pub mod inside;
 pub mod process;
 pub mod semaphores;

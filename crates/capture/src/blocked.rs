@@ -23,11 +23,12 @@ use stillpoint_linux::sched::Pinned;
 /// What a thread was waiting for before it was stopped.
 #[derive(Clone, Debug, Default)]
 pub struct Waiting {
-    /// Kernel function it slept in.
+    /// The call that it was in; none if that was `restart_syscall`, which goes on with another one.
+    call: Option<u64>,
+    /// Kernel function it slept in, where only that tells the call.
     wchan: String,
-    /// How long it had been asleep when it was looked at, and when that was (`CLOCK_MONOTONIC`), nanoseconds.
-    asleep_ns: Option<u64>,
-    seen_ns: u64,
+    /// When it had gone to sleep (`CLOCK_MONOTONIC`), nanoseconds.
+    since_ns: Option<u64>,
 }
 
 /// The calls that an earlier stop of the same process found interrupted.
@@ -48,32 +49,69 @@ impl Earlier {
     }
 }
 
-/// Looks at running threads; called shortly before the freeze.
-pub fn observe<T: Borrow<Proc>>(threads: impl Iterator<Item = (u32, T)>) -> HashMap<u32, Waiting> {
-    threads.map(|(tid, thread)| (tid, observe_thread(thread.borrow()))).collect()
+/// What the scheduler's clocks of processors have said, beside ours.
+#[derive(Debug, Default)]
+pub struct Clocks(HashMap<u32, (u64, Option<u64>)>);
+
+impl Clocks {
+    /// What is said is of use for so long, nanoseconds: then the machine may have taken the processor away for a moment.
+    const FRESH: u64 = 20_000_000;
+
+    /// Time on our clock and on that of a processor, at some moment not long ago.
+    fn of(&mut self, processor: u32) -> (u64, Option<u64>) {
+        let is_fresh = |(at, _): &&(u64, _)| monotonic_ns().saturating_sub(*at) < Self::FRESH;
+        if let Some(known) = self.0.get(&processor).filter(is_fresh) {
+            return *known;
+        }
+        // Each processor has a scheduler's clock of its own, which stands still while the machine takes the processor away.
+        let there = Pinned::to(processor);
+        let both = now_on_both_clocks();
+        drop(there);
+        self.0.insert(processor, both);
+        both
+    }
 }
 
-fn observe_thread(thread: &Proc) -> Waiting {
-    match thread.syscall() {
-        Ok(CurrentCall::Inside { nr, .. }) if has_restart_block(nr) => {}
-        _ => return Waiting::default(),
+/// Files of a thread that [`observe`] reads, to be kept open ([`Proc::keep_open`]).
+pub const FILES: [&str; 4] = ["syscall", "stat", "sched", "wchan"];
+
+/// Looks at running threads, what those are waiting for whose calls go on with the time that is left; called shortly before the
+/// freeze.
+pub fn observe<T: Borrow<Proc>>(
+    threads: impl Iterator<Item = (u32, T)>,
+    clocks: &mut Clocks,
+) -> HashMap<u32, Waiting> {
+    threads.filter_map(|(tid, thread)| Some((tid, observe_thread(thread.borrow(), clocks)?))).collect()
+}
+
+fn observe_thread(thread: &Proc, clocks: &mut Clocks) -> Option<Waiting> {
+    let call = match thread.syscall() {
+        Ok(CurrentCall::Inside { nr, args, .. }) if has_restart_block(nr, &args) => nr,
+        _ => return None,
+    };
+    let call = Some(call).filter(|call| *call as i64 != libc::SYS_restart_syscall);
+    let (now_ns, scheduler_ns) = clocks.of(thread.stat().map_or(0, |s| s.processor));
+    // It may have gone to sleep since: the difference has a sign.
+    let on_ours = |t: u64| Some(now_ns.wrapping_add(t.wrapping_sub(scheduler_ns?)));
+    let since_ns = exec_start_ns(thread).and_then(on_ours);
+    let mut wchan = String::new();
+    if call.is_none() {
+        wchan = String::from_utf8(thread.wchan().unwrap_or_default()).unwrap_or_default();
     }
-    // Each processor has a scheduler's clock of its own, which stands still while the machine takes the processor away.
-    let there = Pinned::to(thread.stat().map_or(0, |s| s.processor));
-    let (seen_ns, scheduler_ns) = now_on_both_clocks();
-    drop(there);
-    let asleep_ns = exec_start_ns(thread).and_then(|t| scheduler_ns?.checked_sub(t));
-    let wchan = String::from_utf8(thread.wchan().unwrap_or_default()).unwrap_or_default();
-    Waiting { wchan, asleep_ns, seen_ns }
+    Some(Waiting { call, wchan, since_ns })
 }
 
 fn exec_start_ns(thread: &Proc) -> Option<u64> {
     Some(thread.sched().ok()??.exec_start_ns)
 }
 
-fn has_restart_block(nr: u64) -> bool {
-    let known = [libc::SYS_nanosleep, libc::SYS_clock_nanosleep, libc::SYS_poll, libc::SYS_futex];
-    known.contains(&(nr as i64)) || nr as i64 == libc::SYS_restart_syscall
+fn has_restart_block(nr: u64, args: &[u64; 6]) -> bool {
+    match nr as i64 {
+        // Without a timeout it begins anew.
+        libc::SYS_futex => args[3] != 0,
+        libc::SYS_nanosleep | libc::SYS_clock_nanosleep | libc::SYS_poll | libc::SYS_restart_syscall => true,
+        _ => false,
+    }
 }
 
 /// Time now on the monotonic clock and on the scheduler's. On a busy machine we may lose the processor between the
@@ -142,7 +180,8 @@ pub fn interrupted_call(
 /// sleep again when it was looked at, as right after another stop, only that other stop can tell.
 fn first_call(waiting: &Waiting, args: [u64; 6]) -> Option<u64> {
     let nr = match waiting.wchan.as_str() {
-        "" => return None,
+        // It has been interrupted since by somebody else.
+        "" => return waiting.call,
         w if w.contains("poll") => libc::SYS_poll,
         w if w.contains("futex") => libc::SYS_futex,
         // All others sleep, in functions that the kernel does not name because they belong to its scheduler. The
@@ -186,7 +225,7 @@ fn timespec(memory: &Memory, at: u64) -> Option<u64> {
 }
 
 fn waited(waiting: &Waiting, stopped_ns: u64) -> Option<u64> {
-    Some(waiting.asleep_ns? + stopped_ns.saturating_sub(waiting.seen_ns))
+    Some(stopped_ns.saturating_sub(waiting.since_ns?))
 }
 
 /// The registers with which a thread should go on: a call without a timeout that the stop made fail is made again.

@@ -1,7 +1,7 @@
 //! Stopping a program for a moment, to do something in it, so that it does not notice.
 
 use crate::Result;
-use crate::blocked::{self, Earlier};
+use crate::blocked::{self, Clocks, Earlier};
 use crate::freeze::{Frozen, Hurry};
 use crate::target::Target;
 use std::collections::HashMap;
@@ -12,14 +12,14 @@ use stillpoint_linux::ptrace::Stopped;
 
 /// Stops all threads, works, and lets them go on; tells how long that took. What the threads were waiting for is kept
 /// in `earlier`, for the cut that follows: by then the kernel no longer tells when they began.
-pub(crate) fn stop_briefly<T>(
+pub fn stop_briefly<T>(
     target: &Target,
     earlier: &mut Earlier,
     work: impl FnOnce(&mut Frozen) -> Result<T>,
 ) -> Result<(T, Duration)> {
     let threads = target.process.threads()?;
     let folders = threads.into_iter().filter_map(|tid| Some((tid, target.process.sibling(tid).ok()?)));
-    let waiting = blocked::observe(folders);
+    let waiting = blocked::observe(folders, &mut Clocks::default());
     let _hurry = Hurry::begin();
     let mut frozen = target.freeze()?;
     let (now, stopped_ns) = (target.clocks().0, blocked::monotonic_ns());

@@ -5,6 +5,8 @@ use crate::files::memory::data_ranges;
 use crate::files::segments::Attached;
 use crate::home::Home;
 use crate::namespaces::Namespaces;
+use crate::namespaces::tmpfs::open_below;
+use crate::namespaces::views::Views;
 use crate::{Error, Refusal, Result};
 use std::collections::{HashMap, HashSet};
 use std::os::fd::OwnedFd;
@@ -18,22 +20,49 @@ pub struct Content {
     /// Whose pages they are.
     pub owner: Owner,
     /// Where to read them: offset in the file is the address of the page.
-    pub source: OwnedFd,
+    pub source: Source,
     /// Byte ranges to read; if nothing is told, all that are not holes when it is stored.
     pub ranges: Option<Vec<stillpoint_image::Range>>,
     /// What it is, for error messages.
     pub what: String,
 }
 
+/// Where contents are read.
+#[derive(Debug)]
+pub enum Source {
+    /// In an open file.
+    File(OwnedFd),
+    /// In a file below a directory: there may be more of them than files can be open.
+    Below(Arc<OwnedFd>, Vec<u8>),
+}
+
+impl Source {
+    /// Opens it for reading.
+    ///
+    /// # Errors
+    /// That it cannot be opened.
+    pub fn open(&self) -> Result<OwnedFd> {
+        match self {
+            Source::File(file) => Ok(file
+                .try_clone()
+                .map_err(|e| stillpoint_linux::Error::call("duplicate a descriptor", e))?),
+            Source::Below(folder, path) => open_below(folder, path),
+        }
+    }
+}
+
 impl Content {
-    /// What is to be read of it.
+    /// What is to be read of its file.
     ///
     /// # Errors
     /// That it cannot be asked what it holds.
-    pub fn to_be_read(&self) -> Result<Vec<stillpoint_image::Range>> {
-        self.ranges.clone().map_or_else(|| data_ranges(&self.source), Ok)
+    pub fn to_be_read(&self, file: &OwnedFd) -> Result<Vec<stillpoint_image::Range>> {
+        self.ranges.clone().map_or_else(|| data_ranges(file), Ok)
     }
 }
+
+/// Device number of what is opened to make a pseudo-terminal: 5, 2.
+const MULTIPLEXER: u64 = 5 << 8 | 2;
 
 /// Why a file is refused that is on a file system of [`Builder::foreign`], and what can be done.
 pub(crate) const FOREIGN: (&str, &str) = (
@@ -81,7 +110,11 @@ pub struct Builder {
     pub(crate) home: Arc<Home>,
     /// File systems that only the program has mounted, by device number.
     pub(crate) foreign: HashSet<u64>,
-    paths: HashMap<(u64, u64, Vec<u8>), u32>,
+    /// Terminals in those of them that are a devpts, by its device number: their numbers.
+    pub(crate) terminals: HashMap<u64, Vec<u32>>,
+    /// Mount namespaces of the program's own.
+    pub(crate) views: Views,
+    paths: HashMap<(u64, u64, Vec<u8>, Option<u32>), u32>,
     objects: HashMap<(u64, u64), u32>,
 }
 
@@ -121,13 +154,14 @@ impl Builder {
         }
     }
 
-    /// Row of a file, one for each (device, inode, path); the stronger [`Usage`] wins. Returns the row and whether it
+    /// Row of a file, one for each (device, inode, path and mount namespace); the stronger [`Usage`] wins. Returns the row and whether it
     /// is new.
     pub fn path(&mut self, file: PathFile) -> (u32, bool) {
-        if self.foreign.contains(&file.dev) {
+        let is_multiplexer = file.rdev == MULTIPLEXER && self.terminals.contains_key(&file.dev);
+        if self.foreign.contains(&file.dev) && !is_multiplexer {
             self.refuse(format!("the file {}", file.path), FOREIGN.0, FOREIGN.1);
         }
-        let key = (file.dev, file.ino, file.path.0.clone());
+        let key = (file.dev, file.ino, file.path.0.clone(), file.namespace);
         if let Some(&row) = self.paths.get(&key) {
             let known = &mut self.image.paths[row as usize];
             known.usage = known.usage.max(file.usage);
@@ -139,9 +173,10 @@ impl Builder {
         (row, true)
     }
 
-    /// Row of a file that was found under this name since the program stands still, if it was, and has not been deleted.
+    /// Row of a file that was found under this name since the program stands still, if it was, and has not been deleted; outside
+    /// of mount namespaces of the program's own.
     pub fn known_path(&mut self, dev: u64, ino: u64, path: &[u8], usage: Usage) -> Option<u32> {
-        let row = *self.paths.get(&(dev, ino, path.to_vec()))?;
+        let row = *self.paths.get(&(dev, ino, path.to_vec(), None))?;
         let known = &mut self.image.paths[row as usize];
         if known.deleted {
             return None;
@@ -170,7 +205,8 @@ impl Builder {
     /// Files that need a digest: those whose contents a restore will check.
     pub fn wants_digest(&self) -> impl Iterator<Item = (u32, &PathFile)> {
         let rows = self.image.paths.iter().enumerate();
-        let can_be_read = |p: &PathFile| !p.deleted && !self.never_open.contains(&(p.dev, p.ino));
+        let can_be_read =
+            |p: &PathFile| !p.deleted && !p.made_anew && !self.never_open.contains(&(p.dev, p.ino));
         rows.filter(move |(_, p)| p.usage > Usage::Path && can_be_read(p)).map(|(i, p)| (i as u32, p))
     }
 }

@@ -12,7 +12,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use stillpoint_image::{Owner, PAGE};
-use stillpoint_store::{Checkpoint, Store};
+use stillpoint_store::{Checkpoint, Committed, Store};
 
 /// What is asked of a checkpoint.
 #[derive(Clone, Debug)]
@@ -40,6 +40,8 @@ pub trait Progress {
     fn start(&self, total_bytes: u64);
     /// So many more have been.
     fn advance(&self, bytes: u64);
+    /// The checkpoint is safe, and the program, which stands still, is about to be killed as was asked.
+    fn kills(&self) {}
 }
 
 /// What a checkpoint was like.
@@ -55,6 +57,8 @@ pub struct Report {
     pub pages: u64,
     /// Page data added to the store, bytes.
     pub written_bytes: u64,
+    /// All that was added to the store.
+    pub committed: Committed,
     /// Processes that it describes.
     pub processes: usize,
     /// How long the program stood still at the cut.
@@ -117,6 +121,20 @@ struct Followed {
 }
 
 impl Followed {
+    /// The claim to a program whose memory is loaded or paged by others.
+    fn loading(&mut self) -> Option<&mut Loading> {
+        let of_tracking = self.kept.tracking.as_mut().and_then(|tracking| tracking.loading.as_mut());
+        of_tracking.or(self.loading.as_mut())
+    }
+
+    /// Whose memory a claim is to, that has just been made.
+    fn know(&mut self, pid: u32) -> Result<()> {
+        if self.loading.is_some() && self.target.is_none() {
+            self.target = Some(Arc::new(Target::open_quickly(pid, 0, None)?));
+        }
+        Ok(())
+    }
+
     /// Nothing but what is known of its pace.
     fn afresh(&self) -> Self {
         Followed { outpaced: self.outpaced, ..Followed::default() }
@@ -127,6 +145,11 @@ impl Session {
     /// A session with a process and its descendants; nothing is done to them before the first checkpoint.
     pub fn new(pid: u32) -> Self {
         Session { pid, followed: HashMap::new(), lasting: true, waits: false }
+    }
+
+    /// Whether the program is kept within a memory limit.
+    fn is_paged(&mut self) -> bool {
+        self.followed.get_mut(&self.pid).and_then(Followed::loading).is_some_and(|l| l.is_paged())
     }
 
     /// Takes a checkpoint. Whatever fails, the program runs on unharmed and the store is as before.
@@ -142,6 +165,12 @@ impl Session {
         let began = Instant::now();
         loop {
             match &result {
+                // Within a memory limit there is no end of that: it is a child that came in the freeze.
+                Err(Error::Loading) if began.elapsed() > BUSY && self.is_paged() => {
+                    let why = "it makes processes all the time, whose memory is not all there; try again";
+                    result = Err(Error::Failed(why.into()));
+                    break;
+                }
                 Err(Error::Loading) => {
                     self.waits = true;
                     std::thread::sleep(LOADING);
@@ -171,6 +200,13 @@ impl Session {
             result = self.attempt(store, options, progress);
         }
         self.waits = false;
+        if result.is_err()
+            && let Some(paged) =
+                self.followed.get_mut(&pid).and_then(Followed::loading).filter(|l| l.is_paged())
+        {
+            // Who does not hear it hears that we hang up.
+            let _ = paged.goes_on();
+        }
         result.map_err(|e| match e {
             // Whatever could not be read or done, this is why.
             Error::Kernel(_) | Error::Failed(_) | Error::Refused(_) | Error::Replaced
@@ -213,8 +249,28 @@ impl Session {
         })
     }
 
+    /// Those who page its memory stop it now and then, as others do that trace it; from now on they do not.
+    fn hold_back(&mut self) -> Result<()> {
+        let pid = self.pid;
+        let followed = self.followed.entry(pid).or_default();
+        if followed.kept.is_empty() && followed.loading.is_none() {
+            followed.loading = Loading::claim(pid);
+        }
+        let Some(paged) = followed.loading().filter(|loading| loading.is_paged()) else {
+            return followed.know(pid);
+        };
+        match paged.rest(pid) {
+            Ok(()) => followed.know(pid),
+            Err(e) => {
+                *followed = followed.afresh();
+                Err(e)
+            }
+        }
+    }
+
     fn take(&mut self, store: &Store, options: &Options, progress: &(dyn Progress + Sync)) -> Result<Report> {
         let start = Instant::now();
+        self.hold_back()?;
         let targets = herd::find(self.pid)?;
         let mut before = std::mem::take(&mut self.followed);
         let mut all: Vec<Followed> =
@@ -304,11 +360,12 @@ impl Session {
             bytes: committed.pages * PAGE,
             pages: committed.pages,
             written_bytes: committed.written_bytes,
+            committed,
             processes,
             pause,
             other_pauses: log.pauses,
             wall: start.elapsed(),
-            engine: engine.name(),
+            engine,
             incremental,
             story: log.story,
             notes,
@@ -350,8 +407,10 @@ fn tend(pid: u32, followed: &mut Followed) -> Result<bool> {
         let open = |_: &Loading| Target::open_quickly(pid, 0, None).ok().map(Arc::new);
         followed.target = followed.loading.as_ref().and_then(open);
     }
-    let of_tracking = followed.kept.tracking.as_mut().and_then(|t| t.loading.as_mut());
-    let Some(loading) = of_tracking.or(followed.loading.as_mut()) else { return Ok(false) };
+    let Some(loading) = followed.loading() else { return Ok(false) };
+    if loading.is_paged() {
+        return Ok(false);
+    }
     if !loading.is_complete()? {
         return Ok(true);
     }
@@ -392,8 +451,13 @@ fn behind(
     waits: bool,
 ) -> Result<Behind> {
     let Followed { kept: Kept { tracking, armed }, loading, .. } = followed;
-    let may_copy_ahead = matches!(options.engine, Engine::Auto | Engine::Precopy) && !options.full && !waits;
-    if !may_copy_ahead {
+    let may_copy_ahead = matches!(options.engine, Engine::Auto | Engine::Precopy) && !options.full;
+    if waits && may_copy_ahead && tracking.is_none() && loading.is_none() {
+        *loading = Loading::claim(target.pid);
+    }
+    let of_tracking = tracking.as_ref().and_then(|t| t.loading.as_ref());
+    let is_paged = of_tracking.or(loading.as_ref()).is_some_and(Loading::is_paged);
+    if !may_copy_ahead || waits && !is_paged {
         // Those who load the program need not wait for us.
         tracking.take_if(|t| t.loading.is_some());
         drop(loading.take().or_else(|| Loading::claim(target.pid)));
@@ -426,7 +490,8 @@ fn behind(
         loading.iter_mut().for_each(Loading::distrust);
     }
     // What is missing can be referred to only while there is what it came from.
-    let missing_from = loading.as_ref().map(|l| pages(&source(l)).ok_or(Error::Loading)).transpose()?;
+    let of_source = loading.as_ref().filter(|l| !l.is_paged());
+    let missing_from = of_source.map(|l| pages(&source(l)).ok_or(Error::Loading)).transpose()?;
     let source = missing_from.unwrap_or_default();
     if let Some(tracking) = tracking {
         tracking.loading = loading.take();

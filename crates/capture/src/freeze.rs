@@ -5,6 +5,7 @@
 
 use crate::attributes::target;
 use crate::{Error, Result};
+use std::cell::Cell;
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -29,7 +30,7 @@ pub struct Frozen {
 }
 
 impl Frozen {
-    /// Stops all threads of a process. On failure none stays stopped once the calling OS thread ends.
+    /// Stops all threads of a process. On failure none stays stopped.
     pub fn freeze(process: &Arc<Proc>) -> Result<Self> {
         let mut stopping = Stopping::begin(process)?;
         let mut wait = Wait::new();
@@ -45,6 +46,12 @@ impl Frozen {
             Stop::Group(signal) => Some(signal as u32),
             _ => None,
         }
+    }
+
+    /// These threads are the first ones to be let go.
+    pub fn let_go_first(&mut self, tids: &[u32]) {
+        // The last one goes first.
+        self.threads.sort_by_key(|thread| tids.contains(&thread.tid()));
     }
 
     /// Lets all threads run on; returns how long the process stood still. A thread that has been killed meanwhile
@@ -129,8 +136,7 @@ impl Drop for Hurry {
 }
 
 /// Seizes the threads that are not yet known.
-fn seize_new(process: &Proc, known: &mut HashSet<u32>) -> Result<Vec<Seized>> {
-    let mut seized = Vec::new();
+fn seize_new(process: &Proc, known: &mut HashSet<u32>, seized: &mut Vec<Seized>) -> Result<()> {
     let pid = process.pid();
     let ended = || Error::Target(format!("process {pid} ended"));
     for tid in process.threads().map_err(|_| ended())? {
@@ -146,7 +152,7 @@ fn seize_new(process: &Proc, known: &mut HashSet<u32>) -> Result<Vec<Seized>> {
             Err(e) => return Err(e),
         }
     }
-    Ok(seized)
+    Ok(())
 }
 
 /// Seizes a thread. Whoever traced it may have let go of it between our attempt and the look who that is. That may be
@@ -226,6 +232,8 @@ impl Wait {
 /// 1. The kernel kills the others and waits for their ends. Of those that we trace, also of those that stand still already,
 ///    somebody must have waited before they count as ended.
 /// 2. It becomes the main thread: its own id is gone, and its interrupt brings the *main* thread's id to rest.
+///
+/// Dropping it lets all threads go: whoever traces may live on, and trace others.
 pub(crate) struct Stopping {
     process: Arc<Proc>,
     known: HashSet<u32>,
@@ -238,11 +246,24 @@ pub(crate) struct Stopping {
 impl Stopping {
     /// Interrupts all threads.
     pub fn begin(process: &Arc<Proc>) -> Result<Self> {
-        let mut known = HashSet::new();
-        let running = seize_new(process, &mut known)?;
-        let since = Instant::now();
-        interrupt(&running)?;
-        Ok(Stopping { process: process.clone(), known, running, stopped: Vec::new(), since, rests: false })
+        let mut stopping = Stopping {
+            process: process.clone(),
+            known: HashSet::new(),
+            running: Vec::new(),
+            stopped: Vec::new(),
+            since: Instant::now(),
+            rests: false,
+        };
+        seize_new(process, &mut stopping.known, &mut stopping.running)?;
+        stopping.since = Instant::now();
+        interrupt(&stopping.running)?;
+        Ok(stopping)
+    }
+
+    /// Its process has ended: there is nothing to be let go.
+    pub fn has_ended(mut self) {
+        self.running.clear();
+        self.stopped.clear();
     }
 
     /// The process.
@@ -266,26 +287,24 @@ impl Stopping {
             return Ok(true);
         }
         let pid = self.process.pid();
-        let mut still_running = Vec::new();
         for thread in std::mem::take(&mut self.running) {
             let tid = thread.tid();
             match look(thread)? {
                 Look::Rests(thread) => self.stopped.push(thread),
-                Look::Runs(thread) => still_running.push(thread),
+                Look::Runs(thread) => self.running.push(thread),
                 Look::Ended(Ended::Unknown) if tid != pid => {
                     self.stopped.retain(|t| t.tid() != pid);
-                    still_running.retain(|t: &Seized| t.tid() != pid);
-                    still_running.push(Seized::born(pid));
+                    self.running.retain(|t: &Seized| t.tid() != pid);
+                    self.running.push(Seized::born(pid));
                 }
                 Look::Ended(_) => {}
             }
         }
-        if still_running.is_empty() {
-            still_running = seize_new(&self.process, &mut self.known)?;
-            self.rests = still_running.is_empty();
-            interrupt(&still_running)?;
+        if self.running.is_empty() {
+            seize_new(&self.process, &mut self.known, &mut self.running)?;
+            self.rests = self.running.is_empty();
+            interrupt(&self.running)?;
         }
-        self.running = still_running;
         if let Some(first) = self.running.first().filter(|_| wait.elapsed() > PATIENCE) {
             return Err(Error::Failed(format!(
                 "thread {} does not come to rest: it is in an uninterruptible wait in the kernel; \
@@ -300,17 +319,67 @@ impl Stopping {
     }
 
     /// The process, at rest.
-    pub fn frozen(self) -> Result<Frozen> {
+    pub fn frozen(mut self) -> Result<Frozen> {
         let pid = self.process.pid();
-        let mut threads = self.stopped;
-        threads.sort_by_key(|t| (t.tid() != pid, t.tid()));
-        if threads.first().map(Stopped::tid) != Some(pid) {
+        self.stopped.sort_by_key(|t| (t.tid() != pid, t.tid()));
+        if self.stopped.first().map(Stopped::tid) != Some(pid) {
             if is_replaced_by_exec(&self.process) {
                 return Err(Error::Replaced);
             }
             return Err(Error::Target(format!("process {pid} ended while it was being stopped")));
         }
-        Ok(Frozen { pid, threads, since: self.since })
+        Ok(Frozen { pid, threads: std::mem::take(&mut self.stopped), since: self.since })
+    }
+}
+
+impl Drop for Stopping {
+    fn drop(&mut self) {
+        call_off(std::slice::from_mut(self));
+    }
+}
+
+thread_local! {
+    static KEEPS_SOMEBODY: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether this OS thread still traces somebody whom it could not let go, because he does not come to rest: he would stop when
+/// he does, and run on only when this thread ends.
+pub fn keeps_somebody() -> bool {
+    KEEPS_SOMEBODY.get()
+}
+
+/// Lets go of processes that were not all brought to rest: of all together, as some may rest only when others run. A thread can be let
+/// go when it has stopped.
+pub(crate) fn call_off(stopping: &mut [Stopping]) {
+    const PATIENCE: Duration = Duration::from_secs(1);
+    for process in &*stopping {
+        // Those that were seized and not yet asked to.
+        let _ = interrupt(&process.running);
+    }
+    let mut wait = Wait::new();
+    loop {
+        for process in &mut *stopping {
+            for thread in std::mem::take(&mut process.running) {
+                match look(thread) {
+                    Ok(Look::Rests(thread)) => process.stopped.push(thread),
+                    Ok(Look::Runs(thread)) => process.running.push(thread),
+                    Ok(Look::Ended(_)) | Err(_) => {}
+                }
+            }
+            for thread in process.stopped.drain(..) {
+                let tid = thread.tid();
+                if thread.detach().is_err() {
+                    process.running.push(Seized::born(tid)); // It was killed: we see its end, as nobody else can before.
+                }
+            }
+        }
+        let left = stopping.iter().any(|process| !process.running.is_empty());
+        if !left || wait.elapsed() > PATIENCE {
+            KEEPS_SOMEBODY.set(KEEPS_SOMEBODY.get() || left);
+            stopping.iter_mut().for_each(|process| process.running.clear());
+            return;
+        }
+        wait.a_little();
     }
 }
 

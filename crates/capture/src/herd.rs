@@ -1,7 +1,7 @@
 //! All processes of a tree: found while they run, and brought to rest together.
 
 use crate::attributes::target::{Has, VFORK, has_ended, named, of_another, waits_for_child};
-use crate::freeze::{Frozen, Stopping, Wait, see_ends};
+use crate::freeze::{Frozen, Stopping, Wait, call_off, see_ends};
 use crate::home::Home;
 use crate::target::Target;
 use crate::{Error, Refusal, Result};
@@ -80,7 +80,7 @@ impl Spaces {
 fn unfit(pid: u32, why: String) -> Refusal {
     let what = named(pid);
     let why = why.strip_prefix(&format!("{what} ")).map_or(why.clone(), |why| format!("it {why}"));
-    Refusal { what, why, hint: "end it before the checkpoint".into() }
+    Refusal { what, why, hint: "end it first".into() }
 }
 
 /// All processes of a tree at rest. Dropping it lets them go.
@@ -113,7 +113,7 @@ impl FrozenTree {
         for target in known {
             match Stopping::begin(&target.process) {
                 Ok(process) => stopping.push(process),
-                Err(e) => left_out(target.pid, root, e)?,
+                Err(e) => left_out(target.pid, root, e).inspect_err(|_| call_off(&mut stopping))?,
             }
         }
         let since = stopping.first().map_or_else(Instant::now, Stopping::since);
@@ -186,15 +186,28 @@ fn left_out(pid: u32, root: u32, e: Error) -> Result<()> {
     Err(e)
 }
 
-/// Waits until all rest, and those that they make meanwhile.
+/// Waits until all rest, and those that they make meanwhile. If that fails, all are let go.
 fn bring_to_rest(mut stopping: Vec<Stopping>, root: u32) -> Result<Vec<Frozen>> {
+    wait_for_all(&mut stopping, root).inspect_err(|_| call_off(&mut stopping))?;
+    let mut all = Vec::with_capacity(stopping.len());
+    for process in stopping {
+        let pid = process.process().pid();
+        match process.frozen() {
+            Ok(frozen) => all.push(frozen),
+            Err(e) => left_out(pid, root, e)?,
+        }
+    }
+    Ok(all)
+}
+
+fn wait_for_all(stopping: &mut Vec<Stopping>, root: u32) -> Result<()> {
     let mut known: HashSet<u32> = stopping.iter().map(|s| s.process().pid()).collect();
     let mut wait = Wait::new();
     let mut looked_at = HashSet::new();
     loop {
         let (mut made, mut gone) = (Vec::new(), Vec::new());
         let mut all_rest = true;
-        for process in &mut stopping {
+        for process in &mut *stopping {
             let pid = process.process().pid();
             match process.advance(&wait) {
                 Ok(rests) => all_rest &= rests,
@@ -209,7 +222,9 @@ fn bring_to_rest(mut stopping: Vec<Stopping>, root: u32) -> Result<Vec<Frozen>> 
                 made.extend(children.into_iter().filter(|child| known.insert(*child)));
             }
         }
-        stopping.retain(|s| !gone.contains(&s.process().pid()));
+        for ended in stopping.extract_if(.., |s| gone.contains(&s.process().pid())) {
+            ended.has_ended();
+        }
         for pid in made {
             let begun = Proc::process(pid).map_err(Error::from).and_then(|p| Stopping::begin(&Arc::new(p)));
             match begun {
@@ -225,7 +240,7 @@ fn bring_to_rest(mut stopping: Vec<Stopping>, root: u32) -> Result<Vec<Frozen>> 
         }
         if wait.elapsed() > VFORK
             && let Some(pid) =
-                stopping.iter().filter(|s| !s.rests()).find_map(|s| waits_for_vfork(s, &stopping))
+                stopping.iter().filter(|s| !s.rests()).find_map(|s| waits_for_vfork(s, stopping))
         {
             let what = named(pid);
             let why = "has its parent's memory until it executes another program (vfork), and takes long to";
@@ -233,15 +248,7 @@ fn bring_to_rest(mut stopping: Vec<Stopping>, root: u32) -> Result<Vec<Frozen>> 
         }
         wait.a_little();
     }
-    let mut all = Vec::with_capacity(stopping.len());
-    for process in stopping {
-        let pid = process.process().pid();
-        match process.frozen() {
-            Ok(frozen) => all.push(frozen),
-            Err(e) => left_out(pid, root, e)?,
-        }
-    }
-    Ok(all)
+    Ok(())
 }
 
 /// The child for which a thread of a process that does not come to rest waits, if that is why. Those that rest are not waited

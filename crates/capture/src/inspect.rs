@@ -2,9 +2,9 @@
 
 use crate::attributes;
 use crate::attributes::inside::ThreadQuery;
-use crate::attributes::target::{self, Examined, Seen};
+use crate::attributes::target::{self, Examined, Others, Seen};
 use crate::attributes::thread::{Look, ThreadFiles};
-use crate::blocked::{self, Earlier, Waiting};
+use crate::blocked::{self, Clocks, Earlier, Waiting};
 use crate::brief::deliverable;
 use crate::files::{self, Outsiders};
 use crate::freeze::Frozen;
@@ -14,11 +14,15 @@ use crate::visits::{self, Visits};
 use crate::{Builder, Error, Result};
 use rustix::fs::AtFlags;
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::hint::black_box;
-use std::sync::Arc;
-use stillpoint_image::{AddressSpace, BlockedCall, Bytes, Image, MappingFlags, Process, Rseq, Thread, Usage};
+use std::sync::{Arc, Mutex, PoisonError};
+use stillpoint_image::{
+    AddressSpace, Backing, BlockedCall, Bytes, Image, Mapping, MappingFlags, PathFile, Process, Rseq, Thread,
+    Usage,
+};
 use stillpoint_linux::arch::{self, Regs};
-use stillpoint_linux::descriptors::make_room;
+use stillpoint_linux::descriptors::{make_room, raise_descriptor_limit};
 use stillpoint_linux::fdinfo;
 use stillpoint_linux::inject::outside;
 use stillpoint_linux::layout;
@@ -27,7 +31,16 @@ use stillpoint_linux::pager::{self, Role};
 use stillpoint_linux::proc::{Proc, Vma};
 use stillpoint_linux::ptrace::{RseqConfiguration, Stopped};
 
+/// Whether all files of so many threads may stay open from one time that they are looked at to the next.
+fn may_stay_open(threads: usize) -> bool {
+    const MOST: usize = 256;
+    const EACH: u64 = 20;
+    let enough = |(_, most)| threads as u64 * EACH < most / 2;
+    threads <= MOST && raise_descriptor_limit().is_ok_and(enough)
+}
+
 /// What is known of a process before it is stopped.
+#[derive(Debug)]
 pub struct Known {
     /// The process.
     pub(crate) target: Arc<Target>,
@@ -42,11 +55,51 @@ pub struct Known {
     /// Calls that an earlier checkpoint found interrupted, by thread, with the time left now.
     earlier: HashMap<u32, BlockedCall>,
     /// Of the states of its mappings only what changes contents is of interest, if the mappings are those of before.
-    is_recalled: bool,
+    recalled: Option<Guards>,
+    /// For how long its threads have been waiting is told by these.
+    clocks: Clocks,
     /// When it was stopped, on our monotonic clock.
     stopped_ns: u64,
     /// Its memory is on its way, and whoever takes the checkpoint knows from where.
     is_loading: bool,
+    /// What was described of it when it stood still before, if that is to be kept.
+    described: Option<Mutex<Described>>,
+}
+
+/// What was described of a process at one stop, to be taken over at the next as long as the kernel tells the very same of it.
+#[derive(Debug, Default)]
+struct Described {
+    /// Where its links led.
+    links: HashMap<&'static str, Linked>,
+    /// Its mappings, if all of them can be taken over.
+    mappings: Option<DescribedMappings>,
+}
+
+/// Mappings as they were described.
+#[derive(Debug)]
+struct DescribedMappings {
+    /// What `maps` told.
+    told: Vec<Vma>,
+    all: Vec<Mapping>,
+    /// The files behind them, each with its row of then.
+    files: Vec<(u32, PathFile)>,
+}
+
+/// Where a link of the process's folder led, by what is told of it.
+#[derive(Debug)]
+struct Linked {
+    path: Vec<u8>,
+    place: (u64, u64),
+    file: PathFile,
+}
+
+/// Whether guard regions are looked up, which takes a walk through all pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Guards {
+    /// They are.
+    Now,
+    /// Whoever asks sees to them ([`crate::mappings::put_guards`]), where the mappings are those of before.
+    Later,
 }
 
 /// How a process is to be looked at.
@@ -78,7 +131,7 @@ impl Known {
         let (fds, tids) = (process.list("fd")?.len(), process.threads()?.len());
         make_room(2 * fds + 16 * tids + 64);
         process.keep_open(&attributes::process::FILES);
-        let mut known = Self::open(target, target::examine(builder, process, None)?)?;
+        let mut known = Self::open(target, target::examine(builder, process, Others::All)?)?;
         attributes::semaphores::refuse_undo(builder, &[pid])?;
         // Without them it takes longer in the freeze.
         known.threads.values_mut().for_each(|files| drop(known.examined.get_ready(files)));
@@ -96,6 +149,11 @@ impl Known {
                         "some of its memory cannot be loaded from the checkpoint that it was restored from";
                     return Err(Error::Failed(why.into()));
                 }
+                if servers.contains(&Role::Pages) && !regard.is_loading {
+                    let why = "its memory is paged (--memory-limit), and not all of it can be saved at once: leave out --engine and \
+                               --full";
+                    return Err(Error::Failed(why.into()));
+                }
                 if !servers.is_empty() && !regard.is_loading {
                     return Err(Error::Loading);
                 }
@@ -110,7 +168,7 @@ impl Known {
             known.rehearse(&mappings, outsiders, rehearsed);
             known.mappings = (!regard.exact && !mappings.are_cheap()).then_some(mappings);
             // The rehearsal may have taken a while.
-            known.examined = target::examine(builder, process, None)?;
+            known.examined = target::examine(builder, process, Others::Since(&known.examined))?;
         }
         Ok(known)
     }
@@ -120,7 +178,7 @@ impl Known {
     /// # Errors
     /// As [`Known::learn`].
     pub fn new(builder: &mut Builder, target: &Arc<Target>, others: &[u32]) -> Result<Self> {
-        Self::open(target, target::examine(builder, &target.process, Some(others))?)
+        Self::open(target, target::examine(builder, &target.process, Others::These(others))?)
     }
 
     fn open(target: &Arc<Target>, examined: Examined) -> Result<Self> {
@@ -134,15 +192,68 @@ impl Known {
         let (waiting, earlier, target) = (HashMap::new(), HashMap::new(), target.clone());
         #[rustfmt::skip]
         let known = Known {
-            target, examined, threads, waiting, earlier, mappings: None, is_recalled: false, stopped_ns: 0, is_loading: false,
+            target, examined, threads, waiting, earlier, mappings: None, recalled: None, stopped_ns: 0, is_loading: false,
+            clocks: Clocks::default(), described: None,
         };
         Ok(known)
     }
 
+    /// Of a process that was described, and has run on since: what has to be learned anew for it to be described again. What was
+    /// learned before and is not true any more makes that fail, and not be wrong: then all is to be learned anew.
+    ///
+    /// # Errors
+    /// As [`Known::learn`].
+    pub fn renew(&mut self, builder: &mut Builder) -> Result<()> {
+        let process = &self.target.process;
+        let tids = process.threads()?;
+        let mut threads = std::mem::take(&mut self.threads);
+        let mut children = Vec::new();
+        // One that is held open for a thread that is no more, whose id another one may have by now, tells nothing.
+        threads.retain(|tid, files| match files.children() {
+            Ok(found) if tids.contains(tid) => {
+                children.extend(found);
+                true
+            }
+            _ => false,
+        });
+        self.examined.forget(|tid| !threads.contains_key(&tid));
+        let may_stay = threads.len() == tids.len() || may_stay_open(tids.len());
+        for tid in tids {
+            if let Entry::Vacant(place) = threads.entry(tid)
+                && let Ok(mut files) = process.sibling(tid).map_err(Error::from).and_then(ThreadFiles::open)
+            {
+                if may_stay && self.examined.get_ready(&mut files).is_ok() {
+                    files.folder.keep_open(&blocked::FILES);
+                }
+                children.extend(files.children().unwrap_or_default());
+                place.insert(files);
+            }
+        }
+        self.threads = threads;
+        (self.mappings, self.recalled, self.is_loading) = (None, None, false);
+        self.examined.renew(builder, process, &children);
+        Ok(())
+    }
+
+    /// Keeps open what [`Known::renew`] would.
+    pub fn keep_open(&mut self) {
+        self.target.process.keep_open(&attributes::process::FILES);
+        self.target.process.keep_threads_open();
+        self.described = Some(Mutex::default());
+        if !may_stay_open(self.threads.len()) {
+            return;
+        }
+        for files in self.threads.values_mut() {
+            // Without them it takes longer.
+            let _ = self.examined.get_ready(files);
+            files.folder.keep_open(&blocked::FILES);
+        }
+    }
+
     /// Takes it that its mappings have the states that they had at some time before, but for guard regions: as long as `maps` tells
     /// the same ones.
-    pub fn recall(&mut self, mappings: Mappings) {
-        (self.mappings, self.is_recalled) = (Some(mappings), true);
+    pub fn recall(&mut self, mappings: Mappings, guards: Guards) {
+        (self.mappings, self.recalled) = (Some(mappings), Some(guards));
     }
 
     /// Whether the mappings still are such that their states need not be read in the freeze, if they were.
@@ -169,7 +280,13 @@ impl Known {
         for files in self.threads.values() {
             let _ = self.examined.see(files);
         }
-        self.waiting = blocked::observe(self.threads.iter().map(|(&tid, files)| (tid, &files.folder)));
+        self.observe_calls();
+    }
+
+    /// Looks what its threads are waiting for, right before the freeze.
+    pub fn observe_calls(&mut self) {
+        let threads = self.threads.iter().map(|(&tid, files)| (tid, &files.folder));
+        self.waiting = blocked::observe(threads, &mut self.clocks);
     }
 
     /// How many threads it had.
@@ -198,18 +315,101 @@ impl Known {
 
     /// The mappings at the cut; whether their states are assumed to be those of before. `now`: as `maps` tells them.
     fn mappings(&self, now: &[Vma]) -> Result<(Mappings, bool)> {
-        match self.mappings.as_ref().and_then(|before| before.carried_over(now)) {
-            Some(mappings) if self.is_recalled => {
-                Ok((mappings.with_guards_of_now(&self.target.pagemap)?, true))
+        let Some(mappings) = self.mappings.as_ref().and_then(|before| before.carried_over(now)) else {
+            let mappings = self.read_mappings()?;
+            // Those of a child that was made meanwhile, by a process whose memory is still on its way.
+            if mappings.wait_for_pages() && !handles_page_faults(self.target.pid) {
+                return Err(Error::Loading);
             }
-            Some(mappings) => Ok((mappings, true)),
-            None => Ok((self.read_mappings()?, false)),
+            return Ok((mappings, false));
+        };
+        let mappings = match self.recalled {
+            Some(Guards::Now) => mappings.with_guards_of_now(&self.target.pagemap)?,
+            Some(Guards::Later) => mappings.without_guards(),
+            None => mappings,
+        };
+        Ok((mappings, true))
+    }
+
+    /// As [`link`], of the process.
+    fn link(&self, builder: &mut Builder, name: &'static str, usage: Usage) -> Result<u32> {
+        let process = &self.target.process;
+        let Some(described) = &self.described else { return link(builder, process, name, usage) };
+        let mut described = described.lock().unwrap_or_else(PoisonError::into_inner);
+        let path = process.link(name)?;
+        let stat = rustix::fs::statat(process, name, AtFlags::empty());
+        let place = stat.ok().map(|stat| (stat.st_dev, stat.st_ino));
+        let before = described.links.get(name);
+        if let Some(same) = before.filter(|before| before.path == path && Some(before.place) == place) {
+            return Ok(builder.path(same.file.clone()).0);
         }
+        let row = link(builder, process, name, usage)?;
+        let file = builder.image.paths.get(row as usize).filter(|_| builder.refusals.is_empty());
+        match place.zip(file.filter(|file| !file.deleted).cloned()) {
+            Some((place, file)) => drop(described.links.insert(name, Linked { path, place, file })),
+            None => drop(described.links.remove(name)),
+        }
+        Ok(row)
+    }
+
+    /// Describes the mappings, which `maps` tells as `now`. Where they are `assumed` to have the states that they had, and all else
+    /// of them is told as it was, they are as they were described then.
+    fn describe_mappings(
+        &self,
+        builder: &mut Builder,
+        outsiders: &Outsiders,
+        mappings: &Mappings,
+        now: &[Vma],
+        assumed: bool,
+    ) -> Result<Vec<Mapping>> {
+        let process = &self.target.process;
+        let Some(described) = &self.described else {
+            return capture_mappings(builder, outsiders, process, mappings);
+        };
+        let mut described = described.lock().unwrap_or_else(PoisonError::into_inner);
+        if !assumed || mappings.have_guards() {
+            described.mappings = None;
+            return capture_mappings(builder, outsiders, process, mappings);
+        }
+        if let Some(same) = described.mappings.as_ref().filter(|before| before.told == now) {
+            let row = |(row, file): &(u32, PathFile)| (*row, builder.path(file.clone()).0);
+            let rows: HashMap<u32, u32> = same.files.iter().map(row).collect();
+            let mut all = same.all.clone();
+            for row in all.iter_mut().filter_map(|m| path_of(&mut m.backing)) {
+                *row = rows.get(row).copied().unwrap_or(*row);
+            }
+            return Ok(all);
+        }
+        let (contents, refusals) = (builder.contents.len(), builder.refusals.len());
+        let mut all = capture_mappings(builder, outsiders, process, mappings)?;
+        let is_plain = |m: &Mapping| {
+            use Backing::{Anonymous, Device, File, Special};
+            matches!(m.backing, Anonymous | File { .. } | Device { .. } | Special(_))
+        };
+        let is_all = (contents, refusals) == (builder.contents.len(), builder.refusals.len());
+        described.mappings = (is_all && all.iter().all(is_plain)).then(|| {
+            let mut rows: Vec<u32> =
+                all.iter_mut().filter_map(|m| path_of(&mut m.backing).copied()).collect();
+            rows.sort_unstable();
+            rows.dedup();
+            let file = |row: u32| Some((row, builder.image.paths.get(row as usize)?.clone()));
+            let files = rows.into_iter().filter_map(file).collect();
+            DescribedMappings { told: now.to_vec(), all: all.clone(), files }
+        });
+        Ok(all)
     }
 
     fn read_mappings(&self) -> Result<Mappings> {
         let mappings = Mappings::read(&self.target.process, &self.target.pagemap)?;
         Ok(if self.is_loading { mappings.with_known_pages() } else { mappings })
+    }
+}
+
+/// Row of the file behind a mapping.
+fn path_of(backing: &mut Backing) -> Option<&mut u32> {
+    match backing {
+        Backing::File { path, .. } | Backing::Device { path, .. } => Some(path),
+        _ => None,
     }
 }
 
@@ -345,7 +545,7 @@ pub fn inspect(
             continue;
         }
         let (mappings, assumed) = known.mappings(maps)?;
-        space.mappings = capture_mappings(builder, outsiders, &known.target.process, &mappings)?;
+        space.mappings = known.describe_mappings(builder, outsiders, &mappings, maps, assumed)?;
         if builder.image.spaces.len() <= row {
             builder.image.spaces.resize(row + 1, AddressSpace::default());
         }
@@ -405,9 +605,9 @@ fn look_around(builder: &mut Builder, portrait: &mut Portrait, known: &Known) ->
         threads: seen.threads,
         stopped: seen.stopped,
         pending: seen.pending,
-        exe: link(builder, folder, "exe", Usage::Read)?,
-        cwd: link(builder, folder, "cwd", Usage::Path)?,
-        root: link(builder, folder, "root", Usage::Path)?,
+        exe: known.link(builder, "exe", Usage::Read)?,
+        cwd: known.link(builder, "cwd", Usage::Path)?,
+        root: known.link(builder, "root", Usage::Path)?,
         space: known.target.space,
         ..found
     };
@@ -429,7 +629,8 @@ fn open_new(frozen: &Frozen, known: &Known) -> Result<HashMap<u32, ThreadFiles>>
 /// Row of what a link of the process's folder leads to.
 pub(crate) fn link(builder: &mut Builder, process: &Proc, name: &str, usage: Usage) -> Result<u32> {
     let path = process.link(name)?;
-    if let Ok(stat) = rustix::fs::statat(process, name, AtFlags::empty())
+    if builder.views.of_process(process.pid()).is_none()
+        && let Ok(stat) = rustix::fs::statat(process, name, AtFlags::empty())
         && let Some(row) = builder.known_path(stat.st_dev, stat.st_ino, &path, usage)
     {
         return Ok(row);

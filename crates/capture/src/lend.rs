@@ -1,13 +1,16 @@
 //! One thread of a frozen program, lent for system calls.
 
 use crate::freeze::Frozen;
+use crate::target::gadgets;
 use crate::{Error, Result, attributes};
 use stillpoint_image::Thread;
-use stillpoint_linux::arch::Gadgets;
+use stillpoint_linux::arch::{self, Gadgets};
+use stillpoint_linux::batch::{self, Departure, Origin, Place, Signal};
 use stillpoint_linux::bpf::{self, FilteredCall};
-use stillpoint_linux::inject::{Planted, Site, Stack, Visit};
+use stillpoint_linux::inject::{Planted, Site, Stack, Visit, outside_critical_section};
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::proc::Proc;
+use stillpoint_linux::program::{Outcome, Program};
 use stillpoint_linux::twin;
 
 /// What lending a thread needs to know of the program.
@@ -43,7 +46,7 @@ impl Lender<'_> {
             _ => None,
         };
         let no = |why: &str| Error::Failed(format!("its main thread cannot be asked: {why}"));
-        let gadgets = self.gadgets.or(planted.as_ref().map(|p| p.gadgets));
+        let gadgets = gadgets(self.gadgets, planted.as_ref(), self.memory, &maps);
         let gadgets = gadgets.ok_or_else(|| no("it has no way to make a system call"))?;
         let stack = find(b"[stack]").ok_or_else(|| no("its stack is unmapped"))?;
         permitted(self.process, frozen, gadgets, calls).map_err(|why| no(&why))?;
@@ -56,6 +59,103 @@ impl Lender<'_> {
         frozen.threads.insert(0, visit.leave()?);
         site.clean()?;
         result
+    }
+}
+
+/// The main thread of a frozen program, lent for many system calls ([`Lender::bench`]).
+#[derive(Debug)]
+pub struct Bench<'a> {
+    site: &'a Site<'a>,
+    memory: &'a Memory,
+    process: &'a Proc,
+    frozen: &'a mut Frozen,
+    /// Where a table of calls can be run with a single stop.
+    planted: Option<&'a Planted<'a>>,
+    is_filtered: bool,
+}
+
+/// Most calls of one table.
+const CALLS: usize = 128;
+/// Bytes of data that go with each.
+const CALL_DATA: usize = 40;
+
+impl Lender<'_> {
+    /// As [`Lender::main_thread`], for programs of many calls.
+    ///
+    /// # Errors
+    /// As there. The calling OS thread is to end then: what it may still trace is let go with it.
+    pub fn bench<T>(
+        &self,
+        frozen: &mut Frozen,
+        calls: &[(i64, [u64; 6])],
+        work: impl FnOnce(&mut Bench<'_>) -> Result<T>,
+    ) -> Result<T> {
+        let leader = &frozen.threads[0];
+        let maps = self.process.maps()?;
+        let find = |name: &[u8]| maps.iter().find(|v| v.name == name);
+        let planted = match find(b"[vdso]") {
+            Some(vdso) => Planted::plant(self.memory, (vdso.start, vdso.end))?,
+            None => None,
+        };
+        let no = |why: &str| Error::Failed(format!("its main thread cannot be asked: {why}"));
+        let gadgets = gadgets(self.gadgets, planted.as_ref(), self.memory, &maps);
+        let gadgets = gadgets.ok_or_else(|| no("it has no way to make a system call"))?;
+        let stack = find(b"[stack]").ok_or_else(|| no("its stack is unmapped"))?;
+        permitted(self.process, frozen, gadgets, calls).map_err(|why| no(&why))?;
+        let sp = leader.regs()?.sp();
+        let stack = Stack { start: stack.start, end: stack.end, sp };
+        let xstate = leader.xstate()?;
+        let table = (CALLS + 1) * (batch::ENTRY + CALL_DATA);
+        let data_len = table.max(twin::site_data_len(xstate.len()));
+        let site = Site::choose(self.memory, gadgets, stack, xstate.len(), 1, data_len)?;
+        let is_filtered = self.process.status()?.seccomp != 0;
+        let fits = |planted: &&Planted<'_>| {
+            let ip = leader.regs().map_or(0, |regs| regs.ip());
+            arch::reaches_plain_memory(&xstate) && !planted.holds(ip)
+        };
+        let planted = planted.as_ref().filter(fits);
+        let mut bench =
+            Bench { site: &site, memory: self.memory, process: self.process, frozen, planted, is_filtered };
+        let result = work(&mut bench);
+        site.clean()?;
+        result
+    }
+}
+
+impl Bench<'_> {
+    /// Makes calls that follow from each other.
+    pub fn visit<T>(&mut self, work: impl FnOnce(&Site<'_>, &mut Visit<'_>) -> Result<T>) -> Result<T> {
+        let mut visit = self.site.visit(0, self.frozen.threads.remove(0))?;
+        let result = work(self.site, &mut visit);
+        self.frozen.threads.insert(0, visit.leave()?);
+        result
+    }
+
+    /// Most calls of a program for [`Bench::run`], of at most 40 bytes of data each.
+    pub fn most_calls() -> usize {
+        CALLS
+    }
+
+    /// Makes calls that do not, with a single stop where that can be.
+    pub fn run(&mut self, program: &Program) -> Result<Outcome> {
+        let leader = &self.frozen.threads[0];
+        let mask = leader.sigmask()?;
+        let status = self.process.status()?;
+        let signal = Signal::choose(&status, mask).filter(|_| !self.is_filtered && batch::can_run(program));
+        let (Some(planted), Some(signal)) = (self.planted, signal) else {
+            return self.visit(|site, visit| Ok(site.run(visit, program)?));
+        };
+        let xstate = leader.xstate()?;
+        let regs = outside_critical_section(self.memory, leader, leader.regs()?)?;
+        let thread = self.frozen.threads.remove(0);
+        let origin = Origin { regs: &regs, xstate: &xstate, mask };
+        let place = Place::SlotAndData(0);
+        let mut away = self.site.send(planted, vec![Departure { thread, origin, place, signal, program }])?;
+        let away = away.pop().ok_or_else(|| Error::Failed("its main thread was not asked".into()))?;
+        let (thread, answers) = away.wait(&regs)?;
+        self.frozen.threads.insert(0, thread);
+        let outcome = self.site.outcomes(&[answers])?.pop();
+        outcome.ok_or_else(|| Error::Failed("its main thread did not answer".into()))
     }
 }
 

@@ -4,7 +4,7 @@
 mod ahead;
 pub mod attributes;
 pub mod blocked;
-mod brief;
+pub mod brief;
 pub mod builder;
 pub mod checkpoint;
 pub mod engine;
@@ -12,7 +12,7 @@ pub mod error;
 pub mod files;
 pub mod freeze;
 mod groups;
-pub(crate) mod herd;
+pub mod herd;
 pub mod home;
 pub mod inspect;
 pub mod keeper;
@@ -27,8 +27,8 @@ pub mod target;
 mod visits;
 pub(crate) mod work;
 
-pub use builder::{Builder, Content};
+pub use builder::{Builder, Content, Source};
 pub use checkpoint::{Options, Progress, Report, Session, checkpoint};
 pub use engine::Engine;
 pub use error::{Error, Refusal, Result, list};
-pub use work::earlier_calls;
+pub use work::calls_of;

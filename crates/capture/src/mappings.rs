@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use stillpoint_image::{Backing, Mapping, MappingFlags, Range, Usage};
 use stillpoint_linux::pagemap::Pagemap;
 use stillpoint_linux::proc::{Proc, Smap, VmFlags, Vma};
+use stillpoint_linux::spawn::{REBUILDING, find_gap};
 
 /// What the kernel calls shared anonymous memory.
 const SHARED_ANONYMOUS: &[u8] = b"/dev/zero";
@@ -35,10 +36,9 @@ impl Mappings {
     /// That they cannot be read.
     pub fn read(process: &Proc, pagemap: &Pagemap) -> Result<Self> {
         let start = Instant::now();
-        let smaps = process.smaps()?;
-        let end = smaps.iter().filter(|s| s.vma.name != b"[vsyscall]").map(|s| s.vma.end).max().unwrap_or(0);
-        let guards = regions::guards(pagemap, end)?;
-        Ok(Mappings { smaps, guards, took: start.elapsed() })
+        let mappings = Mappings { smaps: process.smaps()?, ..Mappings::default() };
+        let mappings = mappings.with_guards_of_now(pagemap)?;
+        Ok(Mappings { took: start.elapsed(), ..mappings })
     }
 
     /// Each of them.
@@ -86,8 +86,19 @@ impl Mappings {
     pub fn with_guards_of_now(mut self, pagemap: &Pagemap) -> Result<Self> {
         let end =
             self.smaps.iter().filter(|s| s.vma.name != b"[vsyscall]").map(|s| s.vma.end).max().unwrap_or(0);
-        self.guards = regions::guards(pagemap, end)?;
+        self.guards = regions::guards(pagemap, &[Range { start: 0, len: end }])?;
         Ok(self)
+    }
+
+    /// These, as if there were no guard regions ([`put_guards`]).
+    pub fn without_guards(mut self) -> Self {
+        self.guards.clear();
+        self
+    }
+
+    /// Whether there are guard regions in them.
+    pub fn have_guards(&self) -> bool {
+        !self.guards.is_empty()
     }
 
     /// Whether some of them have protection keys.
@@ -154,7 +165,28 @@ pub fn capture_mappings(
             name: anonymous_name(&smap.vma.name),
         });
     }
+    let taken = all.smaps.iter().map(|smap| (smap.vma.start, smap.vma.end)).collect();
+    if find_gap(taken, REBUILDING).is_none() {
+        let why = "there is no room left in it to rebuild the program (2 MiB in one piece)";
+        builder.refuse("address space", why, "let the program unmap what it has only reserved");
+    }
     Ok(mappings)
+}
+
+/// The guard regions of now below an address. There are none but in these `places`, ascending.
+///
+/// # Errors
+/// That they cannot be looked up.
+pub fn guards_in(pagemap: &Pagemap, end: u64, places: &[Range]) -> Result<Vec<Range>> {
+    let all = Range { start: 0, len: end };
+    regions::guards(pagemap, &all.parts_of(places).collect::<Vec<_>>())
+}
+
+/// Notes guard regions in mappings that were described without them.
+pub fn put_guards(mappings: &mut [Mapping], guards: &[Range]) {
+    for mapping in mappings.iter_mut().filter(|m| !matches!(m.backing, Backing::Special(_))) {
+        mapping.guards = regions::within(guards, mapping.start, mapping.end);
+    }
 }
 
 fn describe(smap: &Smap) -> String {
@@ -242,6 +274,12 @@ fn backing(
     let range = written.then_some(Range { start: offset, len: vma.len() });
     let Some(file) = files::mapped_file(builder, process.pid(), vma, usage, range)? else { return Ok(None) };
     if !file.is_device {
+        if !written
+            && files::copied_up::shows_what_was(process, vma, &builder.image.paths[file.path as usize])?
+        {
+            let why = "the file was copied up in its overlay after it was mapped, and changed: the program sees there what it was before";
+            builder.refuse(describe(smap), why, "let the program map it anew");
+        }
         return Ok(Some(Backing::File { path: file.path, offset, may_write }));
     }
     Ok(Some(Backing::Device { path: file.path, offset }))

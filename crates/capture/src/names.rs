@@ -4,7 +4,7 @@ use crate::Builder;
 use crate::attributes::target::named;
 use std::collections::HashMap;
 use stillpoint_image::pids::{Pids, namespace_of};
-use stillpoint_image::{FileKind, Image, Namespace, OpenFile};
+use stillpoint_image::{Bytes, FileKind, Image, Namespace, OpenFile};
 
 /// Signals go to a process group.
 const GROUP: u32 = 2;
@@ -47,8 +47,13 @@ fn nameless(image: &Image) -> Vec<(usize, u32, &'static str)> {
     }
     let has_other_proc = |process: usize| {
         let theirs = image.processes[process].namespaces.iter();
-        let is_one = |row: &u32| {
-            matches!(image.namespaces.get(*row as usize), Some(Namespace::Mount { proc: Some(_), .. }))
+        let is_one = |row: &u32| match image.namespaces.get(*row as usize) {
+            Some(Namespace::Mount { proc: Some(_), .. }) => true,
+            Some(Namespace::Mount { mounts: Some(own), .. }) => {
+                let is_there = |path: &Bytes| path.0.starts_with(b"/proc");
+                own.is_apart || own.gone.iter().any(is_there) || own.all.iter().any(|m| is_there(&m.point))
+            }
+            _ => false,
         };
         theirs.into_iter().any(is_one)
     };

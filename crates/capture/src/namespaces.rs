@@ -4,27 +4,35 @@
 //! the program's own if nobody outside the tree is in it; who made it cannot be told, and does not matter.
 
 mod ipc;
+mod mounted;
 pub(crate) mod mounts;
+mod overlays;
+pub(crate) mod tmpfs;
+pub(crate) mod users;
+pub(crate) mod views;
 
 use crate::attributes::target::{has_ended, named};
 use crate::relations::descends;
 use crate::target::Target;
 use crate::{Builder, Error, Result};
+use rustix::fs::{AtFlags, CWD, StatxFlags};
+use std::collections::HashSet;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use stillpoint_image as image;
 use stillpoint_linux::namespaces::{self, host_names, inside};
 use stillpoint_linux::proc::{self, Namespace, NamespaceKind, Proc};
-use stillpoint_linux::{Error as Kernel, Result as KernelResult, network, sysv};
+use stillpoint_linux::{Error as Kernel, Result as KernelResult, messenger, network, sysv};
 
 /// Kinds that can be captured, but time, of which there is nothing in a namespace that anybody could change.
-const KINDS: [NamespaceKind; 6] = [
+const KINDS: [NamespaceKind; 7] = [
     NamespaceKind::Uts,
     NamespaceKind::Ipc,
     NamespaceKind::Cgroup,
     NamespaceKind::Network,
     NamespaceKind::Pid,
     NamespaceKind::Mount,
+    NamespaceKind::User,
 ];
 
 /// The namespaces of the program's own.
@@ -53,8 +61,23 @@ struct Own {
     queues: Option<u64>,
     /// What a new network namespace is like, with its loopback interface up or not.
     fresh: Option<Arc<Fresh>>,
-    /// The pid namespaces around it, by their inode numbers: its own first, without that in which ids are told.
+    /// The pid namespaces around it, or those of users, by their inode numbers: its own first, without that in which ids are told.
     around: Vec<u64>,
+    /// The user namespace of the program's own to which it belongs.
+    owner: Option<Owner>,
+    /// What ids are called in it.
+    names: Option<image::Users>,
+}
+
+/// A user namespace of the program's own, by its inode number and by what it can be entered.
+type Owner = (u64, Arc<OwnedFd>);
+
+/// What a mount namespace may show of another namespace of the program's own.
+struct Other {
+    space: Namespace,
+    row: Option<u32>,
+    file: Arc<OwnedFd>,
+    pids: Vec<u32>,
 }
 
 /// A new network namespace.
@@ -77,9 +100,10 @@ enum When {
 }
 
 impl Own {
-    fn new(space: Namespace, file: OwnedFd, around: Vec<u64>) -> Self {
+    fn new(space: Namespace, file: OwnedFd, around: Vec<u64>, owner: Option<Owner>) -> Self {
         let (file, pids, segments) = (Arc::new(file), Vec::new(), Vec::new());
-        Own { space, file, pids, row: None, segments, queues: None, fresh: None, around }
+        let (row, queues, fresh, names) = (None, None, None, None);
+        Own { space, file, pids, row, segments, queues, fresh, around, owner, names }
     }
 }
 
@@ -144,14 +168,23 @@ impl Namespaces {
         self.own.iter().find(|own| own.space.kind == NamespaceKind::Ipc && own.pids.contains(&pid))
     }
 
-    /// Pid namespaces, by their inode numbers, with their rows.
-    fn pid_rows(&self) -> Vec<(u64, Option<u32>)> {
-        let pids = self.own.iter().filter(|own| own.space.kind == NamespaceKind::Pid);
-        pids.map(|own| (own.space.id, own.row)).collect()
+    /// What one of them may have to know of the others.
+    fn others(&self) -> Vec<Other> {
+        let other = |own: &Own| Other {
+            space: own.space,
+            row: own.row,
+            file: own.file.clone(),
+            pids: own.pids.clone(),
+        };
+        self.own.iter().map(other).collect()
     }
 
     fn pids_of(&self, id: u64) -> Option<&Own> {
         self.own.iter().find(|own| own.space == Namespace { kind: NamespaceKind::Pid, id })
+    }
+
+    fn users_of(&self, id: u64) -> Option<&Own> {
+        self.own.iter().find(|own| own.space == Namespace { kind: NamespaceKind::User, id })
     }
 
     /// Whether a process that is found in an unknown namespace of this kind must have entered it after all were looked for.
@@ -180,14 +213,19 @@ pub(crate) fn learn(builder: &mut Builder, targets: &[Arc<Target>]) -> Result<()
         refuse_shared(builder, &found, &members, proc::processes()?);
     }
     // What stands against it now will stand against it in the freeze. What is just changing cannot be read.
-    let rows = found.pid_rows();
+    let (others, mut devices) = (found.others(), HashSet::new());
     for own in &mut found.own {
         let mut rehearsed = Builder::at(&builder.home);
-        if own.space.kind != NamespaceKind::Pid
-            && contents(&mut rehearsed, own, 0, &rows, When::Running).is_ok()
+        if !matches!(own.space.kind, NamespaceKind::Pid | NamespaceKind::User)
+            && contents(&mut rehearsed, own, 0, &others, When::Running).is_ok()
         {
             builder.refusals.extend(rehearsed.refusals);
+            devices.extend(rehearsed.views.mounted_anew());
+            devices.extend(rehearsed.terminals.keys());
         }
+    }
+    if !devices.is_empty() {
+        refuse_holders(builder, &devices, &members);
     }
     builder.namespaces = found;
     Ok(())
@@ -226,27 +264,37 @@ fn find(builder: &mut Builder, found: &mut Namespaces, pids: &[u32]) -> Result<(
             }
             // It may have gone on to another one meanwhile, which the freeze finds.
             let Ok((file, space)) = namespaces::open(&format!("/proc/{pid}"), space.kind) else { continue };
-            let user = namespaces::open("/proc/self", NamespaceKind::User)?.1;
-            if namespaces::owner(&file)? != Some(user.id) {
-                let why = "it belongs to another user namespace than stillpoint";
-                builder.refuse(name(space.kind), why, HINT);
-            }
-            let around = match space.kind {
-                NamespaceKind::Pid => around(builder, &file, space)?,
-                _ => Vec::new(),
-            };
-            found.own.push(Own { pids: vec![pid], ..Own::new(space, file, around) });
+            let (around, owner) = belongings(builder, found, &file, space)?;
+            found.own.push(Own { pids: vec![pid], ..Own::new(space, file, around, owner) });
         }
     }
     Ok(())
 }
 
-/// A pid namespace and those that it lies in, by their inode numbers, up to that in which ids are told; one that lies elsewhere is
-/// refused.
+/// Those that a namespace lies in, and the user namespace to which it belongs, where that is one of the program's own.
+fn belongings(
+    builder: &mut Builder,
+    found: &mut Namespaces,
+    file: &OwnedFd,
+    space: Namespace,
+) -> Result<(Vec<u64>, Option<Owner>)> {
+    if space.kind == NamespaceKind::User {
+        return Ok((users::lying_in(builder, found, file, space)?, None));
+    }
+    let owner = users::owner(builder, found, file, space)?;
+    let around = match space.kind {
+        NamespaceKind::Pid => around(builder, file, space)?,
+        _ => Vec::new(),
+    };
+    Ok((around, owner))
+}
+
+/// A pid (or user) namespace and those that it lies in, by their inode numbers, up to that in which ids are told; one that lies
+/// elsewhere is refused.
 fn around(builder: &mut Builder, file: &OwnedFd, space: Namespace) -> Result<Vec<u64>> {
-    let home = match builder.home.private.iter().find(|s| s.kind == NamespaceKind::Pid) {
+    let home = match builder.home.private.iter().find(|s| s.kind == space.kind) {
         Some(space) => space.id,
-        None => namespaces::open("/proc/self", NamespaceKind::Pid)?.1.id,
+        None => namespaces::open("/proc/self", space.kind)?.1.id,
     };
     let mut all = vec![space.id];
     let mut next = namespaces::parent(file)?;
@@ -300,6 +348,32 @@ fn refuse_shared(builder: &mut Builder, own: &Namespaces, members: &[u32], proce
     }
 }
 
+/// Refuses processes that are not of the tree and have files open, or mapped, in file systems that are made anew, or terminals in such a
+/// one: they would go on with the old ones.
+fn refuse_holders(builder: &mut Builder, devices: &HashSet<u64>, members: &[u32]) {
+    let holds = |pid: u32| {
+        let open = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+        // Of what is known: whoever serves a file system may never answer.
+        let known = |path| rustix::fs::statx(CWD, path, AtFlags::STATX_DONT_SYNC, StatxFlags::TYPE).ok();
+        let mut of_open = open.filter_map(|fd| {
+            let stat = known(fd.path())?;
+            Some(rustix::fs::makedev(stat.stx_dev_major, stat.stx_dev_minor))
+        });
+        let mapped = || Proc::process(pid).and_then(|process| process.maps()).unwrap_or_default();
+        of_open.any(|device| devices.contains(&device)) || mapped().iter().any(|m| devices.contains(&m.dev))
+    };
+    for pid in proc::processes().unwrap_or_default() {
+        let is_outside = !members.contains(&pid) && pid != std::process::id();
+        if is_outside && holds(pid) && !descends(pid, members) && !has_ended(pid) {
+            let why = format!(
+                "{}, which is not part of the program, has files open in a file system that only the program has mounted",
+                named(pid)
+            );
+            builder.refuse(name(NamespaceKind::Mount), why, "end that process, or let it close them");
+        }
+    }
+}
+
 /// Whether a process is in a pid namespace that lies in one of these, and is none of them.
 fn is_below(own: &Namespaces, pid: u32) -> bool {
     let Ok((file, space)) = namespaces::open(&format!("/proc/{pid}"), NamespaceKind::Pid) else {
@@ -346,16 +420,32 @@ pub(crate) fn describe(builder: &mut Builder, pids: &[u32], exact: bool) -> Resu
             found.own.iter_mut().filter(|own| own.space == space).for_each(|own| own.pids.push(pid));
         }
     }
-    // A pid namespace stands behind that in which it lies.
-    found.own.sort_by_key(|own| (own.space.kind != NamespaceKind::Pid, own.around.len()));
+    // A pid namespace stands behind that in which it lies, one of mounts behind all that can be seen in it.
+    // And what belongs to a user namespace, behind that.
+    let place = |own: &Own| match own.space.kind {
+        NamespaceKind::User => 0,
+        NamespaceKind::Pid => 1,
+        NamespaceKind::Mount => 3,
+        _ => 2,
+    };
+    found.own.sort_by_key(|own| (place(own), own.around.len()));
+    let held = users::held(&found);
     for at in 0..found.own.len() {
         let parent = found.own[at].around.get(1).copied();
         let parent = parent.and_then(|id| found.pids_of(id)?.row);
-        let rows = found.pid_rows();
+        let others = if place(&found.own[at]) == 3 { found.others() } else { Vec::new() };
+        if found.own[at].space.kind == NamespaceKind::User {
+            if held.contains(&found.own[at].space.id) {
+                users::describe(builder, &mut found, at)?;
+            }
+            continue;
+        }
+        let owner = found.own[at].owner.as_ref().and_then(|(id, _)| found.users_of(*id)?.row);
         let own = &mut found.own[at];
         if own.pids.is_empty() {
             continue;
         }
+        tell_owner(builder, owner);
         if own.space.kind == NamespaceKind::Pid {
             if parent.is_none() && own.around.len() > 1 {
                 let what =
@@ -367,7 +457,7 @@ pub(crate) fn describe(builder: &mut Builder, pids: &[u32], exact: bool) -> Resu
             continue;
         }
         let row = builder.image.namespaces.len() as u32;
-        let contents = contents(builder, own, row, &rows, when)?;
+        let contents = contents(builder, own, row, &others, when)?;
         builder.image.namespaces.push(contents);
         own.row = Some(row);
     }
@@ -378,27 +468,41 @@ pub(crate) fn describe(builder: &mut Builder, pids: &[u32], exact: bool) -> Resu
     Ok(rows)
 }
 
+/// Tells to which user namespace the next row belongs.
+fn tell_owner(builder: &mut Builder, owner: Option<u32>) {
+    let row = builder.image.namespaces.len();
+    if owner.is_some() {
+        builder.image.owners.resize(row, None);
+        builder.image.owners.push(owner);
+    }
+}
+
 /// The row of the pid namespace of a process that has ended: if it was process 1, there may be nobody else who tells of it.
 pub(crate) fn of_ended(builder: &mut Builder, pid: u32) -> Result<Option<u32>> {
     let (file, space) = namespaces::open(&format!("/proc/{pid}"), NamespaceKind::Pid)?;
-    let around = around(builder, &file, space)?;
+    let mut found = std::mem::take(&mut builder.namespaces);
+    let belongings = belongings(builder, &mut found, &file, space);
+    builder.namespaces = found;
+    let (around, owner) = belongings?;
     if let Some(own) = builder.namespaces.pids_of(space.id).filter(|own| own.row.is_some()) {
         return Ok(own.row);
     }
     let parent = around.get(1).and_then(|id| builder.namespaces.pids_of(*id)?.row);
-    let user = namespaces::open("/proc/self", NamespaceKind::User)?.1;
-    if namespaces::owner(&file)? != Some(user.id) {
-        builder.refuse(name(space.kind), "it belongs to another user namespace than stillpoint", HINT);
+    let owning = owner.as_ref().and_then(|(id, _)| builder.namespaces.users_of(*id)?.row);
+    if owner.is_some() && owning.is_none() {
+        let why = "it was in a pid namespace that belongs to a user namespace that nobody is in any more";
+        builder.refuse(named(pid), why, "try again when the program has waited for it");
     }
     if parent.is_none() && around.len() > 1 {
         let why = "it was in a pid namespace that lies in one that nobody is in any more";
         builder.refuse(named(pid), why, "try again when the program has waited for it");
     }
+    tell_owner(builder, owning);
     let row = builder.image.namespaces.len() as u32;
     builder.image.namespaces.push(image::Namespace::Pid { parent });
     let own = &mut builder.namespaces.own;
     own.retain(|own| own.space != space);
-    own.push(Own::new(space, file, around));
+    own.push(Own::new(space, file, around, owner));
     own.iter_mut().filter(|own| own.space == space).for_each(|own| own.row = Some(row));
     Ok(Some(row))
 }
@@ -462,11 +566,11 @@ fn contents(
     builder: &mut Builder,
     own: &mut Own,
     row: u32,
-    pids: &[(u64, Option<u32>)],
+    others: &[Other],
     when: When,
 ) -> Result<image::Namespace> {
     match own.space.kind {
-        NamespaceKind::Mount => mounts::describe(builder, own, pids),
+        NamespaceKind::Mount => mounts::describe(builder, own, row, others, when),
         NamespaceKind::Uts => {
             let (host, domain) =
                 inside(&[(own.space.kind, own.file.as_fd())], || Ok::<_, Error>(host_names()))?;
@@ -514,7 +618,7 @@ fn refuse_network(builder: &mut Builder, own: &mut Own, when: When) -> Result<bo
     let (up, tables, settings) = inside(&[(own.space.kind, own.file.as_fd())], look)?;
     let fresh = match own.fresh.clone().filter(|fresh| fresh.up == up) {
         Some(fresh) => fresh,
-        None => Arc::new(Fresh::make(up)?),
+        None => Arc::new(Fresh::make(up, own.owner.as_ref())?),
     };
     own.fresh = Some(fresh.clone());
     let mut differences = network::differences(&tables, &fresh.tables);
@@ -532,15 +636,23 @@ fn refuse_network(builder: &mut Builder, own: &mut Own, when: When) -> Result<bo
 }
 
 impl Fresh {
-    fn make(up: bool) -> Result<Self> {
+    /// One that belongs to the same user namespace: not all settings are everybody's.
+    fn make(up: bool, owner: Option<&Owner>) -> Result<Self> {
         let mut fresh = Fresh { up, tables: network::State::new(), settings: network::State::new() };
-        namespaces::make(NamespaceKind::Network, || {
+        let look = || {
             if up {
                 network::bring_up()?;
             }
             (fresh.tables, fresh.settings) = (network::tables()?, network::settings());
             Ok::<_, Error>(())
-        })?;
+        };
+        match owner {
+            None => drop(namespaces::make(NamespaceKind::Network, look)?),
+            Some((_, users)) => {
+                let made = messenger::make_in(users, NamespaceKind::Network)?;
+                inside(&[(NamespaceKind::Network, made.as_fd())], look)?;
+            }
+        }
         Ok(fresh)
     }
 }

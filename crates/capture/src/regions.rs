@@ -81,14 +81,16 @@ impl Span {
     }
 }
 
-/// All guard regions (`MADV_GUARD_INSTALL`) of an address space below `end`, ascending, across mappings.
-pub fn guards(pagemap: &Pagemap, end: u64) -> Result<Vec<Range>> {
+/// All guard regions (`MADV_GUARD_INSTALL`) in these places of an address space, ascending, across mappings.
+pub fn guards(pagemap: &Pagemap, places: &[Range]) -> Result<Vec<Range>> {
     if !pagemap.knows_guards() {
         return Ok(Vec::new());
     }
     let mut runs = Vec::new();
     let query = Query { all: Category::GUARD, ..Query::default() };
-    pagemap.scan(RemoteAddr(0), RemoteAddr(end), query, &mut runs)?;
+    for place in places {
+        pagemap.scan(RemoteAddr(place.start), RemoteAddr(place.end()), query, &mut runs)?;
+    }
     Ok(runs.iter().map(range).collect())
 }
 

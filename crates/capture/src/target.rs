@@ -3,7 +3,7 @@
 use crate::attributes::target;
 use crate::freeze::Frozen;
 use crate::home::Home;
-use crate::{Builder, Error, Result};
+use crate::{Builder, Error, Result, files};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use rustix::time::{ClockId, clock_gettime};
 use std::os::fd::OwnedFd;
@@ -12,10 +12,10 @@ use std::time::SystemTime;
 use stillpoint_image::{Image, Meta, Owner, Process};
 use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::arch::Gadgets;
-use stillpoint_linux::inject::find_gadgets;
+use stillpoint_linux::inject::{Planted, find_gadgets};
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::pagemap::Pagemap;
-use stillpoint_linux::proc::Proc;
+use stillpoint_linux::proc::{Proc, Vma, own_time_offsets};
 
 /// One process of a program, before it is stopped.
 #[derive(Debug)]
@@ -42,6 +42,27 @@ pub struct Target {
     clock_shift: (i64, i64),
 }
 
+/// Where a system call can be made in a program: where that is `known`, in what was planted there, or in its code. That is looked through
+/// last; who came in the freeze and has taken the vdso away, as below Valgrind, has nothing else.
+pub(crate) fn gadgets(
+    known: Option<Gadgets>,
+    planted: Option<&Planted<'_>>,
+    memory: &Memory,
+    maps: &[Vma],
+) -> Option<Gadgets> {
+    known.or(planted.map(|planted| planted.gadgets)).or_else(|| in_code(memory, maps))
+}
+
+/// Where in a program's code one can be made, if there is such a place.
+fn in_code(memory: &Memory, maps: &[Vma]) -> Option<Gadgets> {
+    let code = maps.iter().filter(|v| v.prot & libc::PROT_EXEC as u32 != 0);
+    let mut code: Vec<_> = code.filter(|v| v.name != b"[vsyscall]").collect();
+    // The C library has both.
+    code.sort_by_key(|v| !v.name.windows(4).any(|w| w == b"libc"));
+    let code: Vec<_> = code.into_iter().map(|v| (v.start, v.end)).collect();
+    find_gadgets(memory, &code)
+}
+
 impl Target {
     /// Refuses what cannot be captured, before anything is done to it. `home`: that of the root, if this is not the root.
     ///
@@ -49,13 +70,10 @@ impl Target {
     /// [`Error::Target`], [`Error::Refused`], and what cannot be read.
     pub fn open(pid: u32, space: u32, home: Option<Arc<Home>>) -> Result<Self> {
         let mut target = Self::open_quickly(pid, space, home)?;
-        let maps = target.process.maps()?;
-        let code = maps.iter().filter(|v| v.prot & libc::PROT_EXEC as u32 != 0);
-        let mut code: Vec<_> = code.filter(|v| v.name != b"[vsyscall]").collect();
-        // The C library has both.
-        code.sort_by_key(|v| !v.name.windows(4).any(|w| w == b"libc"));
-        let code: Vec<_> = code.into_iter().map(|v| (v.start, v.end)).collect();
-        target.gadgets = find_gadgets(&target.memory, &code);
+        let mut builder = Builder::new();
+        files::refuse_questions(&mut builder, pid)?;
+        builder.refuse_if_needed()?;
+        target.gadgets = in_code(&target.memory, &target.process.maps()?);
         Ok(target)
     }
 
@@ -149,7 +167,6 @@ impl Target {
 /// What the target's monotonic and boot time differ by from ours, nanoseconds.
 fn clock_shift(process: &Proc) -> (i64, i64) {
     let theirs = process.time_offsets().ok().flatten().unwrap_or_default();
-    let own =
-        Proc::process(std::process::id()).and_then(|p| p.time_offsets()).ok().flatten().unwrap_or_default();
+    let own = own_time_offsets();
     (theirs.0 - own.0, theirs.1 - own.1)
 }

@@ -4,10 +4,12 @@
 //! possible, because it handles every signal that could tell its return, or there is no room in the vdso, is visited
 //! alone, with two stops for each call ([`stillpoint_linux::inject`]).
 
+use crate::attributes::expiries;
 use crate::attributes::inside::{ProcessQuery, ThreadQuery};
 use crate::attributes::target::Seen;
 use crate::freeze::Frozen;
 use crate::inspect::{Known, Portrait, lowest_pointer};
+use crate::target::gadgets;
 use crate::{Builder, Error, Result};
 use std::collections::VecDeque;
 use stillpoint_image::{PAGE, Process, Thread};
@@ -62,7 +64,8 @@ impl<'a> Visits<'a> {
             Some(vdso) => Planted::plant(&known.target.memory, (vdso.start, vdso.end))?,
             None => None,
         };
-        let Some(gadgets) = known.target.gadgets.or(planted.as_ref().map(|p| p.gadgets)) else {
+        let target = &known.target;
+        let Some(gadgets) = gadgets(target.gadgets, planted.as_ref(), &target.memory, maps) else {
             builder.refuse(
                 "its code",
                 "it has no way to make a system call and return from it, and no vdso",
@@ -142,7 +145,7 @@ pub(crate) fn make(
 ) -> Result<()> {
     let mut rounds: Vec<Round<'_>> =
         all.iter().map(|(place, visits)| Round::new(visits, &mut frozen[*place])).collect();
-    let ask = || {
+    let ask = || -> Result<()> {
         for (round, (place, _)) in rounds.iter_mut().zip(all) {
             round.set_off(&portraits[*place])?;
         }
@@ -158,7 +161,9 @@ pub(crate) fn make(
         frozen[*place].threads.extend(round.threads.into_iter().flatten());
     }
     let cleaned = all.iter().try_for_each(|(_, visits)| Ok(visits.site.clean()?));
-    result.and(cleaned)
+    result.and(cleaned)?;
+    all.iter()
+        .try_for_each(|(place, _)| expiries::add(&frozen[*place].threads, &mut portraits[*place].process))
 }
 
 /// The threads of a process that is being asked.

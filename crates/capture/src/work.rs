@@ -4,7 +4,7 @@ use crate::ahead::Ahead;
 use crate::blocked::Earlier;
 use crate::engine::elsewhere::Elsewhere;
 use crate::engine::fork::Fork;
-use crate::engine::precopy::{Behind, Precopy};
+use crate::engine::precopy::{Behind, PACE_KEPT, Precopy};
 use crate::engine::stop::Stop;
 use crate::engine::tracking::joined_with;
 use crate::engine::wp::Wp;
@@ -23,14 +23,12 @@ use std::collections::{HashMap, VecDeque};
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use stillpoint_image::{AddressSpace, Image, Namespace, Owner, PathFile, Usage};
+use stillpoint_image::{AddressSpace, Image, Namespace, Owner, PathFile, Process, Usage};
 use stillpoint_linux::proc::{self, Proc, Vma};
 use stillpoint_linux::sharing::Shared;
 use stillpoint_linux::{host, spawn};
 use stillpoint_store::{Committed, Writer};
 
-/// For so many checkpoints it is taken that a program that wrote faster than could be copied still does.
-const PACE_KEPT: u32 = 8;
 /// For so long, what was learned of a program serves for its freeze.
 const FRESH: Duration = Duration::from_millis(30);
 /// Of files that the program keeps writing so much is read at the cut, bytes.
@@ -150,7 +148,8 @@ pub(crate) struct Work<'a> {
 pub(crate) struct Done {
     pub committed: Committed,
     pub pause: Duration,
-    pub engine: Engine,
+    /// Name of the engine that saved the root.
+    pub engine: &'static str,
     pub incremental: bool,
     pub processes: usize,
 }
@@ -221,7 +220,7 @@ impl<'a> Work<'a> {
         kin::relate(writer(&mut self.writer)?, self.members.iter().map(|m| &m.target));
         for member in &mut self.members {
             member.left = engine::order(self.options.engine).into();
-            if self.options.engine == Engine::Auto && member.outpaced > 0 {
+            if self.options.engine == Engine::Auto && member.outpaced > 0 && !member.is_loading {
                 member.outpaced -= 1;
                 self.log.tell("the program wrote faster than could be copied the last time");
                 member.left.retain(|&engine| engine != Engine::Precopy);
@@ -610,6 +609,13 @@ impl<'a> Work<'a> {
         outsiders: &Outsiders,
     ) -> Result<Vec<Assumed>> {
         let pids: Vec<u32> = tree.processes.iter().map(|p| p.pid).collect();
+        // Before any file is opened.
+        for Member { target, .. } in &self.members {
+            files::refuse_unread(builder, target.pid, target.pidfd.as_fd())?;
+        }
+        if !builder.refusals.is_empty() {
+            return Ok(Vec::new());
+        }
         let spaces = namespaces::describe(builder, &pids, self.exact)?;
         let many = pids.len() >= MANY;
         let maps = maps_of(&self.members.iter().map(|m| &*m.target).collect::<Vec<_>>())?;
@@ -664,6 +670,7 @@ impl<'a> Work<'a> {
         namespaces::describe_children(builder, &theirs)?;
         names::check(builder, &pids);
         namespaces::mounts::check(builder, &pids);
+        namespaces::users::check(builder, &pids);
         // Of processes that have ended since they were numbered nothing is there.
         builder.image.spaces.resize(self.rows as usize, AddressSpace::default());
         Ok(assumed)
@@ -771,6 +778,7 @@ impl<'a> Work<'a> {
         files::take_digests_of(&mut builder, Usage::Write, Moment::Still(u64::MAX));
         let keeper = self.keep_sockets(&mut builder);
         let done = self.commit(builder, tree.since.elapsed()).map_err(whole)?;
+        self.progress.kills();
         // Children first: nobody is to be told of an end that it did not see.
         for member in self.members.iter().rev() {
             let pid = member.target.pid;
@@ -812,8 +820,8 @@ impl<'a> Work<'a> {
             politely(|| files::take_digests_of(&mut builder, usage, Moment::Running));
         }
         let root = self.members[0].engine()?;
-        let (engine, incremental) = (root.engine(), root.is_incremental());
-        builder.image.meta.engine = engine.name().into();
+        let (engine, incremental) = (root.name(), root.is_incremental());
+        builder.image.meta.engine = engine.into();
         groups::record(&mut builder.image);
         builder.image.meta.pause_ns = pause.as_nanos() as u64;
         let mut writer = self.writer.take().ok_or_else(|| Error::Failed("there is no writer".into()))?;
@@ -853,13 +861,13 @@ fn all_hold(assumed: &[Assumed], known: &[Known]) -> Result<bool> {
 
 /// Outsiders, without those that were made by the program since they were looked for, and with all others that were.
 fn with_newer(mut outsiders: Outsiders, last_pid: Option<u32>, tree: &FrozenTree) -> Outsiders {
-    outsiders.leave_out(&tree.processes.iter().map(|p| p.pid).collect::<Vec<_>>());
-    let newer = proc::made_since([last_pid]).unwrap_or_default();
-    let whose = |pid: &u32| Proc::process(*pid).and_then(|p| p.status()).map(|s| s.tgid).ok();
-    let is_ours = |tgid: u32| tgid == std::process::id() || tree.processes.iter().any(|p| p.pid == tgid);
-    outsiders.look_at(
-        newer.into_iter().filter(|pid| whose(pid).is_some_and(|tgid| tgid == *pid && !is_ours(tgid))),
-    );
+    let inside: Vec<u32> = tree.processes.iter().map(|p| p.pid).collect();
+    let whose = |pid: u32| Proc::process(pid).and_then(|p| p.status()).map(|s| s.tgid).ok();
+    outsiders.update(&inside, || {
+        let mut newer = proc::made_since([last_pid]).unwrap_or_default();
+        newer.retain(|pid| !inside.contains(pid) && whose(*pid) == Some(*pid));
+        newer
+    });
     outsiders
 }
 
@@ -875,7 +883,7 @@ fn learn(members: &[(Arc<Target>, bool)], options: &Options, exact: bool) -> Res
     let last_pid = proc::last_pid();
     let maps = members.iter().flat_map(|(target, _)| target.process.maps().unwrap_or_default());
     let nameless = maps.filter(|v| v.shared && v.deleted).map(|v| v.ino).collect();
-    let outsiders = Outsiders::scan(&pids, nameless);
+    let outsiders = Outsiders::of(&pids, nameless);
     let mut known = Vec::with_capacity(members.len());
     for (index, (target, is_loading)) in members.iter().enumerate() {
         let regard = Regard { exact, is_loading: *is_loading, tree: &pids };
@@ -886,9 +894,13 @@ fn learn(members: &[(Arc<Target>, bool)], options: &Options, exact: bool) -> Res
         }
     }
     relations::refuse_sharers(&mut builder, &pids, true);
-    builder.refuse_if_needed()?;
     // One that has ended meanwhile is no concern.
-    pids.iter().for_each(|&pid| drop(files::note_open(&mut rehearsed, pid)));
+    pids.iter().for_each(|&pid| drop(files::refuse_questions(&mut builder, pid)));
+    builder.refuse_if_needed()?;
+    let note = |pid: &u32| files::note_open(&mut rehearsed, *pid).unwrap_or_default();
+    if pids.iter().map(note).fold(false, |any, may_be_held| any | may_be_held) {
+        outsiders.look();
+    }
     Ok(Learned { builder, outsiders, last_pid, known, rehearsed })
 }
 
@@ -960,7 +972,11 @@ pub fn earlier_calls(last: &Image, target: &Target) -> Earlier {
     let Ok(status) = target.process.status() else { return Earlier::default() };
     let same_boot = last.meta.host.boot_id == host::boot_id();
     let process = last.processes.iter().find(|p| same_boot && p.pid == target.home.pid(&status));
-    let Some(process) = process else { return Earlier::default() };
+    process.map_or_else(Earlier::default, |process| calls_of(last, process))
+}
+
+/// The interrupted calls of a process of a checkpoint.
+pub fn calls_of(last: &Image, process: &Process) -> Earlier {
     let calls = process.threads.iter().filter_map(|t| Some((t.tid, t.blocked?)));
     // By its own clock.
     let shift = |row: &u32| match last.namespaces.get(*row as usize) {
@@ -983,6 +999,7 @@ fn describe(image: &mut Image, options: &Options, target: &Target) -> Result<()>
         boot_id: host::boot_id(),
         xfeatures: 0,
         vdso: blake3::hash(&host::vdso()?).as_bytes().to_vec().into(),
+        instructions: host::instructions(),
     };
     Ok(())
 }

@@ -42,7 +42,7 @@ fn sentence(pid: u32) -> String {
 fn refusals(pid: u32) -> Vec<String> {
     let folder = target::find(pid).unwrap();
     let mut builder = Builder::new();
-    target::examine(&mut builder, &folder, None).unwrap();
+    target::examine(&mut builder, &folder, target::Others::All).unwrap();
     target::mappings(&mut builder, &folder, &folder.smaps().unwrap());
     builder.refusals.iter().map(ToString::to_string).collect()
 }
@@ -153,4 +153,29 @@ fn a_main_thread_that_ended() {
     assert!(target::has_ended(pid));
     let ended = target::leader_ended_for_good(&mut Builder::new(), &process).unwrap_err();
     assert!(ended.to_string().contains("ended"), "{ended}");
+}
+
+/// A process of the tree is traced by somebody else when all are to be stopped: nobody stays stopped, while the thread that tried lives.
+#[test]
+fn who_cannot_be_stopped_together_runs_on() {
+    let (_child, other) = python("import os,sys\np=os.fork()\nif p: print(p,flush=True)\nwhile True: pass");
+    let root = Proc::process(other).unwrap().stat().unwrap().ppid;
+    let found = stillpoint_capture::herd::find(root).unwrap();
+    assert_eq!(found.len(), 2);
+    let (say, hear) = std::sync::mpsc::channel::<()>();
+    let (said, heard) = std::sync::mpsc::channel::<()>();
+    let tracer = std::thread::spawn(move || {
+        let _traced = stillpoint_linux::ptrace::Seized::seize(other, 0).unwrap();
+        said.send(()).unwrap();
+        let _ = hear.recv();
+    });
+    heard.recv().unwrap();
+    assert!(stillpoint_capture::herd::FrozenTree::freeze(&found, 2).is_err());
+    let folder = Proc::process(root).unwrap();
+    assert_eq!((folder.status().unwrap().tracer, folder.stat().unwrap().state), (0, b'R'));
+    drop(say);
+    tracer.join().unwrap();
+    // And so it can be stopped.
+    drop(stillpoint_capture::herd::FrozenTree::freeze(&found, 2).unwrap());
+    std::process::Command::new("kill").args(["-9", &other.to_string()]).status().unwrap();
 }

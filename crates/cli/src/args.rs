@@ -1,11 +1,13 @@
 //! The command line: one definition feeds help, completions and the manual page.
 
+use crate::failure::Failure;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 use stillpoint_capture::Engine;
+use stillpoint_store::Every;
 
 /// Checkpoint, restore, clone and roll back running Linux programs.
 #[derive(Debug, Parser)]
@@ -47,6 +49,8 @@ pub enum Command {
     Checkpoint(Checkpoint),
     /// Bring a program back from the store
     Restore(Restore),
+    /// Continue jobs that were running when the machine went down
+    Resume(Resume),
     /// Make live twins of a running program, beside it
     Fork(Fork),
     /// Remember a running program as it is now, in memory
@@ -63,10 +67,18 @@ pub enum Command {
     Release(Release),
     /// List jobs, or the checkpoints of one job
     Ls(Ls),
+    /// Watch the running jobs
+    Top(Top),
+    /// Write the history of a job as one HTML page
+    Report(Report),
     /// Describe a checkpoint: processes, threads, memory, files
     Show(Show),
     /// Read stored checkpoints back and check every byte
     Verify(Verify),
+    /// Write a checkpoint into one file, or a pipe, for another machine
+    Export(Export),
+    /// Read a checkpoint that was exported into the store
+    Import(Import),
     /// Remove a checkpoint, or a job with all of its checkpoints
     Rm(Rm),
     /// Remove the oldest checkpoints of a job
@@ -102,6 +114,12 @@ pub struct Run {
     /// Checkpoints as time passes.
     #[command(flatten)]
     pub periodic: Periodic,
+    /// Bring it back from its last checkpoint, here, if a signal kills it: at most MAX times in a row [default: 5]
+    #[arg(long, value_name = "on-crash[=MAX]", value_parser = crate::units::restart)]
+    pub restart: Option<u64>,
+    /// Keep what it has in memory within this size: 2GiB, 512MiB. The rest is in the store
+    #[arg(long, value_name = "SIZE", value_parser = crate::units::memory)]
+    pub memory_limit: Option<u64>,
     /// The program and its arguments
     #[arg(value_name = "COMMAND", required = true, trailing_var_arg = true, allow_hyphen_values = true)]
     pub command: Vec<OsString>,
@@ -134,6 +152,9 @@ pub struct Checkpoint {
     /// Kill the program once the checkpoint is safe in the store
     #[arg(long)]
     pub kill: bool,
+    /// Keep copies of the executable, libraries and all other files that the program has mapped with it
+    #[arg(long)]
+    pub portable: bool,
     /// A note to find the checkpoint by
     #[arg(long, value_name = "TEXT")]
     pub label: Option<String>,
@@ -157,9 +178,12 @@ fn engine() -> impl TypedValueParser<Value = Engine> {
 /// Checkpoints as time passes.
 #[derive(Clone, Debug, Default, Args)]
 pub struct Periodic {
-    /// Take a checkpoint every so often while it runs: 500ms, 10s, 5m, 1h
-    #[arg(long, value_name = "TIME", value_parser = crate::units::duration)]
-    pub every: Option<Duration>,
+    /// Take a checkpoint every so often while it runs: 500ms, 10s, 5m, 1h; auto: as often as pays
+    #[arg(long, value_name = "TIME|auto", value_parser = crate::units::every)]
+    pub every: Option<Every>,
+    /// Mean time between failures, 12h or 30d, by which --every auto goes [default: learned from the job's history]
+    #[arg(long, value_name = "TIME", requires = "every", value_parser = crate::units::duration)]
+    pub mtbf: Option<Duration>,
     /// Keep only the newest N checkpoints of the job [default: all]
     #[arg(long, value_name = "N", requires = "every", value_parser = clap::value_parser!(u64).range(1..))]
     pub keep: Option<u64>,
@@ -169,6 +193,18 @@ pub struct Periodic {
     /// Memory that these checkpoints may use for pages on their way [default: 16MiB]
     #[arg(long, value_name = "SIZE", requires = "every", value_parser = crate::units::buffer)]
     pub buffer: Option<u64>,
+}
+
+impl Periodic {
+    /// Whether they make sense together.
+    pub fn check(&self) -> Result<(), Failure> {
+        match (self.mtbf, self.every) {
+            (Some(_), Some(Every::Time(_))) => {
+                Err(Failure::usage("--mtbf is what --every auto goes by, and --every says a time here"))
+            }
+            _ => Ok(()),
+        }
+    }
 }
 
 /// `stillpoint adopt`
@@ -218,7 +254,7 @@ pub struct Checkpointer {
 pub const MOST_CLONES: i64 = 200;
 
 /// `stillpoint restore`
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 pub struct Restore {
     /// JOB for its newest checkpoint, or JOB@ID
     #[arg(value_name = "JOB[@ID]", value_parser = crate::names::parse_checkpoint)]
@@ -255,9 +291,34 @@ pub struct Restore {
     /// Refuse unless the program gets back its process id in this pid namespace
     #[arg(long, value_name = "same", conflicts_with = "clone")]
     pub pid: Option<PidPolicy>,
+    /// Bring it back once more, here, if a signal kills it: at most MAX times in a row [default: 5]
+    #[arg(
+        long,
+        value_name = "on-crash[=MAX]",
+        conflicts_with = "clone",
+        value_parser = crate::units::restart
+    )]
+    pub restart: Option<u64>,
+    /// Keep what it has in memory within this size: 2GiB, 512MiB. The rest stays in the store
+    #[arg(long, value_name = "SIZE", conflicts_with = "clone", value_parser = crate::units::memory)]
+    pub memory_limit: Option<u64>,
     /// Checkpoints as time passes.
     #[command(flatten)]
     pub periodic: Periodic,
+}
+
+/// `stillpoint resume`
+#[derive(Debug, Args)]
+pub struct Resume {
+    /// Every job that was running when the machine, or all of its processes, went down
+    #[arg(long)]
+    pub all: bool,
+    /// These jobs
+    #[arg(value_name = "JOB", value_parser = crate::names::parse_job, conflicts_with = "all")]
+    pub jobs: Vec<String>,
+    /// Tell of one as `restore` would
+    #[arg(long, hide = true)]
+    pub one: bool,
 }
 
 /// `stillpoint fork`
@@ -269,7 +330,7 @@ pub struct Fork {
     /// How many twins there are to be [default: 1]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=MOST_CLONES))]
     pub count: Option<u32>,
-    /// Each in a pid namespace of its own, where it has its old process ids; there are no others yet
+    /// Each in a pid namespace of its own, where it has the process ids of the program; without, each has new ones
     #[arg(long)]
     pub isolated: bool,
     /// Checkpoints of the twins as time passes.
@@ -321,6 +382,34 @@ pub struct Ls {
     pub job: Option<String>,
 }
 
+/// `stillpoint top`
+#[derive(Debug, Args)]
+pub struct Top {
+    /// Watch these jobs, whether they run or not [default: all that run]
+    #[arg(value_name = "JOB", value_parser = crate::names::parse_job)]
+    pub jobs: Vec<String>,
+    /// Print one table and leave, as where standard output is no terminal
+    #[arg(long)]
+    pub once: bool,
+    /// How often the jobs are looked at
+    #[arg(long, value_name = "TIME", default_value = "1s", value_parser = crate::units::duration)]
+    pub interval: Duration,
+}
+
+/// `stillpoint report`
+#[derive(Debug, Args)]
+pub struct Report {
+    /// The job
+    #[arg(value_name = "JOB", value_parser = crate::names::parse_job)]
+    pub job: String,
+    /// Where the page goes, - for standard output [default: JOB.html in the current directory]
+    #[arg(long, short, value_name = "FILE")]
+    pub output: Option<PathBuf>,
+    /// Replace a file that is there
+    #[arg(long)]
+    pub force: bool,
+}
+
 /// `stillpoint show`
 #[derive(Debug, Args)]
 pub struct Show {
@@ -335,6 +424,37 @@ pub struct Verify {
     /// Check this job or checkpoint only [default: everything in the store]
     #[arg(value_name = "JOB[@ID]", value_parser = crate::names::parse_checkpoint)]
     pub checkpoint: Option<CheckpointName>,
+}
+
+/// `stillpoint export`
+#[derive(Debug, Args)]
+pub struct Export {
+    /// JOB for its newest checkpoint, or JOB@ID
+    #[arg(value_name = "JOB[@ID]", value_parser = crate::names::parse_checkpoint)]
+    pub checkpoint: CheckpointName,
+    /// The file to write; - for standard output
+    #[arg(value_name = "FILE")]
+    pub file: PathBuf,
+    /// With the executable, libraries and all other files that the program has mapped
+    #[arg(long)]
+    pub portable: bool,
+    /// How it is compressed: none, lz4, zstd or zstd:LEVEL
+    #[arg(long, value_name = "HOW", default_value = "zstd")]
+    pub compress: stillpoint_archive::Compression,
+    /// Replace the file if it exists
+    #[arg(long)]
+    pub force: bool,
+}
+
+/// `stillpoint import`
+#[derive(Debug, Args)]
+pub struct Import {
+    /// The file to read; - for standard input
+    #[arg(value_name = "FILE")]
+    pub file: PathBuf,
+    /// Job that the checkpoint will belong to, as its newest [default: as it was called, or the next free name like that]
+    #[arg(long, value_name = "JOB", value_parser = crate::names::parse_job)]
+    pub name: Option<String>,
 }
 
 /// `stillpoint rm`
@@ -368,6 +488,9 @@ pub struct Snapshot {
     /// A name for the snapshot, beside its number
     #[arg(long, value_name = "NAME")]
     pub name: Option<String>,
+    /// Remember this one process, and not those that it has made
+    #[arg(long)]
+    pub alone: bool,
 }
 
 /// `stillpoint rollback`

@@ -6,11 +6,12 @@ use crate::names::job_from;
 use rustix::process::{Pid, test_kill_process};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
+use stillpoint_capture::Engine;
 use stillpoint_image::Bytes;
 use stillpoint_linux::host::boot_id;
 use stillpoint_linux::proc::{Proc, Stat};
 use stillpoint_linux::supervise::inherited_streams;
-use stillpoint_store::{Claim, Running, Store};
+use stillpoint_store::{Checkpoint, Claim, Every, Running, Store, Terms};
 
 /// Opens the store that the user means.
 pub fn open_store(chosen: Option<&Path>) -> Result<Store> {
@@ -78,9 +79,122 @@ pub fn running_record(
         restored_from,
         command,
         adopted: false,
-        every_ns: periodic.every.map(|every| every.as_nanos() as u64),
+        every_ns: periodic.every.and_then(Every::time).map(|every| every.as_nanos() as u64),
         keep: periodic.every.and(periodic.keep),
+        crashes: 0,
+        crash: None,
     })
+}
+
+/// The terms on which a job runs that begins now: what was asked for, and which of its checkpoints are of this run.
+pub fn terms(store: &Store, job: &str, periodic: &Periodic) -> Terms {
+    let newest = store.checkpoints(job).ok().and_then(|ids| ids.last().copied());
+    Terms {
+        since_ns: crate::output::now_ns(),
+        newer_than: newest.unwrap_or_default(),
+        every: periodic.every,
+        keep: periodic.keep,
+        engine: periodic.engine.map(|engine| engine.name().to_string()),
+        buffer: periodic.buffer,
+        mtbf_ns: periodic.mtbf.map(|mtbf| mtbf.as_nanos() as u64),
+        ..Terms::default()
+    }
+}
+
+/// New terms of a job that goes on: its checkpoints stay those of one run, with what is known of them.
+pub fn carried(before: Terms, terms: Terms) -> Terms {
+    let Terms { from, newer_than, tried, past_ns, .. } = before;
+    Terms { from, newer_than, tried, past_ns, ..terms }
+}
+
+/// Checkpoints of a job, for people.
+pub fn named(job: &str, ids: &[u64]) -> String {
+    let names: Vec<String> = ids.iter().map(|id| format!("{job}@{id}")).collect();
+    names.join(", ")
+}
+
+/// The checkpoints as time passes that were asked for.
+pub fn periodic(terms: &Terms) -> Periodic {
+    Periodic {
+        every: terms.every,
+        mtbf: terms.mtbf_ns.map(Duration::from_nanos),
+        keep: terms.keep,
+        engine: terms.engine.as_deref().and_then(Engine::named),
+        buffer: terms.buffer,
+    }
+}
+
+/// What a job of the store is doing.
+#[derive(Clone, Debug)]
+pub enum State {
+    /// It runs.
+    Runs(Running),
+    /// It has crashed, and its supervisor is about to bring it back.
+    Restarts(Running),
+    /// It was cut off while it ran, and can be continued from this checkpoint of this job.
+    Resumable(Terms, (String, u64)),
+    /// It has just ended, and its supervisor has not yet.
+    Ends,
+    /// It has ended, or was cut off and nothing is left of it to go on from.
+    Ended,
+}
+
+/// What a job is doing. A damaged record says nothing.
+pub fn state(store: &Store, job: &str) -> Result<State> {
+    use stillpoint_store::Error;
+    let record = match store.running(job) {
+        Err(Error::Record { .. } | Error::NoJob { .. }) => None,
+        other => other.map_err(store_failure)?,
+    };
+    let terms = match store.terms(job) {
+        Err(Error::Record { .. } | Error::NoJob { .. }) => None,
+        other => other.map_err(store_failure)?,
+    };
+    match (record, terms) {
+        (Some(record), _) if is_alive(&record) => Ok(State::Runs(record)),
+        (Some(record), Some(terms)) if is_supervised(&record) => match terms.restart {
+            Some(_) => Ok(State::Restarts(record)),
+            None => Ok(State::Ends),
+        },
+        (_, Some(terms)) => {
+            let best = terms.checkpoints(store, job).map_err(store_failure)?.into_iter().next();
+            Ok(best.map_or(State::Ended, |best| State::Resumable(terms, best)))
+        }
+        _ => Ok(State::Ended),
+    }
+}
+
+/// The same once it is not just about to change.
+pub fn settled_state(store: &Store, job: &str) -> Result<State> {
+    let begin = Instant::now();
+    loop {
+        match state(store, job)? {
+            State::Ends if begin.elapsed() < PATIENCE => std::thread::sleep(Duration::from_millis(2)),
+            settled => return Ok(settled),
+        }
+    }
+}
+
+/// Loads the last whole checkpoint that a job may go on from. Damaged ones are named in `notes`.
+pub fn last_whole(
+    store: &Store,
+    job: &str,
+    terms: &Terms,
+    notes: &mut Vec<String>,
+) -> Result<Option<Checkpoint>> {
+    let mut last = None;
+    for (of, id) in terms.checkpoints(store, job).map_err(store_failure)? {
+        match store.load(&of, Some(id)) {
+            Ok(checkpoint) => return Ok(Some(checkpoint)),
+            // It was removed just now, to make room.
+            Err(stillpoint_store::Error::NoCheckpoint { .. }) => {}
+            Err(e) => {
+                notes.push(format!("{of}@{id} cannot be used: {e}"));
+                last = Some(e);
+            }
+        }
+    }
+    last.map_or(Ok(None), |e| Err(store_failure(e)))
 }
 
 /// Whether the process of a record is still there (and not another one that got its pid).
@@ -222,13 +336,17 @@ pub fn claim(store: &Store, job: &str) -> Result<Claim> {
 
 /// Takes a name that no job has: `base`, else `base-2`, `base-3`, …
 pub fn claim_new(store: &Store, base: &str) -> Result<Claim> {
-    // A job that left nothing but the record of a process that is gone (the machine crashed) has no use for its name.
-    let left = |job: &str| matches!(store.running(job), Ok(Some(record)) if !is_alive(&record));
-    if left(base)
+    // A job that left nothing but records of what is gone (the machine crashed) has no use for its name. One that can be resumed has.
+    let is_left = || {
+        let is_noted = matches!(store.running(base), Ok(Some(_))) || matches!(store.terms(base), Ok(Some(_)));
+        let has_none = store.checkpoints(base).is_ok_and(|ids| ids.is_empty());
+        is_noted && has_none && matches!(state(store, base), Ok(State::Ended))
+    };
+    if is_left()
         && let Ok(_claim) = store.claim(base)
-        && left(base)
+        && is_left()
     {
-        store.clear_running(base).map_err(store_failure)?;
+        store.clear_running(base).and_then(|()| store.clear_terms(base)).map_err(store_failure)?;
     }
     store.claim_new(base).map_err(store_failure)
 }

@@ -36,8 +36,8 @@ pub struct Loading {
     line: Option<Line>,
     began: Instant,
     drawn: Instant,
-    /// When it was looked last whether anybody loads it, after our child had ended; and how often in a row nobody did.
-    missed: (Instant, u32),
+    /// After our child had ended: whether anybody loads it.
+    missed: Missed,
 }
 
 impl std::fmt::Debug for Loading {
@@ -50,7 +50,7 @@ impl Loading {
     /// Begins to watch it.
     pub fn watch(pager: Pager, tell: Option<Tell>) -> Self {
         let now = Instant::now();
-        let (line, began, drawn, missed) = (None, now, now, (now, 0));
+        let (line, began, drawn, missed) = (None, now, now, Missed::default());
         Self { pager, is_left_to_others: false, tell, line, began, drawn, missed }
     }
 
@@ -111,31 +111,10 @@ impl Loading {
         self.tell();
     }
 
-    /// Ends a program and all its processes. Nobody may see that another has ended: all are stopped before. And what copies of
-    /// it that it has made since wait with is held by it: if it ended before them, they would go on with zeros.
+    /// Ends a program and all its processes.
     pub fn kill_all(&self, program: (u32, BorrowedFd<'_>)) {
-        let send = |pidfd: BorrowedFd<'_>, signal| {
-            // One that has ended meanwhile is no concern.
-            let _ = pidfd_send_signal(pidfd, signal);
-        };
         let members = self.pager.members.iter().map(|(pid, pidfd)| (*pid, pidfd.as_fd()));
-        let programs: Vec<(u32, BorrowedFd<'_>)> = members.chain([program]).collect();
-        programs.iter().for_each(|(_, pidfd)| send(*pidfd, Signal::STOP));
-        let pids: Vec<u32> = programs.iter().map(|(pid, _)| *pid).collect();
-        let (mut seen, mut copies) = (BTreeSet::from_iter(pids.iter().copied()), Vec::new());
-        loop {
-            let new: Vec<u32> = descendants(&pids).into_iter().filter(|pid| seen.insert(*pid)).collect();
-            if new.is_empty() {
-                break;
-            }
-            let new: Vec<OwnedFd> =
-                new.into_iter().filter_map(|pid| descriptors::pidfd_open(pid, 0).ok()).collect();
-            new.iter().for_each(|pidfd| send(pidfd.as_fd(), Signal::STOP));
-            copies.extend(new);
-        }
-        // Those of a clone are found with it: it comes after them.
-        copies.iter().rev().for_each(|pidfd| send(pidfd.as_fd(), Signal::KILL));
-        programs.iter().for_each(|(_, pidfd)| send(*pidfd, Signal::KILL));
+        kill_all(&members.chain([program]).collect::<Vec<_>>());
     }
 
     /// Whether all those that load it were killed, and the programs will wait for ever.
@@ -143,15 +122,8 @@ impl Loading {
         // Those who have loaded all let go of it before they leave.
         let is_over =
             self.pager.coming.tally(Tally::LoadedUs) > 0 || self.pager.coming.count(Count::Done) > 0;
-        let (when, times) = self.missed;
-        if !self.is_left_to_others || is_over || when.elapsed() < LOOK {
-            return false;
-        }
         let mut members = self.pager.members.iter().map(|(pid, _)| pid).chain(programs);
-        let is_served = members.any(|&program| !pager::servers_of(program).is_empty());
-        let times = if is_served { 0 } else { times + 1 };
-        self.missed = (Instant::now(), times);
-        times > 1
+        self.is_left_to_others && !is_over && self.missed.is_certain(|| members.any(is_served))
     }
 
     /// Tells people that it has failed.
@@ -188,6 +160,57 @@ impl Loading {
             tell();
         }
     }
+}
+
+/// Looks for processes of ours on which a program waits, once it is not certain that there are any.
+#[derive(Debug, Default)]
+pub struct Missed {
+    /// When it was looked last.
+    when: Option<Instant>,
+    /// How often in a row there was nobody.
+    times: u32,
+}
+
+impl Missed {
+    /// Whether there is nobody, and was not a moment ago.
+    pub fn is_certain(&mut self, is_there: impl FnOnce() -> bool) -> bool {
+        if self.when.is_some_and(|when| when.elapsed() < LOOK) {
+            return false;
+        }
+        let times = if is_there() { 0 } else { self.times + 1 };
+        *self = Missed { when: Some(Instant::now()), times };
+        times > 1
+    }
+}
+
+/// Whether somebody of ours puts pages into a process.
+pub fn is_served(program: &u32) -> bool {
+    !pager::servers_of(*program).is_empty()
+}
+
+/// Ends programs and all their processes. Nobody may see that another has ended: all are stopped before. And what copies of a
+/// program that it has made since wait with is held by it: if it ended before them, they would go on with zeros.
+pub fn kill_all(programs: &[(u32, BorrowedFd<'_>)]) {
+    let send = |pidfd: BorrowedFd<'_>, signal| {
+        // One that has ended meanwhile is no concern.
+        let _ = pidfd_send_signal(pidfd, signal);
+    };
+    programs.iter().for_each(|(_, pidfd)| send(*pidfd, Signal::STOP));
+    let pids: Vec<u32> = programs.iter().map(|(pid, _)| *pid).collect();
+    let (mut seen, mut copies) = (BTreeSet::from_iter(pids.iter().copied()), Vec::new());
+    loop {
+        let new: Vec<u32> = descendants(&pids).into_iter().filter(|pid| seen.insert(*pid)).collect();
+        if new.is_empty() {
+            break;
+        }
+        let new: Vec<OwnedFd> =
+            new.into_iter().filter_map(|pid| descriptors::pidfd_open(pid, 0).ok()).collect();
+        new.iter().for_each(|pidfd| send(pidfd.as_fd(), Signal::STOP));
+        copies.extend(new);
+    }
+    // Those of a clone are found with it: it comes after them.
+    copies.iter().rev().for_each(|pidfd| send(pidfd.as_fd(), Signal::KILL));
+    programs.iter().for_each(|(_, pidfd)| send(*pidfd, Signal::KILL));
 }
 
 /// Figures for `--json`. Where nothing comes later all was loaded at once.

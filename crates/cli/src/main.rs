@@ -4,19 +4,25 @@
 mod args;
 mod branch;
 mod checkpointer;
+mod chronicle;
 mod commands;
 mod control;
 mod detach;
 mod failure;
 mod jobs;
+mod lives;
 mod loading;
 mod names;
 mod output;
+mod pace;
+mod paging;
 mod periodic;
 mod progress;
+mod report;
 mod supervise;
 mod taken;
 mod terminal;
+mod top;
 mod units;
 
 use args::{Cli, Command};
@@ -52,6 +58,7 @@ fn dispatch(cli: Cli) -> Result<ExitCode> {
         Command::Run(args) => commands::run::run(common, &args),
         Command::Checkpoint(args) => commands::checkpoint::run(common, &args),
         Command::Restore(args) => commands::restore::run(common, &args),
+        Command::Resume(args) => commands::resume::run(common, &args),
         Command::Fork(args) => commands::fork::run(common, &args),
         Command::Snapshot(args) => commands::branch::snapshot(common, &args),
         Command::Rollback(args) => commands::branch::rollback(common, &args),
@@ -60,8 +67,12 @@ fn dispatch(cli: Cli) -> Result<ExitCode> {
         Command::Adopt(args) => commands::adopt::run(common, &args),
         Command::Release(args) => commands::release::run(common, &args),
         Command::Ls(args) => commands::list::run(common, &args),
+        Command::Top(args) => commands::top::run(common, &args),
+        Command::Report(args) => commands::report::run(common, &args),
         Command::Show(args) => commands::show::run(common, &args),
         Command::Verify(args) => commands::verify::run(common, &args),
+        Command::Export(args) => commands::export::run(common, &args),
+        Command::Import(args) => commands::import::run(common, &args),
         Command::Rm(args) => commands::remove::rm(common, &args),
         Command::Prune(args) => commands::remove::prune(common, &args),
         Command::Doctor => commands::doctor::run(common),

@@ -94,6 +94,15 @@ pub fn long(seconds: u64) -> String {
     }
 }
 
+/// A period as it is asked for: `500 ms`, `30 s`, `5 min`, `1 h 30 min`.
+pub fn period(d: Duration) -> String {
+    match d.as_millis() {
+        ms if ms < 1_000 => format!("{ms} ms"),
+        ms if ms < 120_000 && ms % 1_000 != 0 => format!("{:.1} s", d.as_secs_f64()),
+        _ => long(d.as_secs()),
+    }
+}
+
 /// Now, in nanoseconds since 1970.
 pub fn now_ns() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos() as u64
@@ -127,6 +136,17 @@ pub fn utc(taken_ns: u64) -> String {
 /// Milliseconds with three decimals, for JSON.
 pub fn ms(d: Duration) -> f64 {
     (d.as_secs_f64() * 1e6).round() / 1e3
+}
+
+/// Name of a signal: `SIGSEGV`.
+pub fn signal(number: i32) -> String {
+    const NAMES: [&str; 31] = [
+        "HUP", "INT", "QUIT", "ILL", "TRAP", "ABRT", "BUS", "FPE", "KILL", "USR1", "SEGV", "USR2", "PIPE",
+        "ALRM", "TERM", "STKFLT", "CHLD", "CONT", "STOP", "TSTP", "TTIN", "TTOU", "URG", "XCPU", "XFSZ",
+        "VTALRM", "PROF", "WINCH", "IO", "PWR", "SYS",
+    ];
+    let name = usize::try_from(number - 1).ok().and_then(|n| NAMES.get(n));
+    name.map_or_else(|| format!("signal {number}"), |name| format!("SIG{name}"))
 }
 
 /// A command line for people: arguments that need it are quoted, a long one is cut.
@@ -168,10 +188,24 @@ mod tests {
     }
 
     #[test]
+    fn periods() {
+        let of = |ms| period(Duration::from_millis(ms));
+        assert_eq!([of(500), of(1_500), of(30_000), of(300_000)], ["500 ms", "1.5 s", "30 s", "5 min"]);
+    }
+
+    #[test]
     fn dates() {
         assert_eq!(utc(0), "1970-01-01T00:00:00Z");
         assert_eq!(utc(951_782_400_000_000_000), "2000-02-29T00:00:00Z");
         assert_eq!(utc(1_767_225_599_999_999_999), "2025-12-31T23:59:59Z");
+    }
+
+    #[test]
+    fn signals() {
+        use rustix::process::Signal;
+        let of = |s: Signal| signal(s.as_raw());
+        assert_eq!([of(Signal::HUP), of(Signal::SEGV), of(Signal::SYS)], ["SIGHUP", "SIGSEGV", "SIGSYS"]);
+        assert_eq!([signal(0), signal(-3), signal(40)], ["signal 0", "signal -3", "signal 40"]);
     }
 
     #[test]

@@ -1,6 +1,94 @@
 //! When the next periodic checkpoint is due.
 
+use crate::failure::{Failure, Result};
+use crate::pace::FIRST;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fd::{AsFd, BorrowedFd};
+use std::io::{PipeReader, PipeWriter, Read};
 use std::time::{Duration, Instant};
+use stillpoint_store::Every;
+
+/// What asks for periodic checkpoints.
+#[derive(Debug)]
+pub enum Clock {
+    /// Nothing does.
+    Silent,
+    /// A fixed period.
+    Beat(Beat),
+    /// Whoever takes them tells after each when the next is due, if one is.
+    Paced {
+        /// When it is due.
+        due: Option<Instant>,
+        /// Tells how long it is, nanoseconds.
+        told: PipeReader,
+        /// Its other end, for whoever takes them.
+        teller: PipeWriter,
+    },
+}
+
+impl Clock {
+    /// Begins now.
+    pub fn new(every: Option<Every>) -> Result<Self> {
+        let now = Instant::now();
+        Ok(match every {
+            None => Clock::Silent,
+            Some(Every::Time(period)) => Clock::Beat(Beat::new(now, period)),
+            Some(Every::Auto) => {
+                let (told, teller) = std::io::pipe().map_err(|e| Failure::failed(format!("pipe: {e}")))?;
+                Clock::Paced { due: now.checked_add(FIRST), told, teller }
+            }
+        })
+    }
+
+    /// Where to tell it when the next is due, if it wants to be told.
+    pub fn hears(&self) -> Result<Option<PipeWriter>> {
+        let Clock::Paced { teller, .. } = self else { return Ok(None) };
+        teller.try_clone().map(Some).map_err(|e| Failure::failed(format!("pipe: {e}")))
+    }
+
+    /// What to wait for.
+    pub fn source(&self) -> Option<BorrowedFd<'_>> {
+        match self {
+            Clock::Paced { told, .. } => Some(told.as_fd()),
+            _ => None,
+        }
+    }
+
+    /// How long to wait at most.
+    pub fn left(&self, now: Instant) -> Option<Duration> {
+        match self {
+            Clock::Silent => None,
+            Clock::Beat(beat) => Some(beat.left(now)),
+            Clock::Paced { due, .. } => due.map(|due| due.saturating_duration_since(now)),
+        }
+    }
+
+    /// Whether a checkpoint is due.
+    pub fn ticks(&mut self, now: Instant) -> Result<bool> {
+        match self {
+            Clock::Silent => Ok(false),
+            Clock::Beat(beat) => Ok(beat.ticks(now) > 0),
+            Clock::Paced { due, told, .. } => {
+                if is_ready(told.as_fd()) {
+                    let mut interval = [0; 8];
+                    told.read_exact(&mut interval).map_err(|e| Failure::failed(format!("pipe: {e}")))?;
+                    // One that is too far away never comes.
+                    *due = now.checked_add(Duration::from_nanos(u64::from_le_bytes(interval)));
+                }
+                let ticks = due.is_some_and(|due| due <= now);
+                if ticks {
+                    *due = None;
+                }
+                Ok(ticks)
+            }
+        }
+    }
+}
+
+fn is_ready(fd: BorrowedFd<'_>) -> bool {
+    let mut polled = [PollFd::from_borrowed_fd(fd, PollFlags::IN)];
+    poll(&mut polled, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok_and(|n| n > 0)
+}
 
 /// A beat that does not drift: the n-th tick is at the start plus n periods, however long anything takes.
 #[derive(Clone, Copy, Debug)]
@@ -37,6 +125,22 @@ impl Beat {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_paced_clock_ticks_when_it_was_told() {
+        use std::io::Write;
+        let mut clock = Clock::new(Some(Every::Auto)).expect("a pipe");
+        let start = Instant::now();
+        assert!(clock.left(start).is_some_and(|left| left <= FIRST));
+        assert!(!clock.ticks(start).expect("reads") && clock.ticks(start + FIRST).expect("reads"));
+        // While the checkpoint is being taken, nothing is due.
+        assert_eq!(clock.left(start + FIRST), None);
+        let mut teller = clock.hears().expect("a pipe").expect("it wants to be told");
+        teller.write_all(&7_000_000_u64.to_le_bytes()).expect("told");
+        assert!(!clock.ticks(start).expect("reads"));
+        assert_eq!(clock.left(start), Some(Duration::from_millis(7)));
+        assert!(clock.ticks(start + Duration::from_millis(7)).expect("reads"));
+    }
 
     #[test]
     fn ticks_come_when_they_are_due() {

@@ -111,3 +111,13 @@ impl stillpoint_restore::Progress for Bar {
         stillpoint_capture::Progress::advance(&*self.counts, bytes);
     }
 }
+
+impl stillpoint_archive::Progress for Bar {
+    fn start(&self, total_bytes: u64) {
+        stillpoint_capture::Progress::start(&*self.counts, total_bytes);
+    }
+
+    fn advance(&self, bytes: u64) {
+        stillpoint_capture::Progress::advance(&*self.counts, bytes);
+    }
+}

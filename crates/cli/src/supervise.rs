@@ -4,12 +4,14 @@
 use crate::checkpointer::Beside;
 use crate::failure::{Failure, Result};
 use crate::loading::Loading;
+use crate::paging::Paging;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::process::{Pid, Signal};
 use std::cell::Cell;
+use std::collections::BTreeSet;
 use std::io::{PipeReader, PipeWriter, Write};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use stillpoint_linux::descriptors;
 use stillpoint_linux::proc::{Proc, Stat};
 use stillpoint_linux::supervise::{
@@ -22,6 +24,42 @@ pub const ABANDONED: &str =
 
 /// For so long a core dump is waited for, into which those who load a program put what was missing.
 const DUMPED: Duration = Duration::from_secs(60);
+
+/// What was asked of a job through us that may end it.
+#[derive(Clone, Debug, Default)]
+pub struct Requests {
+    seen: BTreeSet<i32>,
+    terminated: Option<Instant>,
+}
+
+/// A job that was asked to terminate may be given so long before it is killed.
+const GRACE: Duration = Duration::from_secs(90);
+
+impl Requests {
+    fn note(&mut self, signal: &Received) {
+        if signal.would_end_us() {
+            self.seen.insert(signal.signal);
+        }
+        if signal.signal == libc_signal::TERM {
+            self.terminated = Some(Instant::now());
+        }
+    }
+
+    /// Whether a signal that killed the job is no crash but somebody's wish: it is [one](is_wish) by which nobody crashes, or it came through us, or the job had been asked to
+    /// terminate through us and did not do so by itself.
+    pub fn explain(&self, signal: i32) -> bool {
+        is_wish(signal)
+            || self.seen.contains(&signal)
+            || self.terminated.is_some_and(|when| when.elapsed() < GRACE)
+    }
+}
+
+/// Whether a signal is one by which programs are asked to end, or that says that their reader has left or their time is up:
+/// nobody crashes by these.
+pub fn is_wish(signal: i32) -> bool {
+    use Signal as S;
+    [S::HUP, S::INT, S::TERM, S::PIPE, S::XCPU].iter().any(|wish| wish.as_raw() == signal)
+}
 
 /// How a job ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,9 +91,12 @@ pub struct Supervisor {
     checkpointer: Option<Beside>,
     /// Its memory, while that is still being loaded.
     loading: Option<Loading>,
+    /// Its memory, where that is kept within a limit.
+    paging: Option<Paging>,
     stopped: bool,
-    /// We are process 1 of the job's pid namespace.
+    /// The job's orphans become our children.
     init: bool,
+    requests: Requests,
 }
 
 impl Supervisor {
@@ -68,8 +109,10 @@ impl Supervisor {
             terminal: None,
             checkpointer: None,
             loading: None,
+            paging: None,
             stopped: false,
             init: false,
+            requests: Requests::default(),
         }
     }
 
@@ -78,7 +121,7 @@ impl Supervisor {
         Self { terminal, ..self }
     }
 
-    /// We are process 1 of the job's pid namespace: its orphans become ours.
+    /// We are process 1 of the job's pid namespace, or adopt what it leaves behind: its orphans become ours.
     pub fn with_orphans(mut self) -> Self {
         self.init = true;
         self
@@ -94,8 +137,18 @@ impl Supervisor {
         Self { loading, ..self }
     }
 
+    /// Its memory is kept within a limit.
+    pub fn with_paging(self, paging: Option<Paging>) -> Self {
+        Self { paging, ..self }
+    }
+
     /// Passes signals and stops through until the job ends.
-    pub fn watch(mut self) -> Result<End> {
+    pub fn watch(self) -> Result<End> {
+        self.watch_requests().map(|(end, _)| end)
+    }
+
+    /// As [`Supervisor::watch`]; also tells what was asked of the job.
+    pub fn watch_requests(mut self) -> Result<(End, Requests)> {
         self.give_terminal();
         loop {
             if let Some(end) = self.changes()? {
@@ -103,10 +156,14 @@ impl Supervisor {
                     self.loading.iter_mut().for_each(|loading| loading.await_end(DUMPED));
                 }
                 self.loading.take().into_iter().for_each(Loading::finish);
-                if let Some(checkpointer) = self.checkpointer.take() {
-                    checkpointer.finish(&self.signals);
+                // What ended both of us at once is here by now.
+                while let Some(signal) = self.signals.next()? {
+                    self.requests.note(&signal);
                 }
-                return Ok(end);
+                if let Some(checkpointer) = self.checkpointer.take() {
+                    checkpointer.finish(&self.signals, |signal| self.requests.note(signal));
+                }
+                return Ok((end, self.requests));
             }
             self.checkpointer.iter_mut().for_each(Beside::attend);
             self.loading.take_if(|l| !l.attend()).into_iter().for_each(Loading::finish);
@@ -117,20 +174,30 @@ impl Supervisor {
                 // It waits for ever.
                 loading.kill_all((self.pid, self.pidfd.as_fd()));
             }
+            let job = (self.pid, self.pidfd.as_fd());
+            self.paging.iter_mut().for_each(|paging| paging.attend(job));
             if self.loading.as_ref().is_some_and(Loading::is_loaded) {
                 // From now on it is the checkpointer's to follow what the job writes.
                 self.checkpointer.iter_mut().for_each(Beside::start);
             }
             if self.init {
                 let checkpointer = self.checkpointer.as_ref().and_then(Beside::pid);
-                let pager = self.loading.as_ref().map(Loading::pid);
-                reap_orphans(&checkpointer.into_iter().chain(pager).chain([self.pid]).collect::<Vec<_>>())?;
+                let loader = self.loading.as_ref().map(Loading::pid);
+                let pager = self.paging.as_ref().map(Paging::pid);
+                let ours = [checkpointer, loader, pager, Some(self.pid)];
+                reap_orphans(&ours.into_iter().flatten().collect::<Vec<_>>())?;
             }
             let mut sources = vec![self.signals.as_fd(), self.pidfd.as_fd()];
             sources.extend(self.loading.as_ref().and_then(Loading::source));
             sources.extend(self.checkpointer.as_ref().and_then(Beside::source));
-            wait_for(&sources, self.loading.as_ref().and_then(Loading::period))?;
+            sources.extend(self.paging.as_ref().and_then(Paging::source));
+            let periods = [
+                self.loading.as_ref().and_then(Loading::period),
+                self.paging.as_ref().and_then(Paging::period),
+            ];
+            wait_for(&sources, periods.into_iter().flatten().min())?;
             while let Some(signal) = self.signals.next()? {
+                self.requests.note(&signal);
                 if is_for_job(&signal, self.pid, self.stopped) {
                     forward(self.pidfd.as_fd(), &signal)?;
                 }
@@ -218,6 +285,7 @@ mod libc_signal {
     use rustix::process::Signal;
     pub const CHLD: i32 = Signal::CHILD.as_raw();
     pub const CONT: i32 = Signal::CONT.as_raw();
+    pub const TERM: i32 = Signal::TERM.as_raw();
     pub const TSTP: i32 = Signal::TSTP.as_raw();
     pub const TTIN: i32 = Signal::TTIN.as_raw();
     pub const TTOU: i32 = Signal::TTOU.as_raw();

@@ -6,7 +6,8 @@ use crate::{jobs, output};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::time::Duration;
-use stillpoint_capture::{Engine, Error, Options, Report};
+use stillpoint_capture::{Engine, Error, Options, Progress, Report};
+use stillpoint_store::Store;
 
 /// What is asked of a checkpoint.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -42,6 +43,31 @@ impl Asked {
     }
 }
 
+/// Hears how far a checkpoint is, and that it kills a job: that one has been ended, then, and has not crashed.
+pub struct Ending<'a> {
+    /// Hears how far it is.
+    pub progress: &'a (dyn Progress + Sync),
+    /// Where the job is.
+    pub store: &'a Store,
+    /// The job.
+    pub job: &'a str,
+}
+
+impl Progress for Ending<'_> {
+    fn start(&self, total_bytes: u64) {
+        self.progress.start(total_bytes);
+    }
+
+    fn advance(&self, bytes: u64) {
+        self.progress.advance(bytes);
+    }
+
+    fn kills(&self) {
+        // A process that is no job has no terms.
+        let _ = self.store.clear_terms(self.job);
+    }
+}
+
 /// What a checkpoint was like; see [`Report`].
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Taken {
@@ -50,6 +76,8 @@ pub struct Taken {
     bytes: u64,
     pages: u64,
     written_bytes: u64,
+    #[serde(default)]
+    stored_pages: u64,
     processes: usize,
     pause: Duration,
     other_pauses: Vec<Duration>,
@@ -71,6 +99,7 @@ impl From<Report> for Taken {
             bytes: r.bytes,
             pages: r.pages,
             written_bytes: r.written_bytes,
+            stored_pages: r.committed.stored_pages,
             processes: r.processes,
             pause: r.pause,
             other_pauses: r.other_pauses,
@@ -87,6 +116,21 @@ impl Taken {
     /// How long it all took.
     pub fn wall(&self) -> Duration {
         self.wall
+    }
+
+    /// Number of the checkpoint.
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// What matters of it to how often checkpoints pay.
+    pub fn paced(&self) -> crate::pace::Taken {
+        crate::pace::Taken {
+            pause: self.pause + self.other_pauses.iter().sum(),
+            pages: self.stored_pages,
+            wall: self.wall,
+            incremental: self.incremental,
+        }
     }
 
     /// Name of the engine.

@@ -40,10 +40,17 @@ impl Settings {
     }
 }
 
-impl Drop for Settings {
-    fn drop(&mut self) {
+impl Settings {
+    /// Gives the terminal its own settings back.
+    pub fn put_back(&self) {
         // Fails only where the terminal has hung up.
         let _ = tty::set_settings(&self.terminal, &self.before);
+    }
+}
+
+impl Drop for Settings {
+    fn drop(&mut self) {
+        self.put_back();
     }
 }
 

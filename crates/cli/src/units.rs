@@ -1,6 +1,7 @@
 //! Sizes and times as people write them.
 
 use std::time::Duration;
+use stillpoint_store::Every;
 
 /// Reads a time: `500ms`, `10s`, `5m`, `1h`, `1d`.
 pub fn duration(text: &str) -> Result<Duration, String> {
@@ -18,6 +19,30 @@ pub fn duration(text: &str) -> Result<Duration, String> {
         Some(0) => Err("it must be longer than nothing".into()),
         Some(ms) if ms <= LONGEST_MS => Ok(Duration::from_millis(ms)),
         _ => Err("it must not be longer than ten years".into()),
+    }
+}
+
+/// Reads how often there are to be checkpoints: a time, or `auto`.
+pub fn every(text: &str) -> Result<Every, String> {
+    match text {
+        "auto" => Ok(Every::Auto),
+        _ => duration(text).map(Every::Time).map_err(|e| format!("{e} (or auto)")),
+    }
+}
+
+/// So many times in a row a job is brought back, unless told otherwise.
+const RESTARTS: u64 = 5;
+
+/// Reads when a job is brought back: `on-crash`, `on-crash=3`. Returns how many times in a row.
+pub fn restart(text: &str) -> Result<u64, String> {
+    let (when, most) = text.split_once('=').map_or((text, None), |(when, most)| (when, Some(most)));
+    if when != "on-crash" {
+        return Err("write on-crash, or on-crash=MAX".into());
+    }
+    match most.map(str::parse) {
+        None => Ok(RESTARTS),
+        Some(Ok(most @ 1..)) => Ok(most),
+        Some(_) => Err("MAX is a number from 1 on, as in on-crash=3".into()),
     }
 }
 
@@ -46,6 +71,14 @@ pub fn rate(text: &str) -> Result<u64, String> {
     let amount = text.strip_suffix("/s").ok_or("write a size and /s, as in 7MB/s, 100MiB/s")?;
     match size(amount)? {
         0 => Err("it must be more than nothing".into()),
+        bytes => Ok(bytes),
+    }
+}
+
+/// Reads how much memory a program may take.
+pub fn memory(text: &str) -> Result<u64, String> {
+    match size(text)? {
+        small if small < stillpoint_pager::LEAST => Err("it must be at least 1MiB".into()),
         bytes => Ok(bytes),
     }
 }
@@ -82,6 +115,17 @@ mod tests {
         for bad in ["", "s", "10", "0s", "-1s", "1.5s", "1y", "10S", "4000d", huge, "18446744073709551615h"] {
             assert!(duration(bad).is_err(), "{bad}");
         }
+    }
+
+    #[test]
+    fn intervals_and_restarts() {
+        assert_eq!(every("auto"), Ok(Every::Auto));
+        assert_eq!(every("30s"), Ok(Every::Time(Duration::from_secs(30))));
+        assert_eq!([restart("on-crash"), restart("on-crash=3")], [Ok(RESTARTS), Ok(3)]);
+        for bad in ["", "always", "on-crash=", "on-crash=0", "on-crash=-1", "on-crash=many"] {
+            assert!(restart(bad).is_err(), "{bad}");
+        }
+        assert!(every("automatic").is_err());
     }
 
     #[test]

@@ -154,6 +154,13 @@ fn processes_and_threads() {
         }),
         ("another machine", |i| i.meta.host.machine = "pdp11".into()),
         ("another kernel", |i| i.meta.host.vdso.0.clear()),
+        ("another processor", |i| i.meta.host.instructions.push("avx1024".into())),
+        ("registers that there are not", |i| i.meta.host.xfeatures |= 1 << 60),
+        ("copies that there are not", |i| {
+            for file in &mut i.paths {
+                (file.ino, file.digest, file.copy) = (1, None, Some(vec![7; 3].into()));
+            }
+        }),
     ]);
 }
 
@@ -396,6 +403,22 @@ fn files() {
         ("a watch of a number below zero", |i| {
             open_file(i).kind =
                 FileKind::Inotify(vec![InotifyWatch { wd: -5, mask: 2, path: i.processes[0].cwd }]);
+        }),
+        ("a group of no kind", |i| {
+            open_file(i).kind =
+                FileKind::Fanotify(Fanotify { flags: !0, event_flags: !0, ..Fanotify::default() });
+        }),
+        ("a say in whether files are opened", |i| {
+            let path = i.processes[0].cwd;
+            let on = FanotifyPlace::FileSystem;
+            let mark = FanotifyMark { on, path, mask: 0x1_0000, ..FanotifyMark::default() };
+            open_file(i).kind =
+                FileKind::Fanotify(Fanotify { flags: 4, marks: vec![mark], ..Fanotify::default() });
+        }),
+        ("a mark of a mount that is none", |i| {
+            let path = i.processes[0].exe;
+            let mark = FanotifyMark { on: FanotifyPlace::Mount, path, mask: !0, ..FanotifyMark::default() };
+            open_file(i).kind = FileKind::Fanotify(Fanotify { marks: vec![mark], ..Fanotify::default() });
         }),
         ("a timer on no clock", |i| {
             open_file(i).kind = FileKind::Timer(TimerFd { clock: -77, ..TimerFd::default() });

@@ -111,6 +111,8 @@ fn a_job_outlives_its_supervisor() {
     let mut child = bench.command(&["run", "--name", "orphan", "--", "sleep", "60"]).spawn().unwrap();
     eventually("the job runs", || bench.pid_of("orphan").is_some());
     let pid = bench.pid_of("orphan").unwrap();
+    // Until then it does not begin without its supervisor.
+    eventually("it is the job", || read(format!("/proc/{pid}/comm").as_ref()) == "sleep\n");
     child.kill().unwrap();
     child.wait().unwrap();
     std::thread::sleep(std::time::Duration::from_millis(50));
@@ -125,9 +127,11 @@ fn a_job_outlives_its_supervisor() {
 #[test]
 fn a_stopped_job_does_not_stop_its_supervisor() {
     let bench = Bench::new();
-    let mut child = bench.command(&["run", "--name", "napper", "--", "sleep", "0.3"]).spawn().unwrap();
+    let mut child = bench.command(&["run", "--name", "napper", "--", "sleep", "3"]).spawn().unwrap();
     eventually("the job runs", || bench.pid_of("napper").is_some());
     let pid = bench.pid_of("napper").unwrap();
+    // Until then nobody passes signals on.
+    eventually("it is the job", || read(format!("/proc/{pid}/comm").as_ref()) == "sleep\n");
     kill(pid, Signal::STOP);
     std::thread::sleep(std::time::Duration::from_millis(500));
     assert!(child.try_wait().unwrap().is_none());

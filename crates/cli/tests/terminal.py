@@ -5,11 +5,14 @@ the script with what the terminal showed."""
 import os, pty, re, select, signal, sys, time
 
 STILLPOINT = sys.argv[1]
+PATIENCE = 60  # seconds: a busy machine takes its time
 LISTENER = (
     "import signal, sys, time; n = [0]\n"
     "def hit(*_): n[0] += 1; print('hit', n[0], flush=True)\n"
     "signal.signal(signal.SIGINT, hit); print('listening', flush=True)\n"
-    "end = time.time() + 1\n"
+    "end = time.time() + 60\n"
+    "while n[0] < 2 and time.time() < end: time.sleep(0.01)\n"
+    "end = time.time() + 0.5\n"  # for those that would be too many
     "while time.time() < end: time.sleep(0.01)\n"
     "print('total', n[0], flush=True)\n"
 )
@@ -26,7 +29,7 @@ class Shell:
         self.text = ""
         self.expect("READY> ")
 
-    def expect(self, pattern, seconds=10):
+    def expect(self, pattern, seconds=PATIENCE):
         """Waits for a pattern, and forgets what came before its end."""
         end = time.time() + seconds
         while not (match := re.search(pattern, self.text)):
@@ -104,7 +107,7 @@ shell.expect("READY> ")
 
 shell.do(f"{STILLPOINT} run -- cat &")
 shell.expect("READY> ")
-for _ in range(100):
+for _ in range(PATIENCE * 20):
     time.sleep(0.05)
     shell.do("jobs")
     state = shell.expect(r"\[1\]\+\s+(\w+)").group(1)
@@ -120,15 +123,15 @@ shell.expect("READY> ")
 check("and reads on in the foreground", shell.status() == 0)
 shell.expect("READY> ")
 
-shell.do(f"{STILLPOINT} run --name left -- sleep 60")
-for _ in range(100):
+shell.do(f"{STILLPOINT} run --name left -- sleep 1000")
+for _ in range(PATIENCE * 20):
     time.sleep(0.05)
     listed = os.popen(f"{STILLPOINT} ls --json").read()
     if match := re.search(r'"pid":(\d+)', listed):
         break
 job = int(match.group(1))
 os.close(shell.fd)  # the terminal hangs up
-for _ in range(100):
+for _ in range(PATIENCE * 20):
     time.sleep(0.05)
     if not os.path.exists(f"/proc/{job}"):
         break

@@ -53,9 +53,24 @@ pub struct PathFile {
     /// written back on restore.
     #[n(14)]
     pub mapped_ranges: Vec<crate::Range>,
+    /// The store has a copy of it, under this digest: BLAKE3 of its length (8 bytes) and contents.
+    #[n(15)]
+    pub copy: Option<Bytes>,
+    /// The mount namespace of the program's own that the path is told in; none: that of whoever took the checkpoint.
+    #[n(16)]
+    pub namespace: Option<u32>,
+    /// It is in a file system that is made anew, with what is in it.
+    #[n(17)]
+    #[cbor(default)]
+    pub made_anew: bool,
 }
 
 impl PathFile {
+    /// Whether it is memory rather than a file: it has no name any more, or that of POSIX shared memory (`shm_open(3)`, `sem_open(3)`).
+    pub fn is_memory(&self) -> bool {
+        self.deleted || self.path.0.starts_with(b"/dev/shm/")
+    }
+
     /// Whether all of its contents were mapped for writing, and so are part of the checkpoint.
     pub fn is_wholly_mapped(&self) -> bool {
         self.mapped_ranges.first().is_some_and(|r| r.start == 0 && r.len >= self.size)
@@ -192,6 +207,9 @@ pub enum FileKind {
     /// POSIX message queue: index into [`crate::Image::queues`].
     #[n(20)]
     Queue(#[n(0)] u32),
+    /// fanotify group.
+    #[n(21)]
+    Fanotify(#[n(0)] Fanotify),
 }
 
 /// State of a timerfd.
@@ -250,6 +268,60 @@ pub struct InotifyWatch {
     /// Watched path: index into [`crate::Image::paths`].
     #[n(2)]
     pub path: u32,
+}
+
+/// A fanotify group.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct Fanotify {
+    /// `FAN_*` flags of `fanotify_init`.
+    #[n(0)]
+    pub flags: u32,
+    /// `O_*` flags with which the files of its events are opened.
+    #[n(1)]
+    pub event_flags: u32,
+    /// It was made by somebody without `CAP_SYS_ADMIN`, to whom it tells nothing of other processes.
+    #[n(2)]
+    pub unprivileged: bool,
+    /// Its marks.
+    #[n(3)]
+    pub marks: Vec<FanotifyMark>,
+}
+
+/// A mark of a fanotify group.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct FanotifyMark {
+    /// What it is on.
+    #[n(0)]
+    pub on: FanotifyPlace,
+    /// A path that leads there: index into [`crate::Image::paths`].
+    #[n(1)]
+    pub path: u32,
+    /// `FAN_MARK_*` flags that it keeps: evictable, and how it ignores.
+    #[n(2)]
+    pub flags: u32,
+    /// Event mask.
+    #[n(3)]
+    pub mask: u32,
+    /// Events that are ignored.
+    #[n(4)]
+    pub ignored: u32,
+}
+
+/// What a mark of a fanotify group is on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+pub enum FanotifyPlace {
+    /// A file or directory.
+    #[default]
+    #[n(0)]
+    Inode,
+    /// The mount of this mount point.
+    #[n(1)]
+    Mount,
+    /// The file system of this mount point.
+    #[n(2)]
+    FileSystem,
 }
 
 /// Who gets the signals of a description.
@@ -388,6 +460,13 @@ pub struct Socket {
     #[n(22)]
     #[cbor(default)]
     pub outside: bool,
+    /// The mount namespace of the program's own in which names of this unix socket are looked up.
+    #[n(23)]
+    pub mounts: Option<u32>,
+    /// The name that it was bound to, if its file has been renamed since: index into [`crate::Image::paths`]. It still tells that one,
+    /// and is reached by [`Socket::path`].
+    #[n(24)]
+    pub renamed_from: Option<u32>,
 }
 
 /// A TCP connection at the cut.
@@ -487,6 +566,27 @@ pub struct Pty {
     /// Which sides are in exclusive mode (`TIOCEXCL`): 1 the master, 2 the slave, 3 both.
     #[n(8)]
     pub exclusive: Option<u32>,
+    /// What was opened to make it, if it is in a devpts of the program's own: index into [`crate::Image::paths`].
+    #[n(9)]
+    pub multiplexer: Option<u32>,
+    /// Owner, group and permissions of the slave, where it was open.
+    #[n(10)]
+    pub owner: Option<TerminalOwner>,
+}
+
+/// Whose a terminal is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct TerminalOwner {
+    /// User.
+    #[n(0)]
+    pub uid: u32,
+    /// Group.
+    #[n(1)]
+    pub gid: u32,
+    /// Permissions.
+    #[n(2)]
+    pub mode: u32,
 }
 
 /// Settings of a terminal.

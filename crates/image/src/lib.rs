@@ -8,14 +8,17 @@
 //! checkpoints stay readable. [`wire`] frames the whole with lengths and checksums that are checked before decoding.
 #![forbid(unsafe_code)]
 
+pub mod anew;
 pub mod files;
 pub mod memory;
+pub mod mounts;
 pub mod namespaces;
 pub mod pages;
 pub mod pids;
 pub mod process;
 mod records;
 pub mod tree;
+pub mod users;
 pub mod validate;
 pub mod wire;
 
@@ -23,6 +26,7 @@ use minicbor::{Decode, Encode};
 
 pub use files::*;
 pub use memory::*;
+pub use mounts::*;
 pub use namespaces::*;
 pub use pages::*;
 pub use process::*;
@@ -134,6 +138,11 @@ pub struct Image {
     #[n(32)]
     #[cbor(default)]
     pub leaders: Vec<LostLeader>,
+    /// The user namespace whose privileges count in each of the [`Image::namespaces`], a row of them before it; none: that of whoever
+    /// restores, as in those that are not told of. (Of a user namespace that is its parent, which is not told here.)
+    #[n(33)]
+    #[cbor(default)]
+    pub owners: Vec<Option<u32>>,
 }
 
 /// What a checkpoint is called, when and where it was taken.
@@ -176,6 +185,21 @@ pub struct Meta {
     /// The program's `CLOCK_BOOTTIME` at the cut, nanoseconds (its time namespace included).
     #[n(11)]
     pub boottime_ns: i64,
+    /// It came here from another store.
+    #[n(12)]
+    pub imported: Option<Imported>,
+}
+
+/// What an imported checkpoint was called where it came from.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct Imported {
+    /// Name of the job there.
+    #[n(0)]
+    pub job: String,
+    /// Number of the checkpoint there.
+    #[n(1)]
+    pub id: u64,
 }
 
 /// The machine and kernel a checkpoint was taken on.
@@ -197,4 +221,8 @@ pub struct Host {
     /// BLAKE3 of the vdso's code; restored programs call into it at remembered addresses.
     #[n(4)]
     pub vdso: Bytes,
+    /// Instructions that not every processor has, by name; programs choose among them when they start. Empty: not known.
+    #[n(5)]
+    #[cbor(default)]
+    pub instructions: Vec<String>,
 }

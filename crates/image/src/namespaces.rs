@@ -1,6 +1,6 @@
 //! Namespaces that the program made for itself.
 
-use crate::Bytes;
+use crate::{Bytes, Mounts};
 use minicbor::{Decode, Encode};
 
 /// A namespace with what is in it. A process that is in none of a kind is in that of whoever restores it.
@@ -46,7 +46,7 @@ pub enum Namespace {
         #[n(0)]
         parent: Option<u32>,
     },
-    /// Mounts: those of whoever restores.
+    /// Mounts: those of whoever restores, or others.
     #[n(6)]
     Mount {
         /// What they share with these.
@@ -55,7 +55,49 @@ pub enum Namespace {
         /// On `/proc` is procfs of this pid namespace of the program's own, a row before this.
         #[n(1)]
         proc: Option<u32>,
+        /// What else is different from what is mounted around it; then there is no `proc`.
+        #[n(2)]
+        mounts: Option<Mounts>,
     },
+    /// Users and groups: what those in it are called outside, and what privileges count in.
+    #[n(7)]
+    User(#[n(0)] Users),
+}
+
+/// A user namespace. All ids but those within it are such as whoever restores sees. user_namespaces(7)
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct Users {
+    /// The one that it lies in, a row before this; none: that of whoever restores.
+    #[n(0)]
+    pub parent: Option<u32>,
+    /// The user who made it: in the namespace around it he has all privileges over it.
+    #[n(1)]
+    pub owner: u32,
+    /// Users that have a name in it; none if nobody has told yet.
+    #[n(2)]
+    pub uids: Vec<IdRange>,
+    /// The same of groups.
+    #[n(3)]
+    pub gids: Vec<IdRange>,
+    /// Whoever is in it may never change the list of his groups.
+    #[n(4)]
+    pub keeps_groups: bool,
+}
+
+/// Ids that follow each other, in a user namespace and outside of it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct IdRange {
+    /// The first, as it is called in the namespace.
+    #[n(0)]
+    pub inside: u32,
+    /// The same, as whoever restores sees it.
+    #[n(1)]
+    pub outside: u32,
+    /// How many there are.
+    #[n(2)]
+    pub count: u32,
 }
 
 /// What the mounts of a mount namespace share with those that they were copied from. mount_namespaces(7)
@@ -193,6 +235,7 @@ impl Namespace {
             Namespace::Network { .. } => "net",
             Namespace::Pid { .. } => "pid",
             Namespace::Mount { .. } => "mnt",
+            Namespace::User(_) => "user",
         }
     }
 }

@@ -121,6 +121,25 @@ pub enum Codec {
     Zstd,
 }
 
+impl Codec {
+    /// All there are.
+    pub const ALL: [Codec; 3] = [Codec::Raw, Codec::Lz4, Codec::Zstd];
+
+    /// Its number in records.
+    pub fn number(self) -> u8 {
+        match self {
+            Codec::Raw => 0,
+            Codec::Lz4 => 1,
+            Codec::Zstd => 2,
+        }
+    }
+
+    /// The one of this number.
+    pub fn numbered(number: u8) -> Option<Self> {
+        Self::ALL.into_iter().find(|codec| codec.number() == number)
+    }
+}
+
 /// All extents of a checkpoint, ordered by owner and address, not overlapping.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PageMap {

@@ -15,6 +15,8 @@ pub struct Pids<'a> {
     image: &'a Image,
     /// The namespace of each process, thread, ended process and leader that is no more, and its ids within.
     known: HashMap<u32, (Option<u32>, &'a [u32])>,
+    /// Whoever is made gets an id of the kernel's choice.
+    are_new: bool,
 }
 
 impl<'a> Pids<'a> {
@@ -30,7 +32,17 @@ impl<'a> Pids<'a> {
             }
             known.extend(image.leaders.iter().map(|l| (l.pid, (Some(l.namespace), l.inner.as_slice()))));
         }
-        Pids { image, known }
+        Pids { image, known, are_new: false }
+    }
+
+    /// Those of an image whose processes and threads are to get whatever ids the kernel gives them.
+    pub fn anew(image: &'a Image) -> Self {
+        Pids { are_new: true, ..Self::of(image) }
+    }
+
+    /// Whether whoever is made gets an id of the kernel's choice.
+    pub fn are_new(&self) -> bool {
+        self.are_new
     }
 
     /// Whether no process is in such a namespace.
@@ -84,8 +96,12 @@ impl<'a> Pids<'a> {
         inner.get(level).copied().filter(|_| self.lies_in(theirs, namespace))
     }
 
-    /// All ids of whoever has this one, in his own namespace first and outside last.
+    /// All ids that whoever has this one is to be made with, in his own namespace first and outside last; none where that is left to
+    /// the kernel.
     pub fn all(&self, id: u32) -> Vec<u32> {
+        if self.are_new {
+            return Vec::new();
+        }
         let inner = self.known.get(&id).map_or(&[][..], |(_, inner)| inner);
         inner.iter().rev().copied().chain([id]).collect()
     }

@@ -505,7 +505,8 @@ pub struct SignalAction {
     pub mask: u64,
 }
 
-/// An interval timer; zero value: disarmed.
+/// An interval timer; zero value: disarmed, or, if it is the real one, has an interval, and its `SIGALRM` is pending, expired: it goes on
+/// when that is taken.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
 #[cbor(map)]
 pub struct IntervalTimer {

@@ -98,7 +98,7 @@ fn put(out: &mut Vec<u8>, extent: &Extent, expected: &mut Expected) {
         }
         expected.segment = segment;
         let last = expected.blocks.entry(segment).or_default();
-        let block = Block { offset, length, pages: block_pages, codec: code(codec), crc };
+        let block = Block { offset, length, pages: block_pages, codec: codec.number(), crc };
         let whole = skip == 0
             && u32::from(block_pages) == extent.pages
             && codec == Codec::Raw
@@ -124,14 +124,6 @@ fn put(out: &mut Vec<u8>, extent: &Extent, expected: &mut Expected) {
         }
     }
     out[at] = tags;
-}
-
-fn code(codec: Codec) -> u8 {
-    match codec {
-        Codec::Raw => 0,
-        Codec::Lz4 => 1,
-        Codec::Zstd => 2,
-    }
 }
 
 fn number(out: &mut Vec<u8>, value: u64) {
@@ -215,12 +207,7 @@ fn stored(bytes: &mut &[u8], tags: u8, pages: u32, expected: &mut Expected) -> O
     }
     let skip = if has(tag::WHOLE) { 0 } else { get(bytes)? };
     let Block { offset, length, pages: block_pages, codec, crc } = *block;
-    let codec = match codec {
-        0 => Codec::Raw,
-        1 => Codec::Lz4,
-        2 => Codec::Zstd,
-        _ => return None,
-    };
+    let codec = Codec::numbered(codec)?;
     Some(Place::Stored { segment, offset, length, block_pages, skip, codec, crc })
 }
 

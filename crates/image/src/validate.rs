@@ -5,13 +5,20 @@
 
 use crate::pids::{DEEPEST, Pids, namespace_of};
 use crate::{
-    Backing, Codec, Directories, FileKind, IPC_SETTINGS, Image, Ipc, MAX_BLOCK_PAGES, Mapping, MemoryObject,
-    Namespace, OpenFile, Owner, PAGE, PageMap, Place, Process, Propagation, Setting, Socket, SystemV, tree,
+    Backing, Bytes, Codec, Directories, Entry, FileKind, IPC_SETTINGS, IdRange, Image, Ipc, MADE_ANEW,
+    MAX_BLOCK_PAGES, Mapping, MemoryObject, Mounted, Mounts, Namespace, OVERLAY, OpenFile, Owner, PAGE,
+    PageMap, Place, Process, Propagation, Receives, Role, Setting, Socket, SystemV, are_within_each_other,
+    tree, users,
 };
 use std::collections::{HashMap, HashSet};
 
+/// What of `st_mode` is the type of a file, and that of a folder.
+const FILE_TYPE: u32 = 0o170_000;
+const FOLDER: u32 = 0o040_000;
 /// Length of a `siginfo_t`, bytes.
 const SIGINFO: usize = 128;
+/// Most ranges of ids in a user namespace (`UID_GID_MAP_MAX_EXTENTS`).
+const MOST_RANGES: usize = 340;
 /// Longest host and domain name, bytes.
 const HOST_NAME: usize = 64;
 
@@ -100,11 +107,15 @@ pub fn image(image: &Image) -> Result<(), Invalid> {
     for (row, path) in rows("file", &image.paths) {
         let sound = path.mapped_ranges.iter().all(|r| r.start.checked_add(r.len).is_some());
         row.must(sound, "a mapped range runs past the end of the address space")?;
+        check_is_mount(&row, path.namespace, image)?;
     }
     for (row, pipe) in rows("pipe", &image.pipes) {
         if let Some(fifo) = pipe.fifo {
             row.refers("file", fifo, image.paths.len())?;
         }
+    }
+    for (row, pty) in rows("pty", &image.ptys) {
+        pty.multiplexer.map_or(Ok(()), |i| row.refers("file", i, image.paths.len()))?;
     }
     for (row, queue) in rows("message queue", &image.queues) {
         let name = &queue.name.0;
@@ -121,7 +132,12 @@ pub fn image(image: &Image) -> Result<(), Invalid> {
     let of_living = image.processes.iter().flat_map(|p| p.namespaces.iter().copied());
     let of_ended = image.processes.iter().flat_map(|p| p.ended().iter().filter_map(|e| e.namespace));
     for (row, namespace) in rows("namespace", &image.namespaces) {
-        let Namespace::Mount { proc: Some(of), propagation } = *namespace else { continue };
+        let &Namespace::Mount { proc, propagation, ref mounts } = namespace else { continue };
+        if let Some(mounts) = mounts {
+            row.must(proc.is_none(), "a procfs is told of twice")?;
+            check_mounts(&row, mounts, image)?;
+        }
+        let Some(of) = proc else { continue };
         // It would be mounted around the program as well.
         row.must(
             propagation != Propagation::Unchanged,
@@ -136,7 +152,14 @@ pub fn image(image: &Image) -> Result<(), Invalid> {
             "nobody in it is in the pid namespace of its procfs",
         )?;
     }
-    let used: HashSet<u32> = of_living.chain(of_ended).collect();
+    check_owners(image)?;
+    let mut used: HashSet<u32> = of_living.chain(of_ended).collect();
+    // A user namespace is held by what belongs to it, and by those that lie in it, all of which stand behind it.
+    for row in (0..image.namespaces.len() as u32).rev() {
+        if used.contains(&row) {
+            used.extend(users::owner(image, row));
+        }
+    }
     for (row, namespace) in rows("namespace", &image.namespaces) {
         row.must(used.contains(&(row.row as u32)), "nobody is in it")?;
         check_namespace(&row, namespace)?;
@@ -159,9 +182,14 @@ pub fn image(image: &Image) -> Result<(), Invalid> {
         row.must(!socket.outside || socket.orphan, "its peer is outside, and yet it has one")?;
         row.must(socket.pending.is_empty() || socket.listening.is_some(), "it does not listen")?;
         socket.pending.iter().try_for_each(|s| row.refers("socket", *s, image.sockets.len()))?;
-        if let Some(path) = socket.path {
-            row.refers("file", path, image.paths.len())?;
+        for path in socket.path.iter().chain(&socket.renamed_from) {
+            row.refers("file", *path, image.paths.len())?;
         }
+        row.must(
+            socket.renamed_from.is_none() || socket.path.is_some(),
+            "its file was renamed, and yet it has none",
+        )?;
+        check_is_mount(&row, socket.mounts, image)?;
         check_connection(&row, socket, image)?;
     }
     let mut kept: Vec<u32> = image.sockets.iter().filter_map(|s| s.kept).collect();
@@ -443,6 +471,40 @@ fn check_ipc(row: &Row, ipc: &Ipc) -> Result<(), Invalid> {
     row.must(all.into_iter().all(|id| ids.insert(id)), "two objects in it have one id")
 }
 
+/// What belongs to a user namespace stands behind it; ids in it have one name each.
+fn check_owners(image: &Image) -> Result<(), Invalid> {
+    let row = Row { what: "image", row: 0 };
+    row.must(image.owners.len() <= image.namespaces.len(), "namespaces are owned that are not there")?;
+    for (row, namespace) in rows("namespace", &image.namespaces) {
+        let told = image.owners.get(row.row).copied().flatten();
+        let users = match namespace {
+            Namespace::User(users) => Some(users),
+            _ => None,
+        };
+        row.must(told.is_none() || users.is_none(), "a user namespace is told to belong to another one")?;
+        if let Some(owner) = users.map_or(told, |users| users.parent) {
+            let is_one = (owner as usize) < row.row && users::users(image, Some(owner)).is_some();
+            row.must(is_one, "it belongs to no user namespace before it")?;
+        }
+        for ranges in users.into_iter().flat_map(|users| [&users.uids, &users.gids]) {
+            row.must(ranges.len() <= MOST_RANGES, "there are more ranges of ids than there can be")?;
+            for side in [|range: &IdRange| range.inside, |range: &IdRange| range.outside] {
+                let mut all: Vec<(u32, u32)> =
+                    ranges.iter().map(|range| (side(range), range.count)).collect();
+                all.sort_unstable();
+                let ends = |(first, count): &(u32, u32)| first.checked_add(*count).filter(|_| *count > 0);
+                row.must(
+                    all.iter().all(|range| ends(range).is_some()),
+                    "a range of ids has no end, or is empty",
+                )?;
+                let apart = all.windows(2).all(|pair| ends(&pair[0]).is_some_and(|end| end <= pair[1].0));
+                row.must(apart, "an id has two names in it")?;
+            }
+        }
+    }
+    Ok(())
+}
+
 fn check_namespace(row: &Row, namespace: &Namespace) -> Result<(), Invalid> {
     match namespace {
         Namespace::Uts { host, domain } => {
@@ -453,7 +515,143 @@ fn check_namespace(row: &Row, namespace: &Namespace) -> Result<(), Invalid> {
         // Pid namespaces with the processes in them ([`check_pids`]).
         Namespace::Time { .. } | Namespace::Cgroup | Namespace::Network { .. } => Ok(()),
         Namespace::Pid { .. } | Namespace::Mount { .. } => Ok(()),
+        // With what belongs to them ([`check_owners`]).
+        Namespace::User(_) => Ok(()),
     }
+}
+
+fn check_is_mount(row: &Row, namespace: Option<u32>, image: &Image) -> Result<(), Invalid> {
+    let Some(namespace) = namespace else { return Ok(()) };
+    row.refers("namespace", namespace, image.namespaces.len())?;
+    let is_mount = matches!(image.namespaces[namespace as usize], Namespace::Mount { .. });
+    row.must(is_mount, "its path is told in a namespace of another kind")
+}
+
+/// Whether a path cannot lead out of where it begins.
+fn is_plain(path: &[u8]) -> bool {
+    let mut steps = path.split(|b| *b == b'/').filter(|step| !step.is_empty());
+    !path.contains(&0) && steps.all(|step| step != b".." && step != b".")
+}
+
+fn is_absolute(path: &Bytes) -> bool {
+    path.0.first() == Some(&b'/') && is_plain(&path.0)
+}
+
+fn check_mounts(row: &Row, mounts: &Mounts, image: &Image) -> Result<(), Invalid> {
+    row.must(mounts.gone.iter().all(is_absolute), "a mount point of it is no path")?;
+    for (number, system) in mounts.systems.iter().enumerate() {
+        row.must(MADE_ANEW.contains(&system.kind.as_str()), "a file system of it cannot be made anew")?;
+        row.must(
+            !system.settings.0.contains(&0) && !system.source.0.contains(&0),
+            "an option of it is none",
+        )?;
+        if let Some(of) = system.namespace {
+            row.must((of as usize) < row.row, "a file system of it shows a later namespace")?;
+            let of_kind = match &image.namespaces[of as usize] {
+                Namespace::Pid { .. } => "proc",
+                Namespace::Network { .. } => "sysfs",
+                Namespace::Ipc(_) => "mqueue",
+                _ => "",
+            };
+            row.must(system.kind == of_kind, "a file system of it shows a namespace of another kind")?;
+            let is_in = |p: &&Process| p.namespaces.contains(&of) && p.namespaces.contains(&(row.row as u32));
+            let is_there = of_kind != "proc" || image.processes.iter().any(|p| is_in(&p));
+            row.must(is_there, "nobody in it is in the pid namespace of its procfs")?;
+        }
+        row.must(system.entries.is_empty() || system.kind == "tmpfs", "a file system has files of its own")?;
+        check_layers(row, number, mounts)?;
+        let is_folder = |entry: &&Entry| entry.mode & FILE_TYPE == FOLDER;
+        let folders: HashSet<&[u8]> =
+            system.entries.iter().filter(is_folder).map(|e| &e.path.0[..]).collect();
+        // A link in the way would lead out of it.
+        let lies_in_folder = |name: &Bytes| {
+            let parent = name.0.iter().rposition(|b| *b == b'/').map_or(&b""[..], |end| &name.0[..end]);
+            folders.contains(parent)
+        };
+        for entry in &system.entries {
+            row.must(
+                std::iter::once(&entry.path).chain(&entry.also).all(lies_in_folder),
+                "a file in it is in no folder",
+            )?;
+            let mut names = std::iter::once(&entry.path).chain(&entry.also);
+            let is_name = |name: &Bytes| name.0.first() != Some(&b'/') && is_plain(&name.0);
+            row.must(names.all(is_name), "the name of a file in it is none")?;
+            row.must(!entry.target.0.contains(&0), "a symbolic link in it leads nowhere")?;
+            let named = |(name, _): &(Bytes, Bytes)| !name.0.is_empty() && !name.0.contains(&0);
+            row.must(entry.attributes.iter().all(named), "an attribute in it has no name")?;
+            if let Some(content) = entry.content {
+                row.refers("file", content, image.paths.len())?;
+            }
+        }
+        row.must(system.entries.is_sorted_by(|a, b| a.path < b.path), "files in it are out of order")?;
+    }
+    let is_rooted = mounts.all.first().is_some_and(|root| root.parent.is_none() && root.point.0 == b"/");
+    row.must(is_rooted || !mounts.is_apart, "it has no root")?;
+    for (number, mount) in mounts.all.iter().enumerate() {
+        row.must(is_absolute(&mount.point), "a mount point of it is no path")?;
+        let is_root = mounts.is_apart && number == 0;
+        let is_kept = mount.what == Mounted::Kept;
+        row.must(!(is_kept && mounts.is_apart), "a mount of it is not there")?;
+        row.must(mount.parent.is_none() == (is_kept || is_root), "a mount of it is on none")?;
+        if let Some(parent) = mount.parent {
+            row.must((parent as usize) < number, "a mount of it stands before that on which it is")?;
+            let below = &mounts.all[parent as usize].point.0;
+            let is_below = below == b"/"
+                || mount
+                    .point
+                    .0
+                    .strip_prefix(&below[..])
+                    .is_some_and(|rest| rest.is_empty() || rest.first() == Some(&b'/'));
+            row.must(is_below, "a mount of it is not on that on which it is said to be")?;
+        }
+        match &mount.what {
+            Mounted::Kept => {}
+            Mounted::Around(path) => row.must(is_absolute(path), "what is mounted in it is no path")?,
+            Mounted::System { row: system, root } => {
+                row.must((*system as usize) < mounts.systems.len(), "a mount of it is of no file system")?;
+                row.must(is_absolute(root), "what is mounted in it is no path")?;
+            }
+        }
+        if let Some(Receives::Around(path)) = mount.sharing.as_ref().and_then(|s| s.receives.as_ref()) {
+            row.must(is_absolute(path), "a mount of it receives from no path")?;
+        }
+    }
+    Ok(())
+}
+
+/// An overlay lies over directories around the namespace, or in file systems that are made before it.
+fn check_layers(row: &Row, number: usize, mounts: &Mounts) -> Result<(), Invalid> {
+    let system = &mounts.systems[number];
+    let is_overlay = system.kind == OVERLAY;
+    row.must(is_overlay != system.layers.is_empty(), "an overlay of it lies over nothing")?;
+    let count = |role| system.layers.iter().filter(|layer| layer.role == role).count();
+    let is_whole =
+        count(Role::Lower) > 0 && count(Role::Upper) == count(Role::Work) && count(Role::Upper) < 2;
+    row.must(is_whole || !is_overlay, "an overlay of it lacks a directory, or has too many")?;
+    row.must(
+        system.layers.is_sorted_by_key(|layer| layer.role),
+        "directories of an overlay are out of order",
+    )?;
+    let names = system.layers.iter().map(|layer| (layer.role, &layer.name.0[..]));
+    row.must(!are_within_each_other(names), "directories of an overlay are within each other")?;
+    for layer in &system.layers {
+        row.must(!layer.name.0.is_empty() && !layer.name.0.contains(&0), "a directory has no name")?;
+        let (path, is_there) = match &layer.at {
+            Mounted::Kept => return row.must(false, "a directory of an overlay is nowhere"),
+            Mounted::Around(path) => (path, !layer.id.0.is_empty()),
+            Mounted::System { row: of, root } => {
+                let of = *of as usize;
+                let is_there = mounts
+                    .systems
+                    .get(of)
+                    .is_some_and(|on| on.kind == "tmpfs" || on.kind == OVERLAY && of < number);
+                (root, is_there)
+            }
+        };
+        row.must(is_absolute(path), "a directory of an overlay has no path")?;
+        row.must(is_there, "a directory of an overlay is not told from others, or is in no file system that is made before it")?;
+    }
+    Ok(())
 }
 
 fn check_mapping(row: &Row, mapping: &Mapping, image: &Image) -> Result<(), Invalid> {
@@ -521,6 +719,12 @@ fn check_open_file(row: &Row, file: &OpenFile, image: &Image) -> Result<(), Inva
         FileKind::Inotify(watches) => {
             row.must(watches.iter().all(|w| w.wd > 0), "a watch in it has no number")?;
             watches.iter().try_for_each(|w| row.refers("file", w.path, image.paths.len()))
+        }
+        FileKind::Fanotify(group) => {
+            /// `FAN_CLASS_CONTENT` and `FAN_CLASS_PRE_CONTENT`: who makes it would have to answer before it could open a file.
+            const ASKED: u32 = 0xc;
+            row.must(group.flags & ASKED == 0, "it is asked for permission")?;
+            group.marks.iter().try_for_each(|m| row.refers("file", m.path, image.paths.len()))
         }
         FileKind::Stdio(_)
         | FileKind::ControllingTerminal

@@ -12,7 +12,7 @@ use std::ops::Range;
 /// First bytes of every manifest.
 pub const MAGIC: [u8; 8] = *b"STILLPNT";
 /// Version of the format that is written, and the newest that is read.
-pub const VERSION: u32 = 5;
+pub const VERSION: u32 = 7;
 /// Length of the header of this version, bytes.
 pub const HEADER: usize = 64;
 /// Length of one record of the page map in version 1, bytes.
@@ -75,11 +75,15 @@ struct Frame {
 
 /// Encodes a manifest.
 pub fn encode(image: &Image, pages: &PageMap) -> Vec<u8> {
+    assemble(&encode_body(image), pages)
+}
+
+fn encode_body(image: &Image) -> Vec<u8> {
     let mut body = Vec::with_capacity(64 << 10);
     let result: Result<(), minicbor::encode::Error<std::convert::Infallible>> =
         minicbor::encode(image, &mut body);
     debug_assert!(result.is_ok(), "writing to memory cannot fail, and no field refuses to be encoded");
-    assemble(&body, pages)
+    body
 }
 
 /// Encodes a manifest again with another page map. Its description stays as it is, byte for byte, so that fields of
@@ -90,6 +94,14 @@ pub fn encode(image: &Image, pages: &PageMap) -> Vec<u8> {
 pub fn with_pages(manifest: &[u8], pages: &PageMap) -> Result<Vec<u8>, WireError> {
     let frame = Frame::of(manifest)?;
     Ok(assemble(frame.body_of(manifest)?, pages))
+}
+
+/// Encodes a manifest again with another description. Its page map stays as it is.
+///
+/// # Errors
+/// As [`decode`], as far as the manifest's header and page map are concerned.
+pub fn with_image(manifest: &[u8], image: &Image) -> Result<Vec<u8>, WireError> {
+    Ok(assemble(&encode_body(image), &decode_pages(manifest)?))
 }
 
 fn assemble(body: &[u8], pages: &PageMap) -> Vec<u8> {
@@ -126,6 +138,35 @@ pub fn decode(manifest: &[u8]) -> Result<(Image, PageMap), WireError> {
     let map = frame.map(manifest)?;
     let image: Image = decode_body(body)?;
     validate::image(&image)?;
+    validate::owners(&image, &map)?;
+    Ok((image, map))
+}
+
+/// Decodes and validates only the description; the page map is neither checked nor decoded.
+///
+/// # Errors
+/// As [`decode`], as far as header and description are concerned.
+pub fn decode_image(manifest: &[u8]) -> Result<Image, WireError> {
+    let frame = Frame::of(manifest)?;
+    let image: Image = decode_body(frame.body_of(manifest)?)?;
+    validate::image(&image)?;
+    Ok(image)
+}
+
+/// Encodes a description and a page map one by one, for those who frame them in another way.
+pub fn encode_parts(image: &Image, pages: &PageMap) -> (Vec<u8>, Vec<u8>) {
+    (encode_body(image), records::encode(pages))
+}
+
+/// Decodes and validates what [`encode_parts`] has encoded.
+///
+/// # Errors
+/// [`WireError::Body`], [`WireError::Record`], [`WireError::Invalid`].
+pub fn decode_parts(description: &[u8], map: &[u8]) -> Result<(Image, PageMap), WireError> {
+    let image: Image = decode_body(description)?;
+    let map = records::decode(map).map_err(WireError::Record)?;
+    validate::image(&image)?;
+    validate::page_map(&map)?;
     validate::owners(&image, &map)?;
     Ok((image, map))
 }

@@ -418,6 +418,51 @@ fn pid_namespaces_are_validated() {
     }
 }
 
+/// A user namespace that a process is in, behind one that nobody is in, and a UTS namespace that belongs to that.
+fn in_user_namespaces() -> Image {
+    let mut image = sample();
+    let range = |inside, outside| IdRange { inside, outside, count: 10 };
+    let outer = Users { owner: 5, uids: vec![range(0, 1000), range(10, 0)], ..Users::default() };
+    let first = image.namespaces.len() as u32;
+    let inner =
+        Users { parent: Some(first), uids: vec![range(7, 1000)], keeps_groups: true, ..Users::default() };
+    let uts = Namespace::Uts { host: Vec::new().into(), domain: Vec::new().into() };
+    image.namespaces.extend([Namespace::User(outer), Namespace::User(inner), uts]);
+    image.owners = vec![None; first as usize + 2];
+    image.owners.push(Some(first));
+    image.processes[1].namespaces = vec![1, 2, first + 1, first + 2];
+    image
+}
+
+#[test]
+fn user_namespaces_are_validated() {
+    let (back, _) = wire::decode(&wire::encode(&in_user_namespaces(), &sample_map())).expect("it is sound");
+    assert_eq!(back, in_user_namespaces());
+    fn users(image: &mut Image, place: usize) -> &mut Users {
+        let mut all = image.namespaces.iter_mut().filter_map(|namespace| match namespace {
+            Namespace::User(users) => Some(users),
+            _ => None,
+        });
+        all.nth(place).expect("there are two")
+    }
+    type Change = fn(&mut Image);
+    let wrong: [(&str, Change); 8] = [
+        ("one that lies in itself", |i| users(i, 1).parent = users(i, 1).parent.map(|row| row + 1)),
+        ("one that lies in one of another kind", |i| users(i, 1).parent = Some(0)),
+        ("a namespace that belongs to one of another kind", |i| *i.owners.last_mut().expect("one") = Some(1)),
+        ("a namespace that belongs to none that is there", |i| *i.owners.last_mut().expect("one") = Some(99)),
+        ("an owner of nothing", |i| i.owners.push(None)),
+        ("an id that has two names", |i| users(i, 0).uids[1].outside = 1009),
+        ("a name that two have", |i| users(i, 0).uids[1].inside = 9),
+        ("ranges without end", |i| users(i, 0).uids[1].count = u32::MAX),
+    ];
+    for (what, change) in wrong {
+        let mut image = in_user_namespaces();
+        change(&mut image);
+        assert!(wire::decode(&wire::encode(&image, &sample_map())).is_err(), "{what}");
+    }
+}
+
 #[test]
 fn mount_namespaces_are_validated() {
     let sound = || {
@@ -426,7 +471,7 @@ fn mount_namespaces_are_validated() {
         let (propagation, proc) = (Propagation::Slave, Some(outer));
         image.processes[2].namespaces.push(outer + 2);
         image.processes[3].namespaces.push(outer + 2);
-        image.namespaces.push(Namespace::Mount { propagation, proc });
+        image.namespaces.push(Namespace::Mount { propagation, proc, mounts: None });
         image
     };
     let (back, _) = wire::decode(&wire::encode(&sound(), &sample_map())).expect("it is sound");
@@ -449,9 +494,129 @@ fn mount_namespaces_are_validated() {
     }
 }
 
+/// As version 5 had them.
+#[test]
+fn mount_namespaces_without_mounts_of_their_own_are_read() {
+    #[derive(minicbor::Encode)]
+    enum Before {
+        #[n(6)]
+        Mount {
+            #[n(0)]
+            propagation: Propagation,
+            #[n(1)]
+            proc: Option<u32>,
+        },
+    }
+    let before = Before::Mount { propagation: Propagation::Slave, proc: Some(1) };
+    let bytes = minicbor::to_vec(before).expect("it can be encoded");
+    let now: Namespace = minicbor::decode(&bytes).expect("it can be read");
+    assert_eq!(now, Namespace::Mount { propagation: Propagation::Slave, proc: Some(1), mounts: None });
+}
+
+#[test]
+fn mounts_of_its_own_are_validated() {
+    let file = |path: &str, mode: u32| Entry { path: bytes(path), mode, ..Entry::default() };
+    let sound = || {
+        let mut image = in_pid_namespaces();
+        let outer = image.namespaces.len() as u32 - 2;
+        image.processes[2].namespaces.push(outer + 2);
+        let entries = vec![
+            file("", 0o040_755),
+            file("folder", 0o040_755),
+            Entry { also: vec![bytes("other")], content: Some(0), ..file("folder/file", 0o100_644) },
+            Entry { target: bytes("/anywhere"), ..file("link", 0o120_777) },
+        ];
+        let memory = FileSystem { kind: "tmpfs".into(), entries, ..FileSystem::default() };
+        let shown = FileSystem { kind: "proc".into(), namespace: Some(outer), ..FileSystem::default() };
+        let sharing = Some(Sharing { shares: Some(0), ..Sharing::default() });
+        let system = |row| Mounted::System { row, root: bytes("/") };
+        let on = |point: &str, parent, what| Mount { point: bytes(point), parent, what, ..Mount::default() };
+        let all = vec![
+            Mount { sharing, ..on("/", None, system(0)) },
+            on("/proc", Some(0), system(1)),
+            on("/folder/file", Some(0), Mounted::Around(bytes("/etc/hostname"))),
+        ];
+        let layer = |role, name: &str, at| Layer { role, name: bytes(name), at, id: bytes("id") };
+        let layers = vec![
+            layer(Role::Lower, "/", Mounted::Around(bytes("/"))),
+            layer(Role::Upper, "/folder/upper", Mounted::System { row: 0, root: bytes("/upper") }),
+            layer(Role::Work, "work", Mounted::System { row: 0, root: bytes("/work") }),
+        ];
+        let over = FileSystem { kind: OVERLAY.into(), layers, ..FileSystem::default() };
+        let systems = vec![memory, shown, over];
+        let mounts = Some(Mounts { is_apart: true, systems, all, ..Mounts::default() });
+        image.namespaces.push(Namespace::Mount { propagation: Propagation::Private, proc: None, mounts });
+        image.paths[0].namespace = Some(outer + 2);
+        image
+    };
+    let (back, _) = wire::decode(&wire::encode(&sound(), &sample_map())).expect("it is sound");
+    assert_eq!(back, sound());
+    let wrong: [Spoiler<Mounts>; 31] = [
+        ("a root that is on something", |m| m.all[0].parent = Some(1)),
+        ("a root elsewhere", |m| m.all[0].point = bytes("/root")),
+        ("what is around it, in another root", |m| m.all[2].what = Mounted::Kept),
+        ("a mount before what it is on", |m| m.all[1].parent = Some(2)),
+        ("a mount on nothing", |m| m.all[1].parent = None),
+        ("a mount beside what it is on", |m| m.all[2].parent = Some(1)),
+        ("a way out", |m| m.all[2].point = bytes("/folder/../../file")),
+        ("what is nowhere", |m| m.all[2].what = Mounted::Around(bytes("etc"))),
+        ("no such file system", |m| m.all[1].what = Mounted::System { row: 3, root: bytes("/") }),
+        ("a file system that cannot be made", |m| m.systems[0].kind = "ext4".into()),
+        ("processes of another kind", |m| m.systems[1].namespace = Some(0)),
+        ("files in procfs", |m| m.systems[1].entries = m.systems[0].entries.clone()),
+        ("a file behind a link", |m| m.systems[0].entries.push(file_in_link())),
+        ("a name behind a link", |m| m.systems[0].entries[2].also[0] = bytes("link/file")),
+        ("a name that leads out", |m| m.systems[0].entries[2].also[0] = bytes("folder/../../file")),
+        ("contents that are not there", |m| m.systems[0].entries[2].content = Some(99)),
+        ("an overlay over nothing", |m| m.systems[2].layers.clear()),
+        ("what lies over something and is no overlay", |m| m.systems[0].layers = m.systems[2].layers.clone()),
+        ("an overlay that reads nothing", |m| drop(m.systems[2].layers.remove(0))),
+        ("an overlay that can prepare nothing", |m| drop(m.systems[2].layers.pop())),
+        ("two upper directories", |m| {
+            let upper = m.systems[2].layers[1].clone();
+            m.systems[2].layers.insert(1, upper);
+        }),
+        ("directories out of order", |m| m.systems[2].layers.swap(0, 1)),
+        ("a directory without a name", |m| m.systems[2].layers[1].name = bytes("")),
+        ("a name in another", |m| m.systems[2].layers[2].name = bytes("x/../folder/./upper/work")),
+        ("the root among others", |m| m.systems[2].layers[2].name = bytes("/")),
+        ("a directory that is nowhere", |m| m.systems[2].layers[0].at = Mounted::Kept),
+        ("a directory without a path", |m| m.systems[2].layers[0].at = Mounted::Around(bytes("a"))),
+        ("a directory that could be any", |m| m.systems[2].layers[0].id = bytes("")),
+        ("a directory of processes", |m| m.systems[2].layers[1].at = at(1)),
+        ("an overlay over itself", |m| m.systems[2].layers[1].at = at(2)),
+        ("an overlay over no file system", |m| m.systems[2].layers[1].at = at(3)),
+    ];
+    for (what, spoil) in wrong {
+        let mut image = sound();
+        let Some(Namespace::Mount { mounts: Some(mounts), .. }) = image.namespaces.last_mut() else {
+            panic!()
+        };
+        spoil(mounts);
+        let result = wire::decode(&wire::encode(&image, &sample_map()));
+        assert!(matches!(result, Err(WireError::Invalid(_))), "{what}: {result:?}");
+    }
+    let mut image = sound();
+    image.paths[0].namespace = Some(0);
+    let result = wire::decode(&wire::encode(&image, &sample_map()));
+    assert!(matches!(result, Err(WireError::Invalid(_))), "a path in something else: {result:?}");
+}
+
+fn at(row: u32) -> Mounted {
+    Mounted::System { row, root: bytes("/") }
+}
+
+fn file_in_link() -> Entry {
+    Entry { path: bytes("link/file"), mode: 0o100_644, ..Entry::default() }
+}
+
+fn bytes(text: &str) -> Bytes {
+    Bytes(text.into())
+}
+
 fn mounts(image: &mut Image) -> (&mut Propagation, &mut Option<u32>) {
     match image.namespaces.last_mut() {
-        Some(Namespace::Mount { propagation, proc }) => (propagation, proc),
+        Some(Namespace::Mount { propagation, proc, .. }) => (propagation, proc),
         _ => panic!("the last one is"),
     }
 }

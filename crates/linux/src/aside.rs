@@ -5,8 +5,26 @@ use crate::{Error, Result};
 use std::ffi::CStr;
 use std::os::fd::{AsFd, AsRawFd};
 
+/// Room for a process that is on its way to another program, bytes.
+const STACK: usize = 64 << 10;
+
+/// What the process is to do that becomes another program.
+struct Orders {
+    program: *const libc::c_char,
+    argv: *const *const libc::c_char,
+    input: i32,
+    null: i32,
+    /// End of the stack of the one that executes the program.
+    stack: *mut libc::c_void,
+    /// Its id, or less than 1.
+    started: i32,
+}
+
 /// Starts a program with an open file as its standard input, and nothing else of ours open; returns its process id. It becomes the
 /// child of whoever adopts orphans. No `SIGCHLD` comes of it, and nobody who waits for children hears of it.
+///
+/// Both processes on the way to it share our memory, for which the calling thread waits: the page tables of a large program are not
+/// copied.
 ///
 /// A program that cannot be executed ends at once, with exit code 127.
 ///
@@ -14,51 +32,77 @@ use std::os::fd::{AsFd, AsRawFd};
 /// That no process can be made.
 pub fn start(program: &CStr, arguments: &[&CStr], input: impl AsFd) -> Result<u32> {
     let null = crate::descriptors::null()?;
-    let (told, tell) = crate::pipes::pipe(libc::O_CLOEXEC)?;
     let mut argv: Vec<*const libc::c_char> = arguments.iter().map(|a| a.as_ptr()).collect();
     argv.insert(0, program.as_ptr());
     argv.push(std::ptr::null());
-    let (input, null, tell_to) = (input.as_fd().as_raw_fd(), null.as_raw_fd(), tell.as_raw_fd());
-    // SAFETY: without CLONE_VM the child has its own copy of everything and its own stack. It makes only raw system calls, so locks
-    // that other threads of ours held at the time do not matter. Without an exit signal it is none of those that wait(2) tells of.
-    let between = unsafe { libc::syscall(libc::SYS_clone, 0, 0, 0, 0, 0) };
-    if between == 0 {
-        // SAFETY: as above; the pointers are to memory that both copies have, and the numbers are of files open in both.
-        unsafe {
-            let started = libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0);
-            if started == 0 {
-                let none: u64 = 0;
-                libc::syscall(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &raw const none, 0, 8);
-                libc::syscall(libc::SYS_setsid);
-                libc::syscall(libc::SYS_dup2, input, 0);
-                libc::syscall(libc::SYS_dup2, null, 1);
-                libc::syscall(libc::SYS_dup2, null, 2);
-                libc::syscall(libc::SYS_close_range, 3, u32::MAX, 0);
-                libc::syscall(libc::SYS_execve, program.as_ptr(), argv.as_ptr(), environ());
-                libc::syscall(libc::SYS_exit_group, 127);
-            }
-            let pid = started as i32;
-            libc::syscall(libc::SYS_write, tell_to, &raw const pid, size_of::<i32>());
-            libc::syscall(libc::SYS_exit_group, 0);
-        }
+    let mut stacks = vec![0u128; 2 * STACK / size_of::<u128>()];
+    let ends = stacks.as_mut_ptr_range();
+    let (input, null) = (input.as_fd().as_raw_fd(), null.as_raw_fd());
+    let (program, argv) = (program.as_ptr(), argv.as_ptr());
+    let middle = ends.start.wrapping_byte_add(STACK).cast();
+    let mut orders = Orders { program, argv, input, null, stack: middle, started: 0 };
+    let (all, mut before) = (u64::MAX, 0u64);
+    // SAFETY: whoever is made here has a stack of its own, and this thread, whose memory and thread block they use, waits until both
+    // have ended or become other programs (CLONE_VFORK). No signal comes to them meanwhile, so no handler of the program runs
+    // there. What they are given lives longer than they do. Without an exit signal the first is none of those that wait(2) tells of.
+    let (made, error) = unsafe {
+        libc::syscall(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &raw const all, &raw mut before, 8);
+        let flags = libc::CLONE_VM | libc::CLONE_VFORK;
+        let made = libc::clone(pass_on, ends.end.cast(), flags, (&raw mut orders).cast());
+        let error = std::io::Error::last_os_error();
+        libc::syscall(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &raw const before, 0, 8);
+        (made, error)
+    };
+    if made < 0 {
+        return Err(Error::call("make a process", error));
     }
-    if between < 0 {
-        return Err(Error::call("make a process", std::io::Error::last_os_error()));
-    }
-    drop(tell);
-    let mut pid = [0; 4];
-    let read = rustix::io::read(&told, &mut pid);
     loop {
         // SAFETY: the kernel writes nothing.
-        let r = unsafe { libc::syscall(libc::SYS_wait4, between, 0, libc::__WALL, 0) };
+        let r = unsafe { libc::syscall(libc::SYS_wait4, made, 0, libc::__WALL, 0) };
         if r >= 0 || std::io::Error::last_os_error().raw_os_error() != Some(libc::EINTR) {
             break;
         }
     }
-    match (read, i32::from_ne_bytes(pid)) {
-        (Ok(4), pid) if pid > 0 => Ok(pid as u32),
+    match orders.started {
+        pid if pid > 0 => Ok(pid as u32),
         _ => Err(Error::Other("no process could be made".into())),
     }
+}
+
+/// Makes the process that executes the program, and ends, so that it is nobody's child.
+extern "C" fn pass_on(orders: *mut libc::c_void) -> libc::c_int {
+    let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::SIGCHLD;
+    // SAFETY: `start` hands over its orders, which nobody else uses before this has ended; as there, for the one made here.
+    unsafe {
+        let ours = orders.cast::<Orders>();
+        (*ours).started = libc::clone(execute, (*ours).stack, flags, orders);
+    }
+    0
+}
+
+/// Executes the program. Only plain system calls: locks that other threads hold do not matter.
+extern "C" fn execute(orders: *mut libc::c_void) -> libc::c_int {
+    // SAFETY: the orders are `start`'s, and live until this has become another program; the numbers are of files open here. Actions
+    // of signals are this process's own, in the layout of the kernel.
+    unsafe {
+        let orders = &*orders.cast::<Orders>();
+        for signal in 1..=64 {
+            let (mut action, default) = ([0u64; 4], [0u64; 4]);
+            libc::syscall(libc::SYS_rt_sigaction, signal, 0, &raw mut action, 8);
+            if action[0] > libc::SIG_IGN as u64 {
+                libc::syscall(libc::SYS_rt_sigaction, signal, &raw const default, 0, 8);
+            }
+        }
+        let none: u64 = 0;
+        libc::syscall(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &raw const none, 0, 8);
+        libc::syscall(libc::SYS_setsid);
+        libc::syscall(libc::SYS_dup2, orders.input, 0);
+        libc::syscall(libc::SYS_dup2, orders.null, 1);
+        libc::syscall(libc::SYS_dup2, orders.null, 2);
+        libc::syscall(libc::SYS_close_range, 3, u32::MAX, 0);
+        libc::syscall(libc::SYS_execve, orders.program, orders.argv, environ());
+    }
+    127
 }
 
 fn environ() -> *const *const libc::c_char {

@@ -22,7 +22,7 @@ use crate::ptrace::{Seized, Stop, Stopped};
 use crate::{Error, RemoteAddr, Result};
 
 /// Bytes of an entry of the table.
-const ENTRY: usize = BATCH_WORDS * 8;
+pub const ENTRY: usize = BATCH_WORDS * 8;
 
 /// What a thread came with and goes home to.
 #[derive(Clone, Copy, Debug)]

@@ -20,6 +20,23 @@ pub fn inherited(number: u32) -> Option<OwnedFd> {
     passed_on.then(|| rustix::io::fcntl_dupfd_cloexec(fd, 3).ok()).flatten()
 }
 
+/// Whether a program that this process starts is passed the descriptor of this number.
+pub fn pass_on(number: u32, passed: bool) -> Result<()> {
+    let flags = if passed { rustix::io::FdFlags::empty() } else { rustix::io::FdFlags::CLOEXEC };
+    // SAFETY: only borrowed to set its flags; if the number is not open, the answer is EBADF.
+    let fd = unsafe { BorrowedFd::borrow_raw(number as i32) };
+    rustix::io::fcntl_setfd(fd, flags).map_err(|e| Error::call("F_SETFD", e))
+}
+
+/// Makes a number the duplicate of a descriptor that a program which this process starts is passed. The number is free, or one
+/// that this process was started with.
+pub fn keep_at(fd: impl AsFd, number: u32) -> Result<()> {
+    // SAFETY: dup2(2) touches no memory. What it closes at this number is not owned by any value of ours: those are opened
+    // elsewhere, close-on-exec, by whoever owns them.
+    let done = unsafe { libc::dup2(fd.as_fd().as_raw_fd(), number as i32) };
+    check(|| format!("duplicate a descriptor to {number}"), done.into()).map(drop)
+}
+
 /// Duplicates descriptor `fd` of a process into ours (`pidfd_getfd(2)`). The duplicate shares the open file
 /// description: reading from it, seeking and changing its flags would be seen by the process.
 pub fn duplicate_from(pidfd: BorrowedFd<'_>, fd: u32) -> Result<OwnedFd> {

@@ -1,7 +1,8 @@
 //! `/proc/PID/fd` and `/proc/PID/fdinfo`: what the kernel tells about the descriptors of a process.
 
 use crate::{Error, Result};
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{AtFlags, Mode, OFlags};
+use rustix::io::Errno;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 
@@ -39,6 +40,15 @@ pub enum Detail {
     Epoll(Vec<EpollLine>),
     /// inotify: its watches.
     Inotify(Vec<InotifyLine>),
+    /// A fanotify group.
+    Fanotify {
+        /// Those of `fanotify_init(2)`.
+        flags: u32,
+        /// `O_*` with which the files of its events are opened.
+        event_flags: u32,
+        /// Its marks.
+        marks: Vec<FanotifyLine>,
+    },
     /// pidfd: the process in the pid namespace of `/proc`, and in its own (-1: gone).
     Pid {
         /// `Pid:`.
@@ -101,12 +111,46 @@ pub struct EpollLine {
 pub struct InotifyLine {
     /// Watch descriptor.
     pub wd: i32,
+    /// What it watches.
+    pub inode: Inode,
+    /// Events and flags.
+    pub mask: u32,
+}
+
+/// A mark of a fanotify group.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct FanotifyLine {
+    /// What it is on.
+    pub on: Marked,
+    /// `FAN_MARK_*` flags that it keeps.
+    pub flags: u32,
+    /// Events and flags.
+    pub mask: u32,
+    /// Events that are ignored.
+    pub ignored: u32,
+}
+
+/// What a mark of a fanotify group is on.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Marked {
+    /// Something that nobody here knows.
+    #[default]
+    Unknown,
+    /// A file or directory.
+    Inode(Inode),
+    /// A mount, by its number.
+    Mount(u64),
+    /// A file system: device, in the kernel's own encoding.
+    FileSystem(u64),
+}
+
+/// An inode, as marks are told.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Inode {
     /// Inode number.
     pub ino: u64,
     /// Device, in the kernel's own encoding (`major << 20 | minor`).
     pub sdev: u64,
-    /// Events and flags.
-    pub mask: u32,
     /// Type of the file handle, and its bytes; empty where the file system has none.
     pub handle: (i32, Vec<u8>),
 }
@@ -138,12 +182,15 @@ impl Folders {
     /// Opens them.
     ///
     /// # Errors
-    /// [`Error::File`] if the process is gone or not ours to look at.
+    /// [`Error::Gone`] if there is no such process any more, [`Error::File`] if it is not ours to look at.
     pub fn open(pid: u32) -> Result<Self> {
         let open = |name: &str| {
             let path = PathBuf::from(format!("/proc/{pid}/{name}"));
             let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
-            rustix::fs::open(&path, flags, Mode::empty()).map_err(|e| Error::file(&path, e))
+            rustix::fs::open(&path, flags, Mode::empty()).map_err(|e| match e {
+                Errno::NOENT | Errno::SRCH => Error::Gone(pid),
+                e => Error::file(&path, e),
+            })
         };
         Ok(Folders { pid, fd: open("fd")?, info: open("fdinfo")? })
     }
@@ -203,6 +250,16 @@ impl Folders {
             .map_err(|e| Error::file(format!("/proc/{}/fd/{fd}", self.pid), e))
     }
 
+    /// What stat(2) tells of what is open there.
+    ///
+    /// # Errors
+    /// [`Error::File`] if the descriptor is not open.
+    pub fn stat(&self, fd: u32) -> Result<rustix::fs::Stat> {
+        let name = rustix::path::DecInt::new(fd);
+        rustix::fs::statat(&self.fd, name.as_c_str(), AtFlags::empty())
+            .map_err(|e| Error::file(format!("/proc/{}/fd/{fd}", self.pid), e))
+    }
+
     /// The two descriptors of ours that this is.
     pub fn descriptors(&self) -> [BorrowedFd<'_>; 2] {
         [self.fd.as_fd(), self.info.as_fd()]
@@ -213,22 +270,70 @@ impl Folders {
     /// # Errors
     /// [`Error::File`] if the descriptor is not open, or [`Error::Parse`].
     pub fn read(&self, fd: u32) -> Result<FdInfo> {
+        self.parse(fd, &self.text(fd)?)
+    }
+
+    /// The text of `/proc/PID/fdinfo/FD`.
+    ///
+    /// # Errors
+    /// [`Error::File`] if the descriptor is not open.
+    pub fn text(&self, fd: u32) -> Result<Vec<u8>> {
+        self.hold(fd)?.text()
+    }
+
+    /// Parses such a text.
+    ///
+    /// # Errors
+    /// [`Error::Parse`].
+    pub fn parse(&self, fd: u32, text: &[u8]) -> Result<FdInfo> {
         let path = || PathBuf::from(format!("/proc/{}/fdinfo/{fd}", self.pid));
+        parse(&String::from_utf8_lossy(text)).map_err(|line| Error::Parse { path: path(), line })
+    }
+
+    /// Opens `/proc/PID/fdinfo/FD`, to be read again and again.
+    ///
+    /// # Errors
+    /// [`Error::File`] if the descriptor is not open.
+    pub fn hold(&self, fd: u32) -> Result<Info> {
         let name = rustix::path::DecInt::new(fd);
         let flags = OFlags::RDONLY | OFlags::CLOEXEC;
-        let file = rustix::fs::openat(&self.info, name.as_c_str(), flags, Mode::empty())
-            .map_err(|e| Error::file(path(), e))?;
-        let mut text = Vec::with_capacity(1024);
+        let file = rustix::fs::openat(&self.info, name.as_c_str(), flags, Mode::empty());
+        let (pid, error) =
+            (self.pid, |e| Error::file(PathBuf::from(format!("/proc/{}/fdinfo/{fd}", self.pid)), e));
+        file.map(|file| Info { pid, fd, file }).map_err(error)
+    }
+}
+
+/// `/proc/PID/fdinfo/FD`, held open. It holds nothing of the process open, and tells of what has the number when it is read.
+#[derive(Debug)]
+pub struct Info {
+    pid: u32,
+    fd: u32,
+    file: OwnedFd,
+}
+
+impl Info {
+    /// Its text.
+    ///
+    /// # Errors
+    /// [`Error::File`] if nothing is open there.
+    pub fn text(&self) -> Result<Vec<u8>> {
+        let mut text: Vec<u8> = Vec::with_capacity(1024);
         loop {
-            match rustix::io::read(&file, rustix::buffer::spare_capacity(&mut text)) {
+            let at = text.len() as u64;
+            match rustix::io::pread(&self.file, rustix::buffer::spare_capacity(&mut text), at) {
                 Ok(_) if text.len() == text.capacity() => text.reserve(8192),
                 // It is one record, of which the kernel hands out all that there is room for.
-                Ok(_) => break,
-                Err(rustix::io::Errno::INTR) => {}
-                Err(e) => return Err(Error::file(path(), e)),
+                Ok(_) => return Ok(text),
+                Err(Errno::INTR) => {}
+                Err(e) => {
+                    return Err(Error::file(
+                        PathBuf::from(format!("/proc/{}/fdinfo/{}", self.pid, self.fd)),
+                        e,
+                    ));
+                }
             }
         }
-        parse(&String::from_utf8_lossy(&text)).map_err(|line| Error::Parse { path: path(), line })
     }
 }
 
@@ -245,6 +350,9 @@ fn parse_line(info: &mut FdInfo, line: &str) -> Option<()> {
     if let Some(rest) = line.strip_prefix("inotify ") {
         inotify_list(info).push(parse_inotify(rest)?);
         return Some(());
+    }
+    if let Some(rest) = line.strip_prefix("fanotify ") {
+        return parse_fanotify(info, rest);
     }
     let Some((key, value)) = line.split_once(':') else { return Some(()) };
     let value = value.trim();
@@ -351,18 +459,68 @@ fn parse_inotify(rest: &str) -> Option<InotifyLine> {
     let mut line = InotifyLine::default();
     for word in rest.split_whitespace() {
         let (key, value) = word.split_once(':')?;
-        let number = || u64::from_str_radix(value, 16).ok();
         match key {
-            "wd" => line.wd = number()? as i32,
-            "ino" => line.ino = number()?,
-            "sdev" => line.sdev = number()?,
-            "mask" => line.mask = number()? as u32,
-            "fhandle-type" => line.handle.0 = number()? as i32,
-            "f_handle" => line.handle.1 = hex(value)?,
-            _ => {}
+            "wd" => line.wd = number(value)? as i32,
+            "mask" => line.mask = number(value)? as u32,
+            _ => parse_inode(&mut line.inode, key, value)?,
         }
     }
     Some(line)
+}
+
+/// `flags:e00 event-flags:8000`, or a mark: `ino:9c2031 sdev:fe00000 mflags:0 mask:2 ignored_mask:0 fhandle-bytes:8 …`,
+/// `mnt_id:1e mflags:0 …`, `sdev:fe00000 mflags:0 …`
+fn parse_fanotify(info: &mut FdInfo, rest: &str) -> Option<()> {
+    let (mut line, mut inode, mut of_group) = (FanotifyLine::default(), Inode::default(), false);
+    for word in rest.split_whitespace() {
+        let (key, value) = word.split_once(':')?;
+        match key {
+            "flags" => {
+                *group(info)?.0 = number(value)? as u32;
+                of_group = true;
+            }
+            "event-flags" => *group(info)?.1 = number(value)? as u32,
+            "mnt_id" => line.on = Marked::Mount(number(value)?),
+            "mflags" => line.flags = number(value)? as u32,
+            "mask" => line.mask = number(value)? as u32,
+            "ignored_mask" => line.ignored = number(value)? as u32,
+            _ => parse_inode(&mut inode, key, value)?,
+        }
+    }
+    match inode {
+        _ if of_group => return Some(()),
+        Inode { ino: 1.., .. } => line.on = Marked::Inode(inode),
+        Inode { sdev: 1.., .. } => line.on = Marked::FileSystem(inode.sdev),
+        _ => {}
+    }
+    group(info)?.2.push(line);
+    Some(())
+}
+
+/// Flags, event flags and marks of a fanotify group.
+fn group(info: &mut FdInfo) -> Option<(&mut u32, &mut u32, &mut Vec<FanotifyLine>)> {
+    if !matches!(info.detail, Detail::Fanotify { .. }) {
+        info.detail = Detail::Fanotify { flags: 0, event_flags: 0, marks: Vec::new() };
+    }
+    match &mut info.detail {
+        Detail::Fanotify { flags, event_flags, marks } => Some((flags, event_flags, marks)),
+        _ => None,
+    }
+}
+
+fn parse_inode(inode: &mut Inode, key: &str, value: &str) -> Option<()> {
+    match key {
+        "ino" => inode.ino = number(value)?,
+        "sdev" => inode.sdev = number(value)?,
+        "fhandle-type" => inode.handle.0 = number(value)? as i32,
+        "f_handle" => inode.handle.1 = hex(value)?,
+        _ => {}
+    }
+    Some(())
+}
+
+fn number(hex: &str) -> Option<u64> {
+    u64::from_str_radix(hex, 16).ok()
 }
 
 fn hex(text: &str) -> Option<Vec<u8>> {
@@ -405,7 +563,30 @@ mod tests {
         );
         let info = parse("inotify wd:2 ino:1 sdev:1b mask:100 ignored_mask:0 fhandle-bytes:c fhandle-type:1 f_handle:9dbc81e9").unwrap();
         let Detail::Inotify(list) = info.detail else { panic!() };
-        assert_eq!(list[0].handle, (1, vec![0x9d, 0xbc, 0x81, 0xe9]));
+        assert_eq!(list[0].inode.handle, (1, vec![0x9d, 0xbc, 0x81, 0xe9]));
+    }
+
+    #[test]
+    fn marks_of_fanotify_are_understood() {
+        let info = parse(
+            "pos:\t0\nflags:\t02004002\nmnt_id:\t17\nino:\t1038\nfanotify flags:e03 event-flags:8000\n\
+             fanotify ino:9c2032 sdev:fe00000 mflags:40 mask:0 ignored_mask:2 fhandle-bytes:8 fhandle-type:1 f_handle:3220\n\
+             fanotify sdev:fe00000 mflags:0 mask:2 ignored_mask:0\n\
+             fanotify mnt_id:1e mflags:0 mask:40000038 ignored_mask:0\n\
+             fanotify mnt_ns:4026531832 mflags:0 mask:3000000 ignored_mask:0\n",
+        )
+        .unwrap();
+        let Detail::Fanotify { flags, event_flags, marks } = info.detail else { panic!() };
+        assert_eq!((flags, event_flags), (0xe03, 0x8000));
+        let inode = Inode { ino: 0x9c2032, sdev: 0xfe00000, handle: (1, vec![0x32, 0x20]) };
+        let line = |on, flags, mask, ignored| FanotifyLine { on, flags, mask, ignored };
+        let all = [
+            line(Marked::Inode(inode), 0x40, 0, 2),
+            line(Marked::FileSystem(0xfe00000), 0, 2, 0),
+            line(Marked::Mount(0x1e), 0, 0x4000_0038, 0),
+            line(Marked::Unknown, 0, 0x300_0000, 0),
+        ];
+        assert_eq!(marks, all);
     }
 
     #[test]

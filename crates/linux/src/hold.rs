@@ -46,15 +46,33 @@ pub fn take(pidfd: BorrowedFd<'_>, made: i64, room: usize) -> Result<OwnedFd> {
 /// does.
 pub fn keep(program: &mut Program, made: u32) -> Step {
     // struct io_uring_rsrc_update: any place, the descriptor.
-    let mut update = Vec::from(u32::MAX.to_le_bytes());
-    update.resize(size_of::<io_uring_rsrc_update>() - 8, 0);
-    update.extend(u64::from(made).to_le_bytes());
-    let update = program.data(&update);
+    let update = program.data(&keeping(made));
     let (fd, one) = (Arg::Value(made.into()), Arg::Value(1));
     let op = Arg::Value(IORING_REGISTER_RING_FDS as u64);
     let held = program.attempt("register it", libc::SYS_io_uring_register, [fd, op, update, one]);
     program.call("close", libc::SYS_close, [fd]);
     held
+}
+
+/// Bytes that [`making_call`] and [`keeping_call`] want at an address in the process, all zero but for [`keeping`].
+pub const ROOM: usize = size_of::<io_uring_params>();
+
+/// The call by which a process that runs already makes a ring: number and arguments, with [`ROOM`] at `room`.
+pub fn making_call(room: u64) -> (i64, [u64; 6]) {
+    (libc::SYS_io_uring_setup, [REQUESTS.into(), room, 0, 0, 0, 0])
+}
+
+/// As [`keep`]: the call, with [`keeping`] at `room`. The descriptor is to be closed then.
+pub fn keeping_call(made: u32, room: u64) -> (i64, [u64; 6]) {
+    (libc::SYS_io_uring_register, [made.into(), IORING_REGISTER_RING_FDS as u64, room, 1, 0, 0])
+}
+
+/// What [`keeping_call`] wants in its room.
+pub fn keeping(made: u32) -> Vec<u8> {
+    let mut update = Vec::from(u32::MAX.to_le_bytes());
+    update.resize(size_of::<io_uring_rsrc_update>() - 8, 0);
+    update.extend(u64::from(made).to_le_bytes());
+    update
 }
 
 /// From now on, this file (or none) is held in a place, instead of the one before.
@@ -307,7 +325,7 @@ mod tests {
             rustix::io::ioctl_fionbio(&held, true).unwrap();
             assert_eq!(rustix::io::read(&held, &mut seen).unwrap_err(), rustix::io::Errno::AGAIN);
             put(&ring, turn % 3, None).unwrap();
-            let deadline = std::time::Instant::now() + std::time::Duration::from_secs(10);
+            let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
             // The kernel lets go of it in its own time.
             while rustix::io::read(&held, &mut seen) != Ok(0) {
                 assert!(std::time::Instant::now() < deadline);

@@ -170,7 +170,12 @@ mod tests {
         assert_eq!(servers[0].read(&mut end).unwrap(), 1);
         drop((half, servers, clients));
         assert!(!listens(port));
-        assert!(forget(port.to_be_bytes()).unwrap() > 0);
-        assert!(listens(port));
+        // The last packets may still be on their way, on a busy machine: until they are there, a connection is not over.
+        let mut forgotten = 0;
+        while !listens(port) {
+            forgotten += forget(port.to_be_bytes()).unwrap();
+            std::thread::yield_now();
+        }
+        assert!(forgotten > 0);
     }
 }

@@ -25,8 +25,12 @@ pub const MM_MAP: usize = 104;
 pub const CAP_HEADER: usize = 8;
 /// Version 3 of `capget(2)`: two `struct __user_cap_data_struct` (effective, permitted, inheritable; 4 bytes each).
 pub const CAP_VERSION: u32 = 0x2008_0522;
-/// `siginfo_t`.
+/// `siginfo_t`: signal, error number, code (4 bytes each, 4 unused), and what depends on the code.
 pub const SIGINFO: usize = 128;
+/// Code of a signal that a POSIX timer has sent; its kernel id comes first then.
+pub const SI_TIMER: i32 = -2;
+/// Code of a signal from the kernel: of interval timers, too.
+pub const SI_KERNEL: i32 = 0x80;
 
 const _: () = assert!(size_of::<kernel_sigaction>() == SIGACTION);
 const _: () = assert!(offset_of!(kernel_sigaction, sa_flags) == 8);
@@ -60,4 +64,9 @@ pub fn word(bytes: &[u8], index: usize) -> u64 {
 /// The `index`th 4-byte word; 0 behind the end.
 pub fn half(bytes: &[u8], index: usize) -> u32 {
     bytes.as_chunks::<4>().0.get(index).map_or(0, |&w| u32::from_le_bytes(w))
+}
+
+/// The POSIX timer whose expiry a `siginfo_t` tells of: signal and kernel id.
+pub fn expiry(info: &[u8]) -> Option<(u32, u32)> {
+    (half(info, 2) as i32 == SI_TIMER).then(|| (half(info, 0), half(info, 4)))
 }

@@ -66,6 +66,23 @@ pub enum Request {
     },
     /// All of the program's memory is followed by who asks: there is nothing left to do.
     Taken,
+    /// Of those who page: what is stored of the program's memory. From now on nothing more is taken out of it, until all of this
+    /// is [`Request::Saved`].
+    Stored,
+    /// What is in `[start, end)` is not as it is stored by those who page: it was found to be written. Not answered.
+    Written {
+        /// First address.
+        start: u64,
+        /// First address behind.
+        end: u64,
+    },
+    /// A checkpoint has been taken.
+    Saved,
+    /// Of those who page: the program is not to be stopped by them until all is [`Request::Saved`], or it [`Request::GoesOn`]. Answered
+    /// when nobody of them stops it any more.
+    Rest,
+    /// There is no checkpoint after all.
+    GoesOn,
 }
 
 impl Request {
@@ -75,6 +92,11 @@ impl Request {
             Request::State => [2, 0, 0],
             Request::LetGo { start, end } => [3, start, end],
             Request::Taken => [4, 0, 0],
+            Request::Stored => [5, 0, 0],
+            Request::Written { start, end } => [6, start, end],
+            Request::Saved => [7, 0, 0],
+            Request::Rest => [8, 0, 0],
+            Request::GoesOn => [9, 0, 0],
         }
     }
 
@@ -84,6 +106,11 @@ impl Request {
             2 => Some(Request::State),
             3 => Some(Request::LetGo { start, end }),
             4 => Some(Request::Taken),
+            5 => Some(Request::Stored),
+            6 => Some(Request::Written { start, end }),
+            7 => Some(Request::Saved),
+            8 => Some(Request::Rest),
+            9 => Some(Request::GoesOn),
             _ => None,
         }
     }
@@ -99,6 +126,72 @@ pub struct Origin {
     /// How many have claimed the program so far. Whoever is the first finds pages that are not marked as written as they
     /// are in the checkpoint.
     pub claims: u64,
+    /// Its memory is paged: there is no checkpoint that has what is missing, but [`Request::Stored`] tells.
+    pub is_paged: bool,
+}
+
+/// A page that is stored by those who page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StoredPage {
+    /// Its address.
+    pub address: u64,
+    /// Segment of the job.
+    pub segment: u64,
+    /// Offset of its block in that, bytes.
+    pub offset: u64,
+    /// Bytes of the block as it is stored.
+    pub length: u32,
+    /// Pages of the block.
+    pub block_pages: u16,
+    /// Pages of the block in front of it.
+    pub skip: u16,
+    /// How the block is encoded, by number.
+    pub codec: u8,
+    /// CRC-32 of the block as it is stored.
+    pub crc: u32,
+    /// It is not in memory.
+    pub is_missing: bool,
+}
+
+/// What is stored of a program's memory that is paged.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct StoredPages {
+    /// Where memory has been moved to since this was asked for the last time: address and bytes.
+    pub moved: Vec<(u64, u64)>,
+    /// The pages, ascending.
+    pub pages: Vec<StoredPage>,
+}
+
+impl StoredPages {
+    fn words(&self) -> Vec<u64> {
+        let mut words = vec![self.moved.len() as u64];
+        words.extend(self.moved.iter().flat_map(|&(start, len)| [start, len]));
+        let page = |p: &StoredPage| {
+            let block = u64::from(p.block_pages) << 16 | u64::from(p.skip) | u64::from(p.codec) << 32;
+            let stored = u64::from(p.length) << 32 | u64::from(p.crc);
+            [p.address | u64::from(p.is_missing), p.segment, p.offset, block, stored]
+        };
+        words.extend(self.pages.iter().flat_map(page));
+        words
+    }
+
+    fn of(words: &[u64]) -> Option<Self> {
+        let (&moved, rest) = words.split_first()?;
+        let (moved, rest) = rest.split_at_checked(usize::try_from(moved).ok()?.checked_mul(2)?)?;
+        let moved = moved.chunks_exact(2).map(|w| (w[0], w[1])).collect();
+        let pages = rest.chunks_exact(5).map(|w| StoredPage {
+            address: w[0] & !1,
+            is_missing: w[0] & 1 != 0,
+            segment: w[1],
+            offset: w[2],
+            block_pages: (w[3] >> 16) as u16,
+            skip: w[3] as u16,
+            codec: (w[3] >> 32) as u8,
+            length: (w[4] >> 32) as u32,
+            crc: w[4] as u32,
+        });
+        Some(StoredPages { moved, pages: pages.collect() })
+    }
 }
 
 /// What is there and what is missing of a program's memory. All that had happened when it was asked for is in it.
@@ -159,7 +252,9 @@ impl Line {
             String::from_utf8(bytes).ok()
         };
         match words.as_slice() {
-            [id, claims, name @ ..] => job(name).map(|job| Origin { job, id: *id, claims: *claims }),
+            [id, claims, paged, name @ ..] => {
+                job(name).map(|job| Origin { job, id: *id, claims: *claims, is_paged: *paged != 0 })
+            }
             _ => None,
         }
         .ok_or_else(garbled)
@@ -174,6 +269,31 @@ impl Line {
     /// could be done.
     pub fn let_go(&mut self, start: RemoteAddr, end: RemoteAddr) -> Result<bool> {
         Ok(self.ask(Request::LetGo { start: start.0, end: end.0 })? == [0])
+    }
+
+    /// Those who page the program do not stop it from now on, until all is [`Line::saved`], it goes on, or this is dropped.
+    pub fn rest(&mut self) -> Result<()> {
+        self.ask(Request::Rest).map(|_| ())
+    }
+
+    /// They may stop it again.
+    pub fn goes_on(&mut self) -> Result<()> {
+        self.ask(Request::GoesOn).map(|_| ())
+    }
+
+    /// What is stored of memory that is paged; it stays so until all is [`Line::saved`], or this is dropped.
+    pub fn stored(&mut self) -> Result<StoredPages> {
+        StoredPages::of(&self.ask(Request::Stored)?).ok_or_else(garbled)
+    }
+
+    /// A checkpoint has been taken, for which these ranges were found to be written.
+    pub fn saved(&mut self, written: impl Iterator<Item = (u64, u64)>) -> Result<()> {
+        let all: Vec<u64> =
+            written.flat_map(|(start, end)| Request::Written { start, end }.words()).collect();
+        self.0
+            .write_all(&bytes(&all))
+            .map_err(|e| Error::call("tell those who page the program's memory", e))?;
+        self.ask(Request::Saved).map(|_| ())
     }
 
     /// There is nothing left to do; waits for a while until they have left.
@@ -242,12 +362,18 @@ impl Caller {
     /// Answers [`Request::Claim`].
     pub fn tell_origin(&mut self, origin: &Origin) -> Result<()> {
         let name = origin.job.bytes().map(u64::from);
-        self.tell(&[origin.id, origin.claims].into_iter().chain(name).collect::<Vec<_>>())
+        let head = [origin.id, origin.claims, origin.is_paged.into()];
+        self.tell(&head.into_iter().chain(name).collect::<Vec<_>>())
     }
 
     /// Answers [`Request::State`].
     pub fn tell_state(&mut self, state: &State) -> Result<()> {
         self.tell(&state.words())
+    }
+
+    /// Answers [`Request::Stored`].
+    pub fn tell_stored(&mut self, stored: &StoredPages) -> Result<()> {
+        self.tell(&stored.words())
     }
 
     /// Answers the others.
@@ -318,7 +444,7 @@ mod tests {
         let program = pidfd_open(std::process::id(), 0).unwrap();
         let Some(listener) = listen(program.as_fd()) else { return }; // before Linux 6.9
         assert!(listen(program.as_fd()).is_none());
-        let origin = Origin { job: "a job".into(), id: 7, claims: 1 };
+        let origin = Origin { job: "a job".into(), id: 7, claims: 1, is_paged: true };
         let piece = |n: u64| Piece { then: n, now: n + 1, len: 4096 };
         let state = State {
             is_complete: false,
@@ -326,11 +452,28 @@ mod tests {
             moved: vec![(5, 6), (7, 8)],
             missing: (0..30_000).map(piece).collect(),
         };
-        let (told, known) = (origin.clone(), state.clone());
+        let page = |n: u64| StoredPage {
+            address: n << 12,
+            segment: 2,
+            offset: n << 13,
+            length: n as u32 + 7,
+            block_pages: n as u16 | 1 << 15,
+            skip: !(n as u16),
+            codec: n as u8,
+            crc: n as u32,
+            is_missing: n.is_multiple_of(3),
+        };
+        let stored = StoredPages { moved: vec![(7, 8)], pages: (1..9000).map(page).collect() };
+        let (told, known, paged) = (origin.clone(), state.clone(), stored.clone());
+        let mut written = Vec::new();
         let asking = std::thread::spawn(move || {
             let mut line = Line::call(std::process::id()).unwrap();
             assert_eq!(line.claim().unwrap(), told);
             assert_eq!(line.state().unwrap(), known);
+            line.rest().unwrap();
+            line.goes_on().unwrap();
+            assert_eq!(line.stored().unwrap(), paged);
+            line.saved([(4096, 8192), (1 << 20, 2 << 20)].into_iter()).unwrap();
             assert!(line.let_go(RemoteAddr(4096), RemoteAddr(8192)).unwrap());
             assert!(!line.let_go(RemoteAddr(0), RemoteAddr(8192)).unwrap());
             line.taken().unwrap();
@@ -344,6 +487,11 @@ mod tests {
             match caller.request() {
                 Ok(Some(Request::Claim)) => caller.tell_origin(&origin).unwrap(),
                 Ok(Some(Request::State)) => caller.tell_state(&state).unwrap(),
+                Ok(Some(Request::Stored)) => caller.tell_stored(&stored).unwrap(),
+                Ok(Some(Request::Written { start, end })) => written.push((start, end)),
+                Ok(Some(Request::Saved | Request::Rest | Request::GoesOn)) => {
+                    caller.tell_done(true).unwrap();
+                }
                 Ok(Some(Request::LetGo { start, .. })) => caller.tell_done(start > 0).unwrap(),
                 Ok(Some(Request::Taken)) => {
                     caller.tell_done(true).unwrap();
@@ -355,6 +503,7 @@ mod tests {
         }
         drop(caller);
         asking.join().unwrap();
+        assert_eq!(written, [(4096, 8192), (1 << 20, 2 << 20)]);
         drop(listener);
         assert!(Line::call(std::process::id()).is_none());
     }

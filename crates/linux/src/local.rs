@@ -3,6 +3,24 @@
 use crate::program::{Arg, OnError, Outcome, Program, Run};
 use crate::{Error, Result};
 
+/// From now on memory that is freed stays with the allocator, up to so many bytes of it, and larger pieces come from there, too: to ask
+/// the kernel for the same again and again, page by page, takes longer than most of what is done with it.
+pub fn keep_freed_memory(bytes: i32) {
+    // SAFETY: mallopt(3) takes numbers. What it refuses stays as it was.
+    unsafe {
+        libc::mallopt(libc::M_MMAP_THRESHOLD, bytes);
+        libc::mallopt(libc::M_TRIM_THRESHOLD, bytes);
+    }
+}
+
+/// Gives what was kept so back to the kernel, once; the next that is freed is kept again.
+pub fn give_back_freed_memory() {
+    // SAFETY: malloc_trim(3) takes a number, and touches only what nobody uses.
+    unsafe {
+        libc::malloc_trim(0);
+    }
+}
+
 /// Runs programs in the calling process, with the same rules as in another one.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct LocalRun;

@@ -73,3 +73,63 @@ pub fn holder(fd: impl AsFd, range: LockRange) -> Result<Option<i32>> {
     check(|| "test a lock".into(), r.into())?;
     Ok((i32::from(flock.l_type) != libc::F_UNLCK).then_some(flock.l_pid))
 }
+
+/// A file that somebody holds an exclusive `flock(2)` of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Flocked {
+    /// Major and minor number of the device, as the kernel calls it (not always as `stat(2)` does: major number 0).
+    pub device: (u32, u32),
+    /// Inode number.
+    pub inode: u64,
+}
+
+/// All exclusive locks of `flock(2)` that processes of our pid namespace hold. Nobody notices that they are looked at.
+///
+/// # Errors
+/// If `/proc/locks` cannot be read.
+pub fn flocked() -> Result<Vec<Flocked>> {
+    let text = std::fs::read_to_string("/proc/locks").map_err(|e| Error::file("/proc/locks", e))?;
+    Ok(text.lines().filter_map(exclusive).collect())
+}
+
+/// `1: FLOCK  ADVISORY  WRITE 709 fd:01:1044 0 EOF`; waiters have `->` behind the number.
+fn exclusive(line: &str) -> Option<Flocked> {
+    let mut words = line.split_ascii_whitespace().skip(1);
+    let is_one = words.next()? == "FLOCK" && words.next().is_some() && words.next()? == "WRITE";
+    let mut place = words.nth(1).filter(|_| is_one)?.split(':');
+    let mut hex = || u32::from_str_radix(place.next()?, 16).ok();
+    let device = (hex()?, hex()?);
+    Some(Flocked { device, inode: place.next()?.parse().ok()? })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::MetadataExt;
+
+    #[test]
+    fn lines_of_locks() {
+        let found = Flocked { device: (0xfd, 1), inode: 1044 };
+        assert_eq!(exclusive("1: FLOCK  ADVISORY  WRITE 709 fd:01:1044 0 EOF"), Some(found));
+        for other in [
+            "1: FLOCK  ADVISORY  READ  709 fd:01:1044 0 EOF",
+            "1: -> FLOCK  ADVISORY  WRITE 709 fd:01:1044 0 EOF",
+            "2: POSIX  ADVISORY  WRITE 709 fd:01:1044 0 EOF",
+            "3: FLOCK",
+            "",
+        ] {
+            assert_eq!(exclusive(other), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn a_lock_of_ours_is_seen() {
+        let file = tempfile::tempfile().expect("a file");
+        let inode = file.metadata().expect("metadata").ino();
+        let is_seen = || flocked().expect("reads").iter().any(|lock| lock.inode == inode);
+        flock(&file, false).expect("locks");
+        assert!(!is_seen());
+        flock(&file, true).expect("locks");
+        assert!(is_seen());
+    }
+}

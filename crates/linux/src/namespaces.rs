@@ -2,7 +2,10 @@
 //! `unshare(2)`, `ioctl_nsfs(2)`.
 
 use crate::descriptors::check;
+use crate::local::LocalRun;
+use crate::messenger;
 use crate::proc::{Namespace, NamespaceKind};
+use crate::program::{Program, Run};
 use crate::{Error, Result};
 use rustix::fs::{Mode, OFlags};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -13,6 +16,8 @@ pub const LONGEST_NAME: usize = 64;
 const GET_OWNER: libc::c_ulong = 0xb701;
 /// `NS_GET_PARENT`.
 const GET_PARENT: libc::c_ulong = 0xb702;
+/// `NS_GET_OWNER_UID`.
+const GET_OWNER_UID: libc::c_ulong = 0xb704;
 
 impl NamespaceKind {
     /// Its `CLONE_NEW*`.
@@ -52,6 +57,19 @@ pub fn parent(namespace: impl AsFd) -> Result<Option<(OwnedFd, u64)>> {
     related(namespace, GET_PARENT)
 }
 
+/// The user who made a user namespace.
+pub fn owner_uid(namespace: impl AsFd) -> Result<u32> {
+    let mut uid = 0u32;
+    // SAFETY: the kernel writes one id.
+    let r = unsafe { libc::ioctl(namespace.as_fd().as_raw_fd(), GET_OWNER_UID, &raw mut uid) };
+    check(|| "look who made a user namespace".into(), r.into()).map(|_| uid)
+}
+
+/// The user namespace whose privileges count in a namespace, with its inode number; `None` as of [`owner`].
+pub fn owner_of(namespace: impl AsFd) -> Result<Option<(OwnedFd, u64)>> {
+    related(namespace, GET_OWNER)
+}
+
 fn related(namespace: impl AsFd, which: libc::c_ulong) -> Result<Option<(OwnedFd, u64)>> {
     // SAFETY: takes no argument; the result is a new descriptor nobody owns.
     let found = unsafe {
@@ -67,7 +85,7 @@ fn related(namespace: impl AsFd, which: libc::c_ulong) -> Result<Option<(OwnedFd
 }
 
 /// Does something in namespaces of others, on a thread that is made for it: it must not keep to itself what it does
-/// there, and cannot enter user, mount and pid namespaces, which a thread of several has in common with others.
+/// there, and cannot enter user and pid namespaces, which a thread of several has in common with others.
 pub fn inside<T: Send, E: From<Error> + Send>(
     namespaces: &[(NamespaceKind, BorrowedFd<'_>)],
     work: impl FnOnce() -> Result<T, E> + Send,
@@ -80,6 +98,26 @@ pub fn inside<T: Send, E: From<Error> + Send>(
     })
 }
 
+/// As [`inside`], as another user, who has our privileges.
+pub fn inside_as<T: Send, E: From<Error> + Send>(
+    (uid, gid): (u32, u32),
+    namespaces: &[(NamespaceKind, BorrowedFd<'_>)],
+    work: impl FnOnce() -> Result<T, E> + Send,
+) -> Result<T, E> {
+    // That others cannot look at us any more is set for all threads.
+    let dumpable = rustix::process::dumpable_behavior();
+    let done = inside(namespaces, || {
+        let mut program = Program::new();
+        messenger::become_user(&mut program, uid.into(), gid.into());
+        LocalRun.run(&program)?;
+        work()
+    });
+    if let Ok(dumpable) = dumpable {
+        let _ = rustix::process::set_dumpable_behavior(dumpable);
+    }
+    done
+}
+
 /// Makes a namespace, which is there as long as anybody has it open or is in it, and does something in it first.
 pub fn make<E: From<Error> + Send>(
     kind: NamespaceKind,
@@ -89,8 +127,10 @@ pub fn make<E: From<Error> + Send>(
         // SAFETY: plain number; only this thread, which ends soon, is then elsewhere.
         let r = unsafe { libc::unshare(kind.flag()) };
         check(|| format!("make a {} namespace", kind.name()), r.into())?;
+        // What is done there may be that no `/proc` is where it was.
+        let made = open("/proc/thread-self", kind)?.0;
         work()?;
-        Ok(open("/proc/thread-self", kind)?.0)
+        Ok(made)
     })
 }
 
@@ -121,13 +161,21 @@ impl Drop for Visit {
     }
 }
 
-fn enter(kind: NamespaceKind, namespace: &impl AsFd) -> Result<()> {
+/// Lets this thread enter a namespace. It parts with the directories of the others where it must.
+pub(crate) fn enter(kind: NamespaceKind, namespace: &impl AsFd) -> Result<()> {
     // SAFETY: plain numbers.
-    let r = unsafe { libc::setns(namespace.as_fd().as_raw_fd(), kind.flag()) };
+    let r = unsafe {
+        match kind {
+            NamespaceKind::Mount if libc::unshare(libc::CLONE_FS) < 0 => -1,
+            _ => libc::setns(namespace.as_fd().as_raw_fd(), kind.flag()),
+        }
+    };
     check(|| format!("enter a {} namespace", kind.name()), r.into()).map(drop)
 }
 
-fn on_a_thread<T: Send, E: From<Error> + Send>(work: impl FnOnce() -> Result<T, E> + Send) -> Result<T, E> {
+pub(crate) fn on_a_thread<T: Send, E: From<Error> + Send>(
+    work: impl FnOnce() -> Result<T, E> + Send,
+) -> Result<T, E> {
     std::thread::scope(|scope| {
         let thread = std::thread::Builder::new().spawn_scoped(scope, work);
         let thread = thread.map_err(|e| E::from(Error::call("make a thread", e)))?;

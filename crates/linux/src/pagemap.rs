@@ -242,6 +242,9 @@ impl Pagemap {
                 if flags & FOLLOWED_ONLY != 0 && e.raw_os_error() == Some(libc::EPERM) {
                     return Ok(false);
                 }
+                if e.raw_os_error() == Some(libc::ESRCH) {
+                    return Err(Error::Gone(self.pid)); // it has no memory any more
+                }
                 return Err(Error::call(format!("scan pages {at:#x}-{end} of process {}", self.pid), e));
             }
             for region in &regions[..n as usize] {

@@ -12,6 +12,8 @@ pub enum Role {
     StandsBy,
     /// It puts in pages, but there are some that it cannot have.
     Lacks,
+    /// It puts pages in and takes them out, as long as the program lives.
+    Pages,
 }
 
 impl Role {
@@ -21,6 +23,7 @@ impl Role {
             Role::Serves => b"stillpoint page",
             Role::StandsBy => b"page keeper",
             Role::Lacks => b"stillpoint lack",
+            Role::Pages => b"stillpoint swap",
         }
     }
 }
@@ -35,7 +38,7 @@ pub fn take_role(role: Role) {
 
 fn role_of(pid: u32) -> Option<Role> {
     let name = Proc::process(pid).and_then(|p| p.comm()).unwrap_or_default();
-    [Role::Serves, Role::StandsBy, Role::Lacks].into_iter().find(|role| role.name() == name)
+    [Role::Serves, Role::StandsBy, Role::Lacks, Role::Pages].into_iter().find(|role| role.name() == name)
 }
 
 /// What those do that still put pages into this process, if there are any.

@@ -261,6 +261,22 @@ pub fn set_mm_map() -> Result<()> {
     })
 }
 
+/// `PR_SET_MM_MAP` with an executable, which takes a privilege: a process can be told to be of another program.
+pub fn set_executable() -> Result<()> {
+    let path = "/proc/self/exe";
+    let executable = std::fs::File::open(path).map_err(|e| Error::file(path, e))?;
+    let layout = prctl_mm_map { exe_fd: executable.as_raw_fd() as u32, ..own_layout()? };
+    const PR_SET_MM: i32 = 35;
+    const PR_SET_MM_MAP: usize = 14;
+    // SAFETY: as in `set_mm_map`.
+    in_child("prctl(PR_SET_MM_MAP) with an executable", || unsafe {
+        let done =
+            libc::prctl(PR_SET_MM, PR_SET_MM_MAP, &raw const layout, size_of::<prctl_mm_map>(), 0usize);
+        // That would be allowed if what it is now were not mapped.
+        if done == 0 || errno() == libc::EBUSY { 0 } else { errno() }
+    })
+}
+
 /// Our own layout, as `/proc/self/stat` tells it (proc_pid_stat(5); fields are counted from 1).
 fn own_layout() -> Result<prctl_mm_map> {
     let path = "/proc/self/stat";

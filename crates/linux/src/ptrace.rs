@@ -5,9 +5,16 @@
 //! All calls for one thread must come from the OS thread that seized it; the types are therefore not `Send`.
 
 use crate::arch::Regs;
+use crate::proc::Proc;
 use crate::{Error, RemoteAddr, Result};
 use rustix::io::Errno;
 use std::marker::PhantomData;
+use std::time::{Duration, Instant};
+
+/// How long a thread is waited for without sleeping.
+const EAGER: Duration = Duration::from_micros(100);
+/// After so long it is looked whether it can come at all.
+const SUSPICIOUS: Duration = Duration::from_millis(20);
 
 /// Options a thread is seized with, and further ones that can be set later.
 pub mod options {
@@ -124,9 +131,29 @@ impl Seized {
 
     /// Waits until it stops or ends.
     pub fn wait(self) -> Result<Waited> {
-        match wait(self.tid, 0)? {
-            Some(waited) => Ok(waited),
-            None => Err(Error::Other(format!("thread {}: wait returned nothing", self.tid))),
+        // Most are back in less time than it takes to fall asleep and to be woken on another processor.
+        let began = Instant::now();
+        let mut others = None;
+        loop {
+            if let Some(waited) = wait(self.tid, libc::WNOHANG)? {
+                return Ok(waited);
+            }
+            let waited_for = began.elapsed();
+            if waited_for < EAGER {
+                std::thread::yield_now();
+            } else if !*others.get_or_insert_with(|| has_others(self.tid)) {
+                // Nobody keeps its end back.
+                let waited = wait(self.tid, 0)?;
+                return waited.ok_or_else(|| Error::Other(format!("thread {}: no wait", self.tid)));
+            } else if waited_for > SUSPICIOUS && is_dead(self.tid) {
+                // 1. Somebody kills the process: all of its threads end. 2. The end of the main thread is told when no other one is
+                // left (`delay_group_leader`). 3. They are, as long as whoever traces them has not heard of their ends. And that
+                // is us, waiting for the main thread.
+                let waited = wait(self.tid, libc::WNOHANG)?;
+                return Ok(waited.unwrap_or(Waited::Ended(Ended::Unknown)));
+            } else {
+                std::thread::sleep((waited_for / 8).min(Duration::from_millis(2)));
+            }
         }
     }
 
@@ -134,6 +161,18 @@ impl Seized {
     pub fn poll(self) -> Result<Result<Waited, Self>> {
         Ok(wait(self.tid, libc::WNOHANG)?.ok_or(self))
     }
+}
+
+/// Whether a thread is not alone in its process, as far as that can be told.
+fn has_others(tid: u32) -> bool {
+    Proc::process(tid).and_then(|process| process.threads()).is_ok_and(|threads| threads.len() > 1)
+}
+
+/// Whether a thread has ended, told or not.
+fn is_dead(tid: u32) -> bool {
+    Proc::process(tid)
+        .and_then(|process| process.stat())
+        .map_or(true, |stat| matches!(stat.state, b'Z' | b'X'))
 }
 
 /// The one place that waits for tracees.

@@ -22,6 +22,9 @@ pub struct Area {
     pub code: RemoteAddr,
 }
 
+/// Signals by which the kernel tells a thread of faults of its own, besides traps.
+pub const FAULTS: [i32; 5] = [libc::SIGSEGV, libc::SIGBUS, libc::SIGILL, libc::SIGFPE, libc::SIGSYS];
+
 /// Room for code at the start of an area.
 const CODE_LEN: u64 = 4096;
 
@@ -50,6 +53,10 @@ pub struct Remote<'a> {
     pid: u32,
     /// Threads that calls made, told by tracing.
     born: Vec<u32>,
+    /// It is on its way to a stop.
+    away: Option<Seized>,
+    /// It has run since it was taken over.
+    has_run: bool,
 }
 
 impl<'a> Remote<'a> {
@@ -58,7 +65,16 @@ impl<'a> Remote<'a> {
         let base = thread.regs()?;
         thread.set_sigmask(!(1 << (libc::SIGTRAP - 1)))?;
         let pid = memory.pid();
-        Ok(Remote { memory, thread: Some(thread), area, base, pid, born: Vec::new() })
+        Ok(Remote {
+            memory,
+            thread: Some(thread),
+            area,
+            base,
+            pid,
+            born: Vec::new(),
+            away: None,
+            has_run: false,
+        })
     }
 
     /// Thread id.
@@ -76,9 +92,9 @@ impl<'a> Remote<'a> {
         self.area
     }
 
-    /// A few words of memory in the area that no program uses.
-    pub fn scratch(&self) -> RemoteAddr {
-        RemoteAddr(self.stack())
+    /// Two words of memory in the area, where tables are while programs run; as many as there are places.
+    pub fn scratch(&self, place: usize) -> RemoteAddr {
+        RemoteAddr(self.area.table() + 16 * place as u64)
     }
 
     /// Uses another area from now on; its code must already be there.
@@ -126,12 +142,23 @@ impl<'a> Remote<'a> {
         thread.resume(0)
     }
 
-    /// Brings the thread to a stop on its way to user mode, where the kernel looks at interrupted calls.
+    /// Sets the thread off to a stop on its way to user mode, where the kernel looks at interrupted calls ([`Remote::settled`]). One that
+    /// has not run since it was stopped stands there already.
     pub fn settle(&mut self) -> Result<()> {
+        if !self.has_run && self.thread()?.stop() == Stop::Interrupt {
+            return Ok(());
+        }
         let thread = self.take()?;
-        let tid = thread.tid();
         thread.interrupt()?;
-        let mut thread = thread.resume(0)?.wait()?.stopped(tid)?;
+        self.away = Some(thread.resume(0)?);
+        Ok(())
+    }
+
+    /// Waits until it is there.
+    pub fn settled(&mut self) -> Result<()> {
+        let Some(running) = self.away.take() else { return Ok(()) };
+        let tid = running.tid();
+        let mut thread = running.wait()?.stopped(tid)?;
         while thread.stop() != Stop::Interrupt {
             thread = thread.resume(0)?.wait()?.stopped(tid)?;
         }
@@ -139,18 +166,29 @@ impl<'a> Remote<'a> {
         Ok(())
     }
 
-    /// Sets a thread off into a call of the program's own that is expected to block, and interrupts it there: the
-    /// kernel then holds the state by which the call goes on. Returns the registers after the interruption.
-    pub fn block_in(&mut self, regs: &Regs) -> Result<Regs> {
+    /// Sets a thread off into a call of the program's own that is expected to block, in which it is to be interrupted: the
+    /// kernel then holds the state by which the call goes on. [`Remote::interrupt_call`] and [`Remote::interrupted`] follow; many threads
+    /// can be on their way.
+    pub fn begin_call(&mut self, regs: &Regs) -> Result<()> {
         let thread = self.take()?;
         thread.set_regs(regs)?;
-        let thread = until_call(thread)?;
-        let tid = thread.tid();
+        self.away = Some(thread.resume_to_call()?);
+        Ok(())
+    }
+
+    /// Waits until it is about to make the call, and lets it.
+    pub fn interrupt_call(&mut self) -> Result<()> {
+        let thread = at_call(self.away.take().ok_or(Error::Gone(self.pid))?)?;
         thread.interrupt()?;
         // Resumed from the entry of the call with an interrupt pending, it makes the call, which finds the
         // interrupt as soon as it would sleep.
-        let thread = until_call(thread)?;
-        debug_assert_eq!(thread.tid(), tid);
+        self.away = Some(thread.resume_to_call()?);
+        Ok(())
+    }
+
+    /// The registers after the interruption.
+    pub fn interrupted(&mut self) -> Result<Regs> {
+        let thread = at_call(self.away.take().ok_or(Error::Gone(self.pid))?)?;
         let after = thread.regs()?;
         self.thread = Some(thread);
         Ok(after)
@@ -161,6 +199,7 @@ impl<'a> Remote<'a> {
     }
 
     fn take(&mut self) -> Result<Stopped> {
+        self.has_run = true;
         self.thread.take().ok_or(Error::Gone(self.pid))
     }
 
@@ -224,6 +263,17 @@ impl<'a> Remote<'a> {
                     self.thread = Some(stopped);
                     return Ok(RemoteAddr(at));
                 }
+                // One that has been pending all along comes before the trap, although it is blocked: the kernel takes the first
+                // fault of the queue as soon as any is not (kernel/signal.c, dequeue_synchronous_signal). As it is blocked, it is put
+                // behind the trap when it is to be delivered.
+                Stop::Signal(s)
+                    if FAULTS.contains(&s)
+                        && stopped.regs()?.rip == arch::trapped(self.area.code).0
+                        && stopped.sigmask()? & 1 << (s - 1) != 0 =>
+                {
+                    running = stopped.resume(s)?;
+                    continue;
+                }
                 Stop::Signal(s @ (libc::SIGSEGV | libc::SIGBUS | libc::SIGILL)) => {
                     let regs = stopped.regs()?;
                     self.thread = Some(stopped);
@@ -242,8 +292,12 @@ impl<'a> Remote<'a> {
 
 /// Resumes a thread to the next entry or exit of a call.
 fn until_call(thread: Stopped) -> Result<Stopped> {
-    let tid = thread.tid();
-    let mut running: Seized = thread.resume_to_call()?;
+    at_call(thread.resume_to_call()?)
+}
+
+/// Waits until a thread enters or leaves a call.
+fn at_call(mut running: Seized) -> Result<Stopped> {
+    let tid = running.tid();
     loop {
         let stopped = running.wait()?.stopped(tid)?;
         if stopped.stop() == Stop::Call {

@@ -1,7 +1,7 @@
 //! Memory that processes of ours share: it outlives each of them.
 
 use crate::{Error, Result};
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicU64;
 
@@ -48,6 +48,40 @@ impl Drop for SharedWords {
     }
 }
 
+/// Pages that this process shares with the copies that are made of it, zero at first: fit for direct I/O.
+#[derive(Debug)]
+pub struct SharedPages(SharedWords);
+
+impl SharedPages {
+    /// So many pages.
+    pub fn new(pages: usize) -> Result<Self> {
+        SharedWords::new(pages * 512).map(SharedPages)
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.0.len / 512
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Lets `work` read and write some of them. Of all processes that share them one is at work at a time, and in that one
+    /// nobody else is with these.
+    pub fn with<T>(&self, pages: Range<usize>, work: impl FnOnce(&mut [u8]) -> T) -> T {
+        assert!(pages.start <= pages.end && pages.end <= self.len());
+        // SAFETY: inside the mapping, which lives as long as we do; any bytes are valid. What another process might write at the
+        // same time, against the word of the caller, would be other bytes and nothing worse.
+        let bytes = unsafe {
+            let at = self.0.at.as_ptr().cast::<u8>().add(pages.start * 4096);
+            std::slice::from_raw_parts_mut(at, pages.len() * 4096)
+        };
+        work(bytes)
+    }
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
@@ -60,5 +94,14 @@ mod tests {
         assert!(words.iter().step_by(4096).all(|w| w.load(Ordering::Relaxed) == 0));
         words[77].store(3, Ordering::Relaxed);
         assert_eq!(words[77].load(Ordering::Relaxed), 3);
+    }
+
+    #[test]
+    fn pages_keep_what_is_written() {
+        let pages = SharedPages::new(4).unwrap();
+        pages.with(1..3, |bytes| bytes.fill(7));
+        let sums = [0..1, 1..3, 3..4]
+            .map(|range| pages.with(range, |b| b.iter().map(|b| u64::from(*b)).sum::<u64>()));
+        assert_eq!((sums, pages.len()), ([0, 7 * 8192, 0], 4));
     }
 }

@@ -152,6 +152,25 @@ fn address(
     Ok(raw)
 }
 
+/// Address and port of an internet address, of IPv4 as IPv6 writes it.
+pub type Endpoint = ([u8; 16], [u8; 2]);
+
+/// Address and port in a raw `sockaddr`, the same in both families for the same; none of other families.
+pub fn endpoint(raw: &[u8]) -> Option<Endpoint> {
+    let family = i32::from(u16::from_ne_bytes(raw.get(..2)?.try_into().ok()?));
+    let port = raw.get(2..4)?.try_into().ok()?;
+    let mut ip = [0; 16];
+    match family {
+        libc::AF_INET => {
+            ip[10..12].copy_from_slice(&[0xff; 2]);
+            ip[12..].copy_from_slice(raw.get(4..8)?);
+        }
+        libc::AF_INET6 => ip.copy_from_slice(raw.get(8..24)?),
+        _ => return None,
+    }
+    Some((ip, port))
+}
+
 /// Local address: raw `sockaddr`.
 pub fn local_address(socket: impl AsFd) -> Result<Vec<u8>> {
     address(socket.as_fd().as_raw_fd(), libc::getsockname).map_err(|e| Error::call("getsockname", e))
@@ -194,6 +213,40 @@ pub fn send(socket: impl AsFd, message: &[u8]) -> Result<usize, std::io::Error> 
         libc::send(socket.as_fd().as_raw_fd(), message.as_ptr().cast(), message.len(), flags)
     };
     if r < 0 { Err(std::io::Error::last_os_error()) } else { Ok(r as usize) }
+}
+
+/// `SO_BUF_LOCK`: which buffer sizes were set by hand.
+pub(crate) const BUFFER_LOCK: u32 = 72;
+
+/// Has a socket take so many bytes more than it would, while `act` sends them; then its buffer is as large as it was.
+pub fn with_room<T>(socket: impl AsFd, bytes: usize, act: impl FnOnce() -> T) -> Result<T> {
+    let before = send_buffer(&socket)?;
+    enlarge(&socket, bytes)?;
+    let done = act();
+    set_send_buffer(&socket, before / 2)?;
+    Ok(done)
+}
+
+/// Makes room for so many bytes more among those that were sent.
+pub fn enlarge(socket: impl AsFd, bytes: usize) -> Result<()> {
+    const SPARE: i32 = 1 << 16;
+    let more = i32::try_from(bytes).unwrap_or(i32::MAX / 4) + SPARE;
+    let wanted = (send_buffer(&socket)? / 2).saturating_add(more);
+    set_send_buffer(socket, wanted)
+}
+
+fn send_buffer(socket: impl AsFd) -> Result<i32> {
+    Ok(int_option(socket, libc::SOL_SOCKET as u32, libc::SO_SNDBUF as u32)?.unwrap_or(0))
+}
+
+/// The kernel doubles what it is told, and caps it for those without `CAP_NET_ADMIN`. It goes on choosing the size where it did.
+fn set_send_buffer(socket: impl AsFd, half: i32) -> Result<()> {
+    const SOL: u32 = libc::SOL_SOCKET as u32;
+    let locked = int_option(&socket, SOL, BUFFER_LOCK)?;
+    let half = half.to_ne_bytes();
+    set_option(&socket, SOL, libc::SO_SNDBUFFORCE as u32, &half)
+        .or_else(|_| set_option(&socket, SOL, libc::SO_SNDBUF as u32, &half))?;
+    locked.map_or(Ok(()), |locked| set_option(&socket, SOL, BUFFER_LOCK, &locked.to_ne_bytes()))
 }
 
 /// The unread messages of a unix socket, left where they are: one entry a message, or one in all for a stream.
@@ -255,6 +308,19 @@ fn has_message(fd: i32) -> Result<bool> {
     let r = unsafe { libc::poll(&raw mut events, 1, 0) };
     check(|| "poll a socket".into(), r.into())?;
     Ok(events.revents & libc::POLLRDHUP == 0)
+}
+
+/// A handle (`O_PATH`) to the file that a unix socket was bound to, wherever that is by now.
+///
+/// # Errors
+/// `EPERM` without `CAP_NET_ADMIN` where the socket is.
+pub fn bound_file(socket: impl AsFd) -> Result<OwnedFd> {
+    const SIOCUNIXFILE: libc::Ioctl = 0x89e0;
+    // SAFETY: touches no memory; the result is a new descriptor nobody owns, close-on-exec.
+    unsafe {
+        let r = libc::ioctl(socket.as_fd().as_raw_fd(), SIOCUNIXFILE, 0);
+        Ok(OwnedFd::from_raw_fd(check(|| "open the file of a unix socket".into(), r.into())? as i32))
+    }
 }
 
 /// What `sock_diag(7)` tells about a unix socket.
@@ -326,6 +392,17 @@ fn parse_unix(body: &[u8]) -> Option<UnixSocket> {
 mod tests {
     use super::*;
 
+    #[test]
+    fn an_address_is_the_same_in_both_families() {
+        let v4 = [&2u16.to_ne_bytes()[..], &[0x1f, 0x90], &[10, 0, 0, 1], &[0; 8]].concat();
+        let mut v6 = [&10u16.to_ne_bytes()[..], &[0x1f, 0x90], &[0; 4], &[0; 20]].concat();
+        v6[18..24].copy_from_slice(&[0xff, 0xff, 10, 0, 0, 1]);
+        assert_eq!(endpoint(&v4).unwrap(), endpoint(&v6).unwrap());
+        assert_eq!(endpoint(&v4[..6]), None);
+        assert_eq!(endpoint(&[0, 0]), None);
+        assert_eq!(endpoint(&[]), None);
+    }
+
     fn ino(fd: &OwnedFd) -> u32 {
         rustix::fs::fstat(fd).unwrap().st_ino as u32
     }
@@ -341,6 +418,32 @@ mod tests {
         assert_eq!(int_option(&b, libc::SOL_SOCKET as u32, libc::SO_PEEK_OFF as u32).unwrap(), Some(-1));
         let mut buffer = [0u8; 8];
         assert_eq!(rustix::io::read(&b, &mut buffer).unwrap(), 3);
+    }
+
+    /// The last piece may go beyond the size of the buffer, so that what it holds does not fit it in other pieces.
+    #[test]
+    fn what_was_in_a_full_socket_fits_it_in_other_pieces() {
+        const PIECES: [usize; 7] = [36_544, 36_544, 36_544, 36_544, 36_544, 24_000, 36_544];
+        let all = vec![7u8; PIECES.iter().sum()];
+        let again = |a: &OwnedFd| {
+            let mut rest = &all[..];
+            while !rest.is_empty() {
+                rest = &rest[send(a, rest)?..];
+            }
+            std::io::Result::Ok(())
+        };
+        let size = |a: &OwnedFd| {
+            (send_buffer(a).unwrap(), int_option(a, libc::SOL_SOCKET as u32, BUFFER_LOCK).unwrap())
+        };
+        let (a, b) = pair(libc::SOCK_STREAM).unwrap();
+        PIECES.into_iter().for_each(|piece| assert_eq!(send(&a, &all[..piece]).unwrap(), piece));
+        let (before, mut buffer) = (size(&a), vec![0; all.len()]);
+        assert_eq!(rustix::io::read(&b, &mut buffer).unwrap(), all.len());
+        assert_eq!(again(&a).unwrap_err().kind(), std::io::ErrorKind::WouldBlock);
+        while rustix::net::recv(&b, &mut *buffer, rustix::net::RecvFlags::DONTWAIT).is_ok() {}
+        with_room(&a, all.len(), || again(&a)).unwrap().unwrap();
+        assert_eq!(rustix::io::read(&b, &mut buffer).unwrap(), all.len());
+        assert_eq!(size(&a), before);
     }
 
     #[test]

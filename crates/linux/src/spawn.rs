@@ -1,5 +1,6 @@
 //! New processes and threads, signals to them. `clone3(2)`, `pidfd_open(2)`.
 
+use crate::proc::own_time_offsets;
 use crate::{Error, Result};
 use std::os::fd::{FromRawFd, OwnedFd};
 
@@ -158,9 +159,26 @@ pub fn reap_now(pid: u32) -> Option<Option<u32>> {
 /// Length of the reserved head of the address space that no mapping may use (`vm.mmap_min_addr`), and its end.
 pub const ADDRESS_SPACE: (u64, u64) = (0x10000, 0x7fff_ffff_f000);
 
+/// So much of its address space has to be free for a process to be rebuilt, in one piece.
+pub const REBUILDING: u64 = 2 << 20;
+
+/// The lowest address, from 4 GiB on, behind which `len` bytes are free.
+pub fn find_gap(mut taken: Vec<(u64, u64)>, len: u64) -> Option<u64> {
+    taken.sort_unstable();
+    let mut at: u64 = 1 << 32;
+    for (start, end) in taken {
+        if start >= at.saturating_add(len) {
+            break;
+        }
+        at = at.max(end);
+    }
+    at.checked_add(len).is_some_and(|end| end <= ADDRESS_SPACE.1).then_some(at)
+}
+
 /// Puts future children of this thread into a new time namespace (`CAP_SYS_ADMIN`). `time_namespaces(7)`.
 pub fn unshare_time() -> std::io::Result<()> {
     const CLONE_NEWTIME: i32 = 0x80;
+    own_time_offsets(); // which it can be asked for only before
     // SAFETY: plain flag; this thread itself stays in its namespace.
     if unsafe { libc::unshare(CLONE_NEWTIME) } < 0 { Err(std::io::Error::last_os_error()) } else { Ok(()) }
 }

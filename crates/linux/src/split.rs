@@ -15,7 +15,9 @@ pub enum Split {
 }
 
 /// Makes a copy of this process with the calling thread alone. Other threads of ours must hold no lock that the copy will
-/// want, besides those of the allocator.
+/// want, besides those of the allocator. One such is a lock of the standard library that each thread takes when it begins and
+/// when it ends: no thread may do either meanwhile, so those that have done their work must have been joined (at the end of
+/// a [`std::thread::scope`] they need not have ended), or the copy cannot start any.
 pub fn copy() -> Result<Split> {
     // SAFETY: glibc puts its own locks, those of the allocator too, in order for the copy; the caller vouches for ours.
     let pid = unsafe { libc::fork() };

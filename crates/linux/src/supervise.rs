@@ -443,37 +443,48 @@ pub(crate) fn check(call: &str, result: i32) -> Result<()> {
     if result < 0 { Err(Error::call(call, std::io::Error::last_os_error())) } else { Ok(()) }
 }
 
-/// Which of the two processes [`private_namespace`] returned in.
+/// Which of the two processes [`private_namespace`] or [`second`] returned in.
 #[derive(Debug)]
 pub enum Private {
     /// The caller, with its new child.
     Outside(Child),
-    /// The child: process 1 of a pid namespace of its own, with a `/proc` that shows it.
+    /// The child; if asked for, process 1 of a pid namespace of its own, with a `/proc` that shows it.
     Inside,
+}
+
+/// Splits this process in two: the caller, and a copy beside it. fork(2)
+pub fn second() -> Result<Private> {
+    Ok(split("make a second process", 0)?.map_or(Private::Inside, Private::Outside))
 }
 
 /// Splits this process in two: the caller, and a copy that is the first process of a new pid namespace
 /// (`pid_namespaces(7)`), in a mount namespace where `/proc` shows that one. When the copy ends, the kernel kills
 /// whatever else lives there. Needs `CAP_SYS_ADMIN`.
 pub fn private_namespace() -> Result<Private> {
-    single_threaded("make a pid namespace")?;
+    let namespaces = (libc::CLONE_NEWPID | libc::CLONE_NEWNS) as u64;
+    if let Some(child) = split("make a pid namespace", namespaces)? {
+        return Ok(Private::Outside(child));
+    }
+    show_own_processes()?;
+    Ok(Private::Inside)
+}
+
+/// Makes a copy of this process; nothing in the copy.
+fn split(what: &str, flags: u64) -> Result<Option<Child>> {
+    single_threaded(what)?;
     let mut pidfd: i32 = -1;
     let args = crate::spawn::CloneArgs {
-        flags: (libc::CLONE_NEWPID | libc::CLONE_NEWNS | libc::CLONE_PIDFD) as u64,
+        flags: flags | libc::CLONE_PIDFD as u64,
         pidfd: (&raw mut pidfd) as u64,
         exit_signal: libc::SIGCHLD as u64,
         ..Default::default()
     };
     // SAFETY: as `fork`: there is one thread, so the copy is complete and no lock is held by a thread that it lacks.
     let pid = unsafe { libc::syscall(libc::SYS_clone3, &raw const args, size_of_val(&args)) };
-    check("clone3 (new pid namespace)", pid as i32)?;
-    if pid != 0 {
-        // SAFETY: the kernel stored a new descriptor that nobody else owns.
-        let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
-        return Ok(Private::Outside(Child { pid: pid as u32, pidfd }));
-    }
-    show_own_processes()?;
-    Ok(Private::Inside)
+    check(&format!("clone3 ({what})"), pid as i32)?;
+    // SAFETY: the kernel stored a new descriptor that nobody else owns.
+    let child = || Child { pid: pid as u32, pidfd: unsafe { OwnedFd::from_raw_fd(pidfd) } };
+    Ok((pid != 0).then(child))
 }
 
 fn show_own_processes() -> Result<()> {

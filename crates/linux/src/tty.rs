@@ -2,6 +2,7 @@
 
 use crate::descriptors::{check, ioctl_int, ioctl_set_int};
 use crate::{Error, Result};
+use rustix::fs::{major, makedev, minor};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 
 /// `struct termios2` of the kernel.
@@ -12,6 +13,21 @@ const TIOCGPTLCK: u64 = 0x8004_5439;
 const TIOCGPKT: u64 = 0x8004_5438;
 const TIOCGPTPEER: u64 = 0x5441;
 const TIOCGEXCL: u64 = 0x8004_5440;
+
+/// Major device numbers of slaves, each with [`PER_MAJOR`] of them (`UNIX98_PTY_SLAVE_MAJOR`).
+const SLAVES: std::ops::RangeInclusive<u32> = 136..=143;
+const PER_MAJOR: u32 = 256;
+
+/// Device number of the slave of a pseudo-terminal, by its number within its devpts.
+pub fn slave_device(number: u32) -> u64 {
+    makedev(SLAVES.start() + number / PER_MAJOR, number % PER_MAJOR)
+}
+
+/// Number of a pseudo-terminal within its devpts, by the device number of its slave; none of other devices.
+pub fn slave_number(device: u64) -> Option<u32> {
+    let major = major(device);
+    SLAVES.contains(&major).then(|| (major - SLAVES.start()) * PER_MAJOR + minor(device))
+}
 
 /// Settings of a terminal: raw `struct termios2`.
 pub fn settings(tty: impl AsFd) -> Result<Vec<u8>> {
@@ -83,6 +99,15 @@ pub fn set_exclusive(tty: impl AsFd) -> Result<()> {
     // SAFETY: TIOCEXCL takes no argument.
     let r = unsafe { libc::ioctl(tty.as_fd().as_raw_fd(), libc::TIOCEXCL) };
     check(|| "set the exclusive mode of a terminal".into(), r.into()).map(drop)
+}
+
+/// The session that the slave of a master controls, by the id of its leader.
+pub fn session(master: impl AsFd) -> Result<Option<u32>> {
+    match ioctl_int(master, libc::TIOCGSID, "read the session of a pty") {
+        Ok(session) => Ok(u32::try_from(session).ok().filter(|s| *s != 0)),
+        Err(e) if e.errno() == Some(libc::ENOTTY) => Ok(None),
+        Err(e) => Err(e),
+    }
 }
 
 /// Opens the slave of a master, whatever its name is in this mount namespace (`TIOCGPTPEER`).

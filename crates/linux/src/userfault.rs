@@ -24,6 +24,7 @@ use std::mem::ManuallyDrop;
 use std::ops::Deref;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 /// Flags with which the descriptor is made inside the program.
 pub const OPEN_FLAGS: u64 = (libc::O_CLOEXEC | libc::O_NONBLOCK) as u64;
@@ -61,6 +62,8 @@ pub enum Mode {
     /// As `Noted`; and whoever touches a page that is not there waits until it is put in. Whoever drops or moves pages, or
     /// makes a copy of the process, waits until that has been read.
     Missing,
+    /// Nothing: it only serves to move pages within the process ([`MOVE`]).
+    Moving,
 }
 
 /// `struct uffdio_api`.
@@ -125,6 +128,27 @@ const _: () = assert!(size_of::<ZeroPage>() == 32);
 
 /// `_IOWR(UFFDIO, 8, struct uffdio_poison)`, whose structure is that of `uffdio_zeropage` (Linux 6.6).
 const UFFDIO_POISON: u32 = 0xc020_aa08;
+/// `_IOWR(UFFDIO, 5, struct uffdio_move)` (Linux 6.8), which the process itself has to call: pages, with all that was ever
+/// written to them, are from one instant to the next at another address.
+pub const MOVE: u64 = 0xc028_aa05;
+/// Number of that among the calls that a range allows.
+const MOVE_NUMBER: u32 = 5;
+/// `UFFDIO_MOVE_MODE_ALLOW_SRC_HOLES`.
+const WITH_HOLES: u64 = 2;
+/// Bytes of `struct uffdio_move`, and where the kernel says in it how many bytes were moved, or what was wrong.
+pub const MOVE_LEN: usize = 40;
+/// As above.
+pub const MOVED_AT: usize = 32;
+
+/// The argument of [`MOVE`]: the pages that are in `len` bytes from `from` on, to the same places from `to` on.
+pub fn move_argument(from: RemoteAddr, to: RemoteAddr, len: u64) -> [u8; MOVE_LEN] {
+    let mut argument = [0; MOVE_LEN];
+    for (field, word) in argument.chunks_exact_mut(8).zip([to.0, from.0, len, WITH_HOLES, 0]) {
+        field.copy_from_slice(&word.to_le_bytes());
+    }
+    argument
+}
+
 const COPY_PROTECTED: u64 = 2; // UFFDIO_COPY_MODE_WP
 const PROTECT: u64 = 1; // UFFDIO_WRITEPROTECT_MODE_WP
 const DONT_WAKE: u64 = 2; // UFFDIO_WRITEPROTECT_MODE_DONTWAKE
@@ -142,6 +166,10 @@ const _: () = assert!(size_of::<Message>() == 32);
 
 /// Memory is released in pieces of this size, bytes, so that the program's own page faults get their turn.
 const PIECE: u64 = 4 << 20;
+/// They are not larger than this where there seems to be nothing, bytes.
+const LARGEST_PIECE: u64 = 512 << 20;
+/// A piece that takes less has hardly a page.
+const AT_ONCE: Duration = Duration::from_micros(5);
 
 /// Words that one event takes in [`Userfault::log_events`].
 pub const EVENT_WORDS: usize = size_of::<Message>() / 8;
@@ -226,11 +254,15 @@ pub struct Userfault {
     pid: u32,
 }
 
+/// Goes through memory in pieces that take a moment each. Where nothing is mapped in, as in almost all of what a sanitizer
+/// reserves (some 15 TiB), they grow, or there would be millions of them.
 fn in_pieces(start: RemoteAddr, end: RemoteAddr, work: impl Fn(RemoteAddr, RemoteAddr)) {
-    let mut at = start.0;
+    let (mut at, mut piece) = (start.0, PIECE);
     while at < end.0 {
-        let next = (at + PIECE).min(end.0);
+        let next = at.saturating_add(piece).min(end.0);
+        let began = Instant::now();
         work(RemoteAddr(at), RemoteAddr(next));
+        piece = if began.elapsed() < AT_ONCE { (piece * 2).min(LARGEST_PIECE) } else { PIECE };
         at = next;
     }
 }
@@ -253,6 +285,7 @@ impl Userfault {
                 let events = Features::EVENT_REMOVE | Features::EVENT_REMAP | Features::EVENT_UNMAP;
                 common | events | Features::EVENT_FORK | Features::WP_ASYNC | Features::THREAD_ID
             }
+            Mode::Moving => Features::empty(),
         };
         let userfault = Userfault { fd, pid };
         let mut api = Api { api: API, features: features.bits(), ioctls: 0 };
@@ -297,6 +330,12 @@ impl Userfault {
         self.register_for(start, end, UFFDIO_REGISTER_MODE_WP | UFFDIO_REGISTER_MODE_MISSING, _UFFDIO_COPY)
     }
 
+    /// Lets pages be moved to `[start, end)`, a mapping of its own ([`Mode::Moving`]). Nobody waits there for what is not: a page that
+    /// was freed lazily (`MADV_FREE`) may go at any moment, and is zeros then.
+    pub fn register_destination(&self, start: RemoteAddr, end: RemoteAddr) -> Result<()> {
+        self.register_for(start, end, UFFDIO_REGISTER_MODE_WP, MOVE_NUMBER)
+    }
+
     fn register_for(&self, start: RemoteAddr, end: RemoteAddr, mode: u32, needed: u32) -> Result<()> {
         let range = Range { start: start.0, len: end.0 - start.0 };
         let mut register = Register { range, mode: u64::from(mode), ioctls: 0 };
@@ -311,6 +350,14 @@ impl Userfault {
     pub fn put(&self, at: RemoteAddr, pages: &[u8]) -> Result<Put> {
         let (src, len) = (pages.as_ptr() as u64, pages.len() as u64);
         let mut copy = Copy { dst: at.0, src, len, mode: COPY_PROTECTED, copy: 0 };
+        let done = self.control("put pages into", UFFDIO_COPY, &mut copy);
+        put(done, copy.copy, len)
+    }
+
+    /// As [`Userfault::put`]; the pages count as written.
+    pub fn put_written(&self, at: RemoteAddr, pages: &[u8]) -> Result<Put> {
+        let (src, len) = (pages.as_ptr() as u64, pages.len() as u64);
+        let mut copy = Copy { dst: at.0, src, len, mode: 0, copy: 0 };
         let done = self.control("put pages into", UFFDIO_COPY, &mut copy);
         put(done, copy.copy, len)
     }
@@ -401,16 +448,41 @@ impl Userfault {
         self.told(n)
     }
 
-    /// As [`Userfault::log_events`], of one event: and if it is a copy of the process, whoever has the ring holds what follows it, in
-    /// this place, from the moment at which it exists. Nothing if the kernel cannot do that.
-    pub fn log_event_held(
+    /// As [`Userfault::log_events`]; and what follows copies of the process is held by whoever has the ring, from the moment at which
+    /// it exists, in one of these places each, for as long as there are any. Nothing if the kernel cannot do that.
+    pub fn log_events_held(
         &self,
         log: &[AtomicU64],
         queue: &mut hold::Queue,
         ring: BorrowedFd<'_>,
+        mut places: impl Iterator<Item = usize>,
+    ) -> Result<Option<usize>> {
+        let (mut next, mut told) = (places.next(), 0);
+        for words in log.chunks_exact(EVENT_WORDS) {
+            let Some(place) = next else {
+                return Ok(Some(told + self.log_events(&log[told * EVENT_WORDS..])?));
+            };
+            match self.log_event_held(words, queue, ring, place)? {
+                Some(0) => break,
+                Some(_) => told += 1,
+                None if told == 0 => return Ok(None),
+                None => break,
+            }
+            if matches!(logged(words), Some(Event::Forked(_))) {
+                next = places.next();
+            }
+        }
+        Ok(Some(told))
+    }
+
+    /// One event, held in one place.
+    fn log_event_held(
+        &self,
+        words: &[AtomicU64],
+        queue: &mut hold::Queue,
+        ring: BorrowedFd<'_>,
         place: usize,
     ) -> Result<Option<usize>> {
-        let words = &log[..EVENT_WORDS];
         let at = std::mem::offset_of!(Message, words);
         let [told, held] = queue.read_and_hold(ring, &self.fd, words, at, place)?;
         let number = words[at / 8].load(Ordering::Relaxed) as u32;
@@ -536,6 +608,29 @@ impl AsFd for Userfault {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::cell::Cell;
+
+    #[test]
+    fn pieces_are_all_there_is_and_few_where_there_is_nothing() {
+        const START: u64 = 0x7fff_8000;
+        const END: u64 = 0x1000_7fff_8000 + 4096;
+        let (at, pieces, largest) = (Cell::new(START), Cell::new(0u64), Cell::new(0));
+        in_pieces(RemoteAddr(START), RemoteAddr(END), |from, to| {
+            assert_eq!(from.0, at.replace(to.0));
+            assert!(from.0 < to.0);
+            largest.set(largest.get().max(to.0 - from.0));
+            pieces.set(pieces.get() + 1);
+        });
+        assert_eq!(at.get(), END);
+        assert_eq!(largest.get(), LARGEST_PIECE);
+        let small = Cell::new(0);
+        in_pieces(RemoteAddr(0), RemoteAddr(10 * PIECE), |_, _| {
+            std::thread::sleep(AT_ONCE * 10);
+            small.set(small.get() + 1);
+        });
+        assert_eq!(small.get(), 10, "what takes a moment is done in small pieces");
+        assert!(pieces.get() < (END - START) / PIECE / 4, "{} pieces", pieces.get());
+    }
 
     #[test]
     fn it_is_found_out_what_missing_pages_count_as() {

@@ -177,7 +177,7 @@ mod tests {
         let crate::fdinfo::Detail::Inotify(list) = info.detail else { panic!() };
         let mount =
             rustix::fs::open(dir.path(), rustix::fs::OFlags::RDONLY, rustix::fs::Mode::empty()).unwrap();
-        let found = open_by_handle(&mount, list[0].handle.0, &list[0].handle.1).unwrap();
+        let found = open_by_handle(&mount, list[0].inode.handle.0, &list[0].inode.handle.1).unwrap();
         let path = crate::fdinfo::link(std::process::id(), found.as_raw_fd() as u32).unwrap();
         assert_eq!(path, file.canonicalize().unwrap().as_os_str().as_bytes());
     }

@@ -1,8 +1,12 @@
 //! A thread that is lent to us comes home: with us, and without us.
 #![allow(missing_docs, clippy::unwrap_used)]
 
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+mod common;
+
+use common::{sleeps_on, wait_for};
+use std::io::{BufRead, BufReader, Read};
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Command, Stdio};
 use stillpoint_linux::batch::{Departure, Origin, Place, Signal};
 use stillpoint_linux::inject::{Planted, Site, Stack, find_gadgets};
 use stillpoint_linux::memory::Memory;
@@ -97,34 +101,27 @@ fn visit(pid: u32, steps: u32) {
     thread.detach().unwrap();
 }
 
-fn sleeper(seconds: &str) -> Child {
-    let child = Command::new("sleep").arg(seconds).stdin(Stdio::null()).spawn().unwrap();
-    std::thread::sleep(Duration::from_millis(100));
-    child
-}
-
 #[test]
 fn a_visited_sleeper_sleeps_on_for_the_rest_of_its_time() {
-    let start = Instant::now();
-    let mut child = sleeper("1.5");
-    for _ in 0..5 {
-        visit(child.id(), u32::MAX);
-        std::thread::sleep(Duration::from_millis(100));
-    }
-    assert!(child.wait().unwrap().success());
-    let slept = start.elapsed().as_secs_f64();
-    assert!((1.4..3.0).contains(&slept), "slept {slept} s instead of 1.5");
+    sleeps_on(|pid| visit(pid, u32::MAX));
 }
 
 #[test]
 fn an_abandoned_thread_finds_home_from_every_step() {
-    // A tight loop whose state is in registers; it ends by itself and tells the result.
-    let script =
-        "i=0; s=1; while [ $i -lt 300000 ]; do s=$(( (s * 31 + i) % 1000003 )); i=$((i+1)); done; echo $s";
-    let expected = Command::new("sh").args(["-c", script]).output().unwrap().stdout;
+    // A tight loop whose state is in registers; it tells the result when it is asked.
+    let script = "echo begins; i=0; s=1; while [ $i -lt 300000 ]; do s=$(( (s * 31 + i) % 1000003 )); i=$((i+1)); done; \
+                  read -r _; echo $s";
+    let shell = || {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]).stdin(Stdio::piped()).stdout(Stdio::piped());
+        command.spawn().unwrap()
+    };
+    let expected = shell().wait_with_output().unwrap().stdout;
     for steps in 0..19 {
-        let child = Command::new("sh").args(["-c", script]).stdout(Stdio::piped()).spawn().unwrap();
-        std::thread::sleep(Duration::from_millis(20));
+        let mut child = shell();
+        let mut said = BufReader::new(child.stdout.take().unwrap());
+        let mut all = String::new();
+        said.read_line(&mut all).unwrap();
         let before = maps(child.id());
         let status = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "visitor", "--ignored", "--nocapture"])
@@ -133,17 +130,15 @@ fn an_abandoned_thread_finds_home_from_every_step() {
             .stdout(Stdio::null())
             .status()
             .unwrap();
-        assert!(!status.success(), "the visitor should have been killed at step {steps}");
+        assert_eq!(status.signal(), Some(9), "the visitor should have been killed at step {steps}");
         let names = |m: &[(u64, u64, String)]| m.iter().map(|m| m.2.clone()).collect::<Vec<_>>();
         // It may still be on its way home.
-        let patience = Instant::now() + Duration::from_secs(2);
-        while names(&before) != names(&maps(child.id())) {
-            assert!(Instant::now() < patience, "mappings left behind after step {steps}");
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        let out = child.wait_with_output().unwrap();
-        assert!(out.status.success(), "killed by the visit that ended at step {steps}: {}", out.status);
-        assert_eq!(out.stdout, expected, "step {steps}");
+        wait_for(&format!("its mappings after step {steps}"), || names(&before) == names(&maps(child.id())));
+        drop(child.stdin.take());
+        said.read_to_string(&mut all).unwrap();
+        let status = child.wait().unwrap();
+        assert!(status.success(), "killed by the visit that ended at step {steps}: {status}");
+        assert_eq!(all.as_bytes(), expected, "step {steps}");
     }
 }
 

@@ -1,6 +1,8 @@
 //! A copy-on-write twin: it is the instant at which it was made, and the program notices nothing, with us and without.
 #![allow(missing_docs, clippy::unwrap_used)]
 
+mod common;
+
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::PathBuf;
@@ -107,7 +109,7 @@ impl Program {
                 return;
             }
             assert!(
-                start.elapsed() < Duration::from_secs(10),
+                start.elapsed() < Duration::from_secs(60),
                 "{what}: {from:?} {now:?}, copies {copies:?},\n{before:#?}\n{facts:#?}"
             );
         }
@@ -267,8 +269,11 @@ fn what_is_released_is_given_back_and_the_rest_stays() {
         rustix::process::Signal::KILL,
     )
     .unwrap();
-    std::thread::sleep(Duration::from_millis(50));
-    assert!(twin.check().is_err());
+    let patience = Instant::now() + Duration::from_secs(60);
+    while twin.check().is_ok() {
+        assert!(Instant::now() < patience, "its end is not noticed");
+        std::thread::sleep(Duration::from_millis(1));
+    }
     assert!(twin.memory().read(RemoteAddr(filler), &mut [0; 8]).is_err());
 }
 
@@ -336,16 +341,7 @@ fn a_program_that_job_control_stopped_stays_stopped() {
 
 #[test]
 fn a_sleeper_sleeps_on_for_the_rest_of_its_time() {
-    let start = Instant::now();
-    let mut child = Command::new("sleep").arg("1.5").stdin(Stdio::null()).spawn().unwrap();
-    std::thread::sleep(Duration::from_millis(100));
-    for _ in 0..5 {
-        fork(child.id(), |_, _| {}).unwrap().end().unwrap();
-        std::thread::sleep(Duration::from_millis(100));
-    }
-    assert!(child.wait().unwrap().success());
-    let slept = start.elapsed().as_secs_f64();
-    assert!((1.4..3.0).contains(&slept), "slept {slept} s instead of 1.5");
+    common::sleeps_on(|pid| fork(pid, |_, _| {}).unwrap().end().unwrap());
 }
 
 /// A process that makes a twin of the program, waiting for a word before it begins.

@@ -7,6 +7,7 @@
 use crate::{Error, Result};
 use rustix::time::{ClockId, clock_gettime};
 use stillpoint_image::Meta;
+use stillpoint_linux::proc::own_time_offsets;
 
 /// Makes children of this thread live in a time namespace whose clocks go on from the checkpoint. Returns a remark
 /// for the user where privileges do not allow it but the program can do without.
@@ -25,7 +26,7 @@ pub fn continue_clocks(meta: &Meta) -> Result<Option<String>> {
 }
 
 fn enter(meta: &Meta) -> std::io::Result<()> {
-    let own = own_offsets();
+    let own = own_time_offsets();
     stillpoint_linux::spawn::unshare_time()?;
     // Offsets are told relative to the initial namespace, which we may not be in ourselves.
     let offset = |clock, then: i64, own: i64| then.saturating_sub(now_ns(clock).saturating_sub(own));
@@ -34,12 +35,6 @@ fn enter(meta: &Meta) -> std::io::Result<()> {
     let line =
         |name, ns: i64| format!("{name} {} {}\n", ns.div_euclid(1_000_000_000), ns.rem_euclid(1_000_000_000));
     std::fs::write("/proc/self/timens_offsets", line("monotonic", monotonic) + &line("boottime", boottime))
-}
-
-/// Our own offsets for monotonic and boot time, nanoseconds.
-fn own_offsets() -> (i64, i64) {
-    let process = stillpoint_linux::proc::Proc::process(std::process::id());
-    process.and_then(|p| p.time_offsets()).ok().flatten().unwrap_or_default()
 }
 
 fn now_ns(clock: ClockId) -> i64 {

@@ -22,8 +22,12 @@
 //! free: it is told where to go on, and whoever gets another one is buried.
 //!
 //! All are traced from birth, and killed with us.
+//!
+//! Where the program is to run beside itself in one pid namespace ([`Pids::anew`]), whoever is made gets whatever id the kernel gives him.
+//! Who is called what is told in the end, and all threads are made for it; until then names are looked up one by one.
 
 use crate::attributes::process as of_process;
+use crate::files::OpenFiles;
 use crate::groups::Joining;
 use crate::heritage::Heritage;
 use crate::{Error, Result, burial};
@@ -31,10 +35,13 @@ use std::cell::{Cell, OnceCell, RefCell};
 use std::collections::{BTreeSet, HashMap};
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
+use stillpoint_image::anew::{Renamed, renamed};
 use stillpoint_image::pids::{DEEPEST, Pids, namespace_of};
 use stillpoint_image::tree::{self, Child, Context, Memory as Begins, Step};
-use stillpoint_image::{Ended, Image, Process, Thread};
+use stillpoint_image::users::{born_in, chosen, first_in, users_of};
+use stillpoint_image::{Ended, Image, Namespace, Process, Thread};
 use stillpoint_linux::memory::Memory;
+use stillpoint_linux::proc::Proc;
 use stillpoint_linux::program::{Arg, Program, Run};
 use stillpoint_linux::ptrace::{Seized, Stopped, Waited, options as trace};
 use stillpoint_linux::remote::{Area, Remote};
@@ -52,8 +59,8 @@ pub(crate) struct Nursery {
 
 impl Nursery {
     /// Makes the root, a copy of ours with its ids.
-    pub fn open(image: &Image) -> Result<Self> {
-        let (pid, pids) = (image.processes[0].pid, Pids::of(image));
+    pub fn open(image: &Image, pids: &Pids<'_>) -> Result<Self> {
+        let pid = image.processes[0].pid;
         let flags = if pids.is_first(pid) { libc::CLONE_NEWPID as u64 } else { 0 };
         let ids = pids.all(pid);
         let made = burial::until_free(|| pid, || spawn::shell(&ids, flags), is_taken, pids.are_deepest());
@@ -146,12 +153,14 @@ pub(crate) struct Family<'a, 'i, 't> {
     ended: Vec<(usize, Ended, Remote<'a>)>,
     /// Those that lead a session or process group for the moment, by their parents' rows.
     stand_ins: Vec<StandIn<'a>>,
-    /// Slaves of pseudo-terminals that control a session, by row.
-    terminals: &'t HashMap<u32, OwnedFd>,
+    /// Slaves of pseudo-terminals that control a session, by row, and namespaces.
+    open: &'t OpenFiles,
     /// What children have in common with their parents.
     heritage: &'t Heritage<'t>,
     groups: Joining<'i>,
-    pids: Pids<'i>,
+    pids: &'t Pids<'i>,
+    /// Who has got another id.
+    renamed: Renamed,
     /// Groups that are led as soon as their leaders are there.
     from_birth: BTreeSet<u32>,
 }
@@ -172,12 +181,23 @@ pub(crate) struct Made<'a> {
     pub threads: HashMap<usize, Vec<Remote<'a>>>,
     /// What could not be done about their control groups.
     pub notes: Vec<String>,
+    /// Their new ids, if they have others than they had.
+    pub renamed: Option<Renamed>,
 }
 
 /// How many memories a tree needs room for.
 pub(crate) fn room_for(image: &Image) -> usize {
     let ended: usize = image.processes.iter().map(|p| p.ended().len()).sum();
-    image.processes.len() + ended + tree::lost_leaders(image).len()
+    image.processes.len() + ended + tree::lost_leaders(image).len() + leading_in(image).count()
+}
+
+/// Pid namespaces that belong to user namespaces: whoever makes process 1 of one is there for that alone.
+fn leading_in(image: &Image) -> impl Iterator<Item = u32> {
+    let rows = 0..image.namespaces.len() as u32;
+    rows.filter(|row| {
+        matches!(image.namespaces[*row as usize], Namespace::Pid { .. })
+            && born_in(image, Some(*row)).is_some()
+    })
 }
 
 /// All ids that a tree needs.
@@ -190,14 +210,15 @@ pub(crate) fn ids(image: &Image) -> Vec<u32> {
 impl<'a, 'i, 't> Family<'a, 'i, 't> {
     /// Makes all processes; returns their main threads, by row, and the other threads of those that had to have them by now.
     /// `root` is that of the root, which has nothing but the area of
-    /// remote programs; `terminals` are slaves of controlling terminals by row, in our own table, of which all have copies.
+    /// remote programs; `open`: descriptors of our own table, of which all have copies.
     pub fn make(
         image: &'i Image,
         nursery: &'a Nursery,
         memories: &'a [OnceCell<Memory>],
         root: Remote<'a>,
-        terminals: &'t HashMap<u32, OwnedFd>,
+        open: &'t OpenFiles,
         heritage: &'t Heritage<'t>,
+        pids: &'t Pids<'i>,
     ) -> Result<Made<'a>> {
         let members = image.processes.iter().map(|_| None).collect();
         let not_inherited = |tree::NotInherited { row, what }| {
@@ -206,11 +227,14 @@ impl<'a, 'i, 't> Family<'a, 'i, 't> {
         };
         let steps = tree::steps(image).map_err(not_inherited)?;
         let (threads, ended, stand_ins) = (HashMap::new(), Vec::new(), Vec::new());
-        let (pids, from_birth) = (Pids::of(image), tree::groups_from_birth(image));
+        let (from_birth, mut renamed) = (tree::groups_from_birth(image), Renamed::new());
+        if pids.are_new() {
+            renamed.insert(image.processes[0].pid, root.tid());
+        }
         #[rustfmt::skip]
         let mut family = Family {
-            image, nursery, memories, used: 1, members, threads, ended, stand_ins, terminals, heritage,
-            groups: Joining::new(image), pids, from_birth,
+            image, nursery, memories, used: 1, members, threads, ended, stand_ins, open, heritage,
+            groups: Joining::new(image), pids, renamed, from_birth,
         };
         let mut root = root;
         if heritage.is_any() {
@@ -220,9 +244,41 @@ impl<'a, 'i, 't> Family<'a, 'i, 't> {
         family.group()?;
         family.bring_to_foreground()?;
         family.end()?;
+        if pids.are_new() {
+            family.complete()?;
+        }
         let main = family.members.into_iter().collect::<Option<Vec<_>>>();
         let main = main.ok_or_else(|| Error::Failed("a process has no parent".into()))?;
-        Ok(Made { main, threads: family.threads, notes: family.groups.notes })
+        let renamed = pids.are_new().then_some(family.renamed);
+        Ok(Made { main, threads: family.threads, notes: family.groups.notes, renamed })
+    }
+
+    /// Makes all threads that there are not yet, so that all are known by their new ids.
+    fn complete(&mut self) -> Result<()> {
+        for (row, process) in self.image.processes.iter().enumerate() {
+            if self.threads.contains_key(&row) || process.threads.len() == 1 {
+                continue;
+            }
+            let Some(mut leader) = self.members[row].take() else { continue };
+            let made = others(self.image, leader.memory(), &mut leader, process, self.pids);
+            self.members[row] = Some(leader);
+            let made = made?;
+            self.rename_threads(process, &made);
+            self.threads.insert(row, made);
+        }
+        Ok(())
+    }
+
+    fn rename_threads(&mut self, process: &Process, made: &[Remote<'_>]) {
+        if self.pids.are_new() {
+            let ids = process.threads.iter().skip(1).map(|thread| thread.tid);
+            self.renamed.extend(ids.zip(made.iter().map(Remote::tid)));
+        }
+    }
+
+    /// What one of the program is called by now, who is called `name` where it is wanted.
+    fn now(&self, name: u32) -> u32 {
+        renamed(&self.renamed, name)
     }
 
     /// Makes the descendants of a process.
@@ -234,9 +290,10 @@ impl<'a, 'i, 't> Family<'a, 'i, 't> {
         let own = namespace_of(self.image, process);
         let mut born = Vec::new();
         let mut threads = match has_children_of_threads(self.image, row) {
-            true => others(remote.memory(), &mut remote, process, &self.pids)?,
+            true => others(self.image, remote.memory(), &mut remote, process, self.pids)?,
             false => Vec::new(),
         };
+        self.rename_threads(process, &threads);
         if row == 0 {
             self.lead_at_once(process.pid, process.own_group(), process.own_session(), &mut remote)?;
         }
@@ -353,7 +410,7 @@ impl<'a, 'i, 't> Family<'a, 'i, 't> {
     /// Joins a process group, if it has a name in the pid namespace of whoever does; otherwise he was born in it.
     fn join(&self, namespace: Option<u32>, group: u32, remote: &mut Remote<'a>) -> Result<()> {
         match self.pids.seen_from(namespace, group) {
-            Some(group) => join(remote, group),
+            Some(group) => join(remote, self.now(group)),
             None => Ok(()),
         }
     }
@@ -370,19 +427,19 @@ impl<'a, 'i, 't> Family<'a, 'i, 't> {
         exit_signal: Option<u32>,
     ) -> Result<Remote<'a>> {
         let (own, is_first) = (self.pids.namespace(pid), self.pids.is_first(pid));
+        let (from, born) = (born_in(self.image, maker), born_in(self.image, own));
+        if let Some(users) = born.filter(|_| is_first && from != born) {
+            return self.bear_in(users, parent, maker, pid, flags, exit_signal);
+        }
         let inside = if is_first { own.and_then(|own| self.pids.parent(own)) } else { own };
         let flags = if is_first { flags | libc::CLONE_NEWPID as u64 } else { flags };
-        let mut program = Program::new();
-        if inside != maker {
-            enter_for_children(&mut program, &self.pids, maker, inside)?;
-        }
         let signal = exit_signal.unwrap_or(libc::SIGCHLD as u32);
         let clone_args = CloneArgs { flags, exit_signal: signal.into(), ..CloneArgs::default() };
-        let left = clone_with(&mut program, &format!("make process {pid}"), &self.pids.all(pid), clone_args);
-        if inside != maker {
-            let own = program.call("getpid", libc::SYS_getpid, []);
-            let_children_be_with(&mut program, own.into());
-        }
+        let most = chosen(self.image, self.pids, own, from).min(DEEPEST);
+        let what = format!("make process {pid}");
+        let (program, left) = self.while_children_go_to(inside, maker, |program| {
+            clone_with(program, &what, &self.pids.all(pid), most, clone_args)
+        })?;
         // Who came to another id is buried by his parent, which is another one than his maker then.
         let others_child = flags & libc::CLONE_PARENT as u64 != 0;
         let name = |tid| if maker.is_none() { Some(tid) } else { self.pids.seen_from(maker, pid) };
@@ -390,7 +447,8 @@ impl<'a, 'i, 't> Family<'a, 'i, 't> {
             as_next(left.then_some(pid), || parent.run(&program))?;
             let born = parent.take_born();
             self.nursery.others.borrow_mut().extend(&born);
-            if let Some(tid) = born.iter().copied().find(|&tid| tid != pid) {
+            let is_wrong = |tid: &u32| *tid != pid && !self.pids.are_new();
+            if let Some(tid) = born.iter().copied().find(is_wrong) {
                 if let Some(name) = name(tid).filter(|_| !others_child) {
                     spawn::tgkill(tid, tid, libc::SIGKILL)?;
                     see_end(Seized::born(tid))?;
@@ -401,18 +459,125 @@ impl<'a, 'i, 't> Family<'a, 'i, 't> {
             }
             Ok(born)
         };
-        let born = burial::until_free(|| pid, make, is_taken, self.pids.are_deepest())
+        let born = burial::until_free(|| pid, make, is_taken, left || self.pids.are_deepest())
             .map_err(|e| refused(pid, e))?;
         let &[tid] = born.as_slice() else {
             return Err(Error::Failed(format!("process {pid} was not made")));
         };
+        if self.pids.are_new() {
+            self.renamed.insert(pid, tid);
+        }
+        self.take_over(tid, parent.area())
+    }
+
+    /// What a process of the pid namespace `maker` runs so that what `make` adds makes its child in `inside`.
+    fn while_children_go_to<T>(
+        &self,
+        inside: Option<u32>,
+        maker: Option<u32>,
+        make: impl FnOnce(&mut Program) -> T,
+    ) -> Result<(Program, T)> {
+        let mut program = Program::new();
+        if inside != maker {
+            enter_for_children(&mut program, self.pids, maker, inside)?;
+        }
+        let made = make(&mut program);
+        if inside != maker {
+            let own = program.call("getpid", libc::SYS_getpid, []);
+            let_children_be_with(&mut program, own.into());
+        }
+        Ok((program, made))
+    }
+
+    /// Takes over a new process.
+    fn take_over(&mut self, tid: u32, area: Area) -> Result<Remote<'a>> {
         let stopped = Seized::born(tid).wait()?.stopped(tid)?;
         let memory =
             self.memories.get(self.used).ok_or_else(|| Error::Failed("too many processes".into()))?;
         self.used += 1;
         let opened = Memory::open(tid)?;
         let memory = memory.get_or_init(|| opened);
-        Ok(Remote::new(memory, stopped, parent.area())?)
+        Ok(Remote::new(memory, stopped, area)?)
+    }
+
+    /// Makes process 1 of a pid namespace that belongs to a user namespace in which its parent is not: a brother whom it has for the
+    /// moment goes there, and makes it.
+    fn bear_in(
+        &mut self,
+        users: u32,
+        parent: &mut Remote<'a>,
+        maker: Option<u32>,
+        pid: u32,
+        flags: u64,
+        exit_signal: Option<u32>,
+    ) -> Result<Remote<'a>> {
+        if flags & libc::CLONE_PARENT as u64 != 0 || self.pids.are_new() {
+            return Err(Error::Failed(format!(
+                "process {pid} cannot be made by another process than its parent"
+            )));
+        }
+        let own = self.pids.namespace(pid);
+        let inside = own.and_then(|own| self.pids.parent(own));
+        let signal = exit_signal.unwrap_or(libc::SIGCHLD as u32);
+        let args = CloneArgs { flags, exit_signal: signal.into(), ..CloneArgs::default() };
+        let make = |program: &mut Program| clone_with(program, "make a process", &[], 0, args);
+        let (program, _) = self.while_children_go_to(inside, maker, make)?;
+        // His own id must be none that is wanted.
+        let above = ids(self.image).into_iter().max().map(|id| id.saturating_add(1));
+        as_next(above, || parent.run(&program))?;
+        let &[tid] = parent.take_born().as_slice() else {
+            return Err(Error::Failed(format!("nobody could be made to make process {pid}")));
+        };
+        self.nursery.others.borrow_mut().push(tid);
+        let mut brother = self.take_over(tid, parent.area())?;
+        let first = first_in(self.image, own).filter(|first| first.pid == pid);
+        self.open.namespaces().begin(self.image, users, born_in(self.image, maker), first, &mut brother)?;
+        // If its signal were ignored, the kernel would bury whoever ends by itself.
+        parent.run(&disposition(signal, libc::SIG_DFL as u64))?;
+        let made = self.bear_first(&mut brother, parent, maker, pid, flags);
+        let name = of_process_in(tid, self.pids.depth(maker))?;
+        kill(brother)?;
+        self.nursery.others.borrow_mut().retain(|&other| other != tid);
+        let mut program = bury(name);
+        program.append(disposition(signal, libc::SIG_IGN as u64));
+        parent.run(&program)?;
+        made
+    }
+
+    /// Makes process 1 of a new pid namespace of the brother's, as a child of their parent.
+    fn bear_first(
+        &mut self,
+        brother: &mut Remote<'a>,
+        parent: &mut Remote<'a>,
+        maker: Option<u32>,
+        pid: u32,
+        flags: u64,
+    ) -> Result<Remote<'a>> {
+        let own = self.pids.namespace(pid);
+        let flags = flags | (libc::CLONE_NEWPID | libc::CLONE_PARENT) as u64;
+        let most = chosen(self.image, self.pids, own, born_in(self.image, own)).min(DEEPEST);
+        let mut program = Program::new();
+        let args = CloneArgs { flags, ..CloneArgs::default() };
+        let what = format!("make process {pid}");
+        let left = clone_with(&mut program, &what, &self.pids.all(pid), most, args);
+        let depth = self.pids.depth(maker);
+        let make = || {
+            as_next(left.then_some(pid), || brother.run(&program))?;
+            let born = brother.take_born();
+            self.nursery.others.borrow_mut().extend(&born);
+            if let Some(&tid) = born.iter().find(|tid| **tid != pid) {
+                let name = of_process_in(tid, depth)?;
+                spawn::tgkill(tid, tid, libc::SIGKILL)?;
+                see_end(Seized::born(tid))?;
+                parent.run(&bury(name))?;
+                self.nursery.others.borrow_mut().retain(|&other| other != tid);
+                return Err(passed_over(pid));
+            }
+            Ok(())
+        };
+        let for_the_living = left || self.pids.are_deepest();
+        burial::until_free(|| pid, make, is_taken, for_the_living).map_err(|e| refused(pid, e))?;
+        self.take_over(pid, brother.area())
     }
 
     /// Begins a session, with its controlling terminal if that is one of the tree's own.
@@ -420,7 +585,7 @@ impl<'a, 'i, 't> Family<'a, 'i, 't> {
         let mut program = begin_session();
         for (row, pty) in self.image.ptys.iter().enumerate().filter(|(_, pty)| pty.controlling) {
             let of_session = pty.session.unwrap_or(self.image.processes[0].pid) == process.pid;
-            if let Some(slave) = self.terminals.get(&(row as u32)).filter(|_| of_session) {
+            if let Some(slave) = self.open.terminals().get(&(row as u32)).filter(|_| of_session) {
                 let args = [number(slave), tty::TIOCSCTTY.into(), 0.into()];
                 program.attempt("take the controlling terminal", libc::SYS_ioctl, args);
             }
@@ -432,20 +597,21 @@ impl<'a, 'i, 't> Family<'a, 'i, 't> {
     /// Joins all process groups: first those who lead one, then the others.
     fn group(&mut self) -> Result<()> {
         self.stand_in()?;
+        let now = |name| renamed(&self.renamed, name);
         for leading in [true, false] {
             for (process, member) in self.image.processes.iter().zip(&mut self.members) {
                 let (Some(group), Some(member)) = (process.own_group(), member) else { continue };
                 let leads_session = process.own_session() == Some(process.pid);
                 let name = self.pids.seen_from(namespace_of(self.image, process), group);
                 if let Some(name) = name.filter(|_| (group == process.pid) == leading && !leads_session) {
-                    join(member, name)?;
+                    join(member, now(name))?;
                 }
             }
             for (_, ended, remote) in &mut self.ended {
                 let Some(group) = ended.group.filter(|_| ended.session != Some(ended.pid)) else { continue };
                 let name = self.pids.seen_from(ended.namespace, group);
                 if let Some(name) = name.filter(|_| (group == ended.pid) == leading) {
-                    join(remote, name)?;
+                    join(remote, now(name))?;
                 }
             }
         }
@@ -457,7 +623,7 @@ impl<'a, 'i, 't> Family<'a, 'i, 't> {
             self.nursery.others.borrow_mut().retain(|&other| other != tid);
             let name = self.pids.seen_from(namespace_of(self.image, &self.image.processes[parent]), id);
             let name = name.ok_or_else(|| Error::Failed(format!("{id} has no name where its parent is")))?;
-            let mut program = bury(name);
+            let mut program = bury(self.now(name));
             program.append(disposition(signal, libc::SIG_IGN as u64));
             self.member(parent)?.run(&program)?;
         }
@@ -471,7 +637,7 @@ impl<'a, 'i, 't> Family<'a, 'i, 't> {
             if self.stand_ins.iter().any(|s| s.id == id) {
                 continue;
             }
-            let parent = tree::stand_in_parent(self.image, &self.pids, id);
+            let parent = tree::stand_in_parent(self.image, self.pids, id);
             let parent = parent
                 .ok_or_else(|| Error::Failed(format!("process group {id} has no member that lives")))?;
             let Some(mut member) = self.members[parent].take() else { continue };
@@ -488,7 +654,8 @@ impl<'a, 'i, 't> Family<'a, 'i, 't> {
     /// Gives the foreground of the tree's own terminals to those who had it.
     fn bring_to_foreground(&mut self) -> Result<()> {
         for (row, pty) in self.image.ptys.iter().enumerate() {
-            let (Some(group), Some(slave)) = (pty.foreground, self.terminals.get(&(row as u32))) else {
+            let (Some(group), Some(slave)) = (pty.foreground, self.open.terminals().get(&(row as u32)))
+            else {
                 continue;
             };
             let session = pty.session.unwrap_or(self.image.processes[0].pid);
@@ -496,7 +663,7 @@ impl<'a, 'i, 't> Family<'a, 'i, 't> {
             let can = |p: &Process| p.own_session() == Some(session) && name(p).is_some();
             let Some(member) = self.image.processes.iter().position(can) else { continue };
             let mut program = Program::new();
-            let group = name(&self.image.processes[member]).unwrap_or(group);
+            let group = self.now(name(&self.image.processes[member]).unwrap_or(group));
             let group = program.data(&group.to_ne_bytes());
             let args = [number(slave), libc::TIOCSPGRP.into(), group];
             program.attempt("take the foreground of the terminal", libc::SYS_ioctl, args);
@@ -528,14 +695,16 @@ impl<'a, 'i, 't> Family<'a, 'i, 't> {
     }
 }
 
-/// Makes a process or thread with these ids, the innermost first. True if there are more than `clone3` takes: the last is left to
-/// the kernel.
-fn clone_with(program: &mut Program, what: &str, ids: &[u32], args: CloneArgs) -> bool {
-    let left = ids.len() > DEEPEST;
-    let ids = &ids[..ids.len() - usize::from(left)];
-    let list = program.data(&ids.iter().flat_map(|id| id.to_ne_bytes()).collect::<Vec<_>>());
+/// Makes a process or thread with these ids, the innermost first; with any, if there are none. True if there are more than can be chosen
+/// (`most`): the last is left to the kernel.
+fn clone_with(program: &mut Program, what: &str, ids: &[u32], most: usize, args: CloneArgs) -> bool {
+    let left = ids.len() > most;
+    let ids = &ids[..ids.len().min(most)];
     let record = program.data(&CloneArgs { set_tid_size: ids.len() as u64, ..args }.to_bytes());
-    program.link(record, CloneArgs::SET_TID_OFFSET, list);
+    if !ids.is_empty() {
+        let list = program.data(&ids.iter().flat_map(|id| id.to_ne_bytes()).collect::<Vec<_>>());
+        program.link(record, CloneArgs::SET_TID_OFFSET, list);
+    }
     program.call(what, libc::SYS_clone3, [record, Arg::Value(size_of::<CloneArgs>() as u64)]);
     left
 }
@@ -552,6 +721,14 @@ fn as_next<T>(
     let made = make();
     spawn::go_on_after(before)?;
     made
+}
+
+/// What a process is called so many pid namespaces within ours.
+fn of_process_in(pid: u32, depth: usize) -> stillpoint_linux::Result<u32> {
+    let names = Proc::process(pid)?.status()?.ns_tgid;
+    let ours = Proc::process(std::process::id())?.status()?.ns_tgid.len();
+    let name = names.get(ours.saturating_sub(1) + depth).or(names.last());
+    name.copied().ok_or(stillpoint_linux::Error::Gone(pid))
 }
 
 /// Takes note of the end of a child.
@@ -716,6 +893,7 @@ fn has_children_of_threads(image: &Image, row: usize) -> bool {
 /// All threads of a process, the leader first: those that there are not yet are made, and start stopped, in the middle of the
 /// leader's program.
 pub fn make_threads<'a>(
+    image: &Image,
     memory: &'a Memory,
     mut leader: Remote<'a>,
     process: &Process,
@@ -724,7 +902,7 @@ pub fn make_threads<'a>(
 ) -> Result<Vec<Remote<'a>>> {
     let made = match made {
         Some(made) => made,
-        None => others(memory, &mut leader, process, pids)?,
+        None => others(image, memory, &mut leader, process, pids)?,
     };
     let mut threads = vec![leader];
     threads.extend(made);
@@ -741,12 +919,15 @@ pub fn make_threads<'a>(
 /// Makes the other threads of a process. Those that share directories apart from the main thread's are made by the first of
 /// them.
 fn others<'a>(
+    image: &Image,
     memory: &'a Memory,
     leader: &mut Remote<'a>,
     process: &Process,
     pids: &Pids<'_>,
 ) -> Result<Vec<Remote<'a>>> {
     let of = |thread: &Thread| thread.directories.and_then(|d| d.shares);
+    // It has gone into its user namespace by now.
+    let most = chosen(image, pids, namespace_of(image, process), users_of(image, process)).min(DEEPEST);
     let mut made: HashMap<u32, Remote<'a>> = HashMap::new();
     let mut makers: Vec<Option<u32>> = process.threads.iter().skip(1).map(of).collect();
     makers.sort_unstable();
@@ -754,11 +935,11 @@ fn others<'a>(
     for maker in makers {
         let threads: Vec<&Thread> = process.threads.iter().skip(1).filter(|t| of(t) == maker).collect();
         let born = match maker {
-            None => beget(memory, leader, process.pid, &threads, pids)?,
+            None => beget(memory, leader, process.pid, &threads, pids, most)?,
             Some(first) => {
                 let first = made.get_mut(&first);
                 let first = first.ok_or_else(|| Error::Failed("a thread has not been made".into()))?;
-                beget(memory, first, process.pid, &threads, pids)?
+                beget(memory, first, process.pid, &threads, pids, most)?
             }
         };
         made.extend(threads.iter().map(|t| t.tid).zip(born));
@@ -774,6 +955,7 @@ fn beget<'a>(
     pid: u32,
     threads: &[&Thread],
     pids: &Pids<'_>,
+    most: usize,
 ) -> Result<Vec<Remote<'a>>> {
     let flags = libc::CLONE_VM | libc::CLONE_FILES | libc::CLONE_SIGHAND;
     let flags = flags | libc::CLONE_THREAD | libc::CLONE_SYSVSEM;
@@ -786,7 +968,7 @@ fn beget<'a>(
             let flags = if is_apart { flags } else { flags | libc::CLONE_FS };
             let args = CloneArgs { flags: flags as u64, ..CloneArgs::default() };
             let what = format!("make thread {}", thread.tid);
-            if clone_with(&mut program, &what, &pids.all(thread.tid), args) {
+            if clone_with(&mut program, &what, &pids.all(thread.tid), most, args) {
                 left = Some(thread.tid);
                 break;
             }
@@ -805,7 +987,8 @@ fn beget<'a>(
     };
     let next = || threads.get(made.get()).map_or(0, |thread| thread.tid);
     while made.get() < threads.len() {
-        burial::until_free(next, &mut make, is_taken, pids.are_deepest()).map_err(|e| {
+        let may_be_passed_over = pids.are_deepest() || pids.all(next()).len() > most;
+        burial::until_free(next, &mut make, is_taken, may_be_passed_over).map_err(|e| {
             match is_taken(&e) {
                 true => Error::PidTaken(pid),
                 false => e.into(),

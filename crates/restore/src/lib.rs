@@ -12,14 +12,20 @@ mod groups;
 mod heritage;
 pub mod lazy;
 pub mod loader;
+mod mounts;
 mod namespaces;
+mod overlays;
+pub mod owners;
 mod pace;
 pub mod rebuild;
+mod remembered;
 pub mod space;
+mod tmpfs;
+mod users;
 
 pub use error::{Error, Result};
-pub use lazy::{Coming, Pager, Place, Template, Waiting};
-pub use rebuild::{Heard, Lazily, Options, Progress, Restored, restore};
+pub use lazy::{Coming, Pager, Parted, Place, Steward, Template, Waiting};
+pub use rebuild::{Heard, Ids, Lazily, Options, Progress, Restored, restore};
 
 /// What to do about files that the program had open for writing and that changed since (`--files`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

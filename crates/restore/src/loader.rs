@@ -5,6 +5,7 @@ use crate::{Error, Result};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use stillpoint_image::{Extent, PAGE, Place};
 use stillpoint_linux::RemoteAddr;
+use stillpoint_linux::host;
 use stillpoint_linux::memory::Memory;
 use stillpoint_store::Reader;
 
@@ -46,7 +47,7 @@ pub(crate) fn load(
         }
         Ok(())
     };
-    let loaders = std::thread::available_parallelism().map_or(1, usize::from).min(spans.len() / FEW + 1);
+    let loaders = host::processors().min(spans.len() / FEW + 1);
     std::thread::scope(|scope| {
         let others: Vec<_> = (1..loaders).map(|_| scope.spawn(work)).collect();
         let mut result = work();

@@ -1,10 +1,25 @@
 //! The program's own namespaces: made and filled by threads of ours before there is a process, which then enters them by
 //! our descriptors of them. If the restore fails, they go with those.
 
+use crate::attributes::credentials;
+use crate::files::Contents;
+use crate::mounts::{Building, Systems, Within, build, procfs_of, received_from};
+use crate::overlays::Anew;
 use crate::{Error, Result};
+use std::collections::HashMap;
+use std::ffi::OsStr;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use stillpoint_image::{Image, Ipc, Namespace, Process, Propagation, Setting, SystemV};
-use stillpoint_linux::namespaces::{self, Visit, inside};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use stillpoint_image::pids::namespace_of;
+use stillpoint_image::users::{born_in, inherited, owner, users};
+use stillpoint_image::{
+    Credentials, FileSystem, IdRange, Image, Ipc, Mounts, Namespace, Process, Propagation, Setting, SystemV,
+    Usage,
+};
+use stillpoint_linux::messenger::{self, make_in};
+use stillpoint_linux::mounts::{self, handle};
+use stillpoint_linux::namespaces::{self, Visit, inside, inside_as};
 use stillpoint_linux::proc::{NamespaceKind, Proc};
 use stillpoint_linux::program::{Arg, Program, Run};
 use stillpoint_linux::{Error as Kernel, Result as KernelResult, ipc, network};
@@ -13,36 +28,184 @@ use stillpoint_linux::{Error as Kernel, Result as KernelResult, ipc, network};
 #[derive(Debug, Default)]
 pub struct Namespaces {
     made: Vec<(NamespaceKind, Option<OwnedFd>)>,
+    /// Roots of mount namespaces, by row.
+    roots: HashMap<u32, OwnedFd>,
+    /// Mount namespaces with mounts that are not around them, by row.
+    building: HashMap<u32, Building>,
 }
 
 impl Namespaces {
     /// Makes them, with what is in them.
-    pub fn make(image: &Image) -> Result<Self> {
-        let made = image.namespaces.iter().map(|namespace| {
+    pub fn make(image: &Image, contents: &dyn Contents) -> Result<Self> {
+        let mut all = Namespaces::default();
+        for (row, namespace) in image.namespaces.iter().enumerate() {
             let kind = kind(namespace);
-            // Those of process ids are made with their process 1.
-            if kind == NamespaceKind::Pid {
-                return Ok((kind, None));
-            }
-            let file = namespaces::make(kind, || fill(namespace)).map_err(|e| not_permitted(kind, e))?;
-            Ok((kind, Some(file)))
-        });
-        Ok(Namespaces { made: made.collect::<Result<_>>()? })
+            let owner = owner(image, row as u32);
+            let belongs_to = owner.map(|owner| all.row(owner)).transpose()?.map(|(_, file)| file);
+            let file = match namespace {
+                Namespace::User(users) => {
+                    let made = crate::users::make(image, users, belongs_to);
+                    Some(made.map_err(|e| match e {
+                        Error::Kernel(e) => not_permitted(kind, e),
+                        e => e,
+                    })?)
+                }
+                // Those of process ids are made with their process 1.
+                Namespace::Pid { .. } => None,
+                Namespace::Mount { propagation, mounts, .. } => {
+                    Some(all.make_mounts(image, row as u32, *propagation, mounts.as_ref(), contents)?)
+                }
+                _ => match belongs_to {
+                    None => {
+                        Some(namespaces::make(kind, || fill(namespace)).map_err(|e| not_permitted(kind, e))?)
+                    }
+                    Some(users) => {
+                        let made = make_in(users, kind).map_err(|e| not_permitted(kind, e))?;
+                        inside_as(root_of(image, owner), &[(kind, made.as_fd())], || fill(namespace))?;
+                        Some(made)
+                    }
+                },
+            };
+            all.made.push((kind, file));
+        }
+        Ok(all)
     }
 
-    /// Mounts procfs of pid namespaces where it was, by a process that is in both namespaces.
-    pub fn mount_procs(&self, image: &Image, members: &mut [&mut dyn Run]) -> Result<()> {
+    fn make_mounts(
+        &mut self,
+        image: &Image,
+        row: u32,
+        propagation: Propagation,
+        mounts: Option<&Mounts>,
+        contents: &dyn Contents,
+    ) -> Result<OwnedFd> {
+        let space = |row| {
+            let (kind, file) = self.row(row)?;
+            let file = file.try_clone().map_err(|e| Kernel::call("duplicate a namespace", e))?;
+            Ok((kind, file))
+        };
+        let owning = owner(image, row);
+        let of = owning.map(|owning| self.row(owning)).transpose()?.map(|(_, file)| file);
+        let within = users(image, owning).zip(of);
+        let within = within.map(|(users, file)| Within { users, file, root: root_of(image, owning) });
+        let systems = mounts.map(|mounts| Systems::make(mounts, contents, &space, within)).transpose()?;
+        // What is around it is not what will be in it.
+        let around = mounts.map(received_from).unwrap_or_default();
+        let (mut building, mut root) = (None, None);
+        let fill = || {
+            match (mounts, systems) {
+                (Some(mounts), Some(systems)) => {
+                    building = Some(build(mounts, propagation, systems, around, within)?);
+                }
+                _ => {
+                    fill_mounts(propagation)?;
+                    root = Some(handle(rustix::fs::CWD, Path::new("/"))?);
+                }
+            }
+            Ok::<_, Error>(())
+        };
+        let file = match of {
+            None => namespaces::make(NamespaceKind::Mount, fill),
+            Some(users) => make_in(users, NamespaceKind::Mount).map_err(Error::from).and_then(|made| {
+                inside(&[(NamespaceKind::Mount, made.as_fd())], fill)?;
+                Ok(made)
+            }),
+        };
+        let file = file.map_err(|e| match e {
+            Error::Kernel(e) => not_permitted(NamespaceKind::Mount, e),
+            e => e,
+        })?;
+        self.roots.extend(root.map(|root| (row, root)));
+        self.building.extend(building.map(|building| (row, building)));
+        Ok(file)
+    }
+
+    /// Whether there are namespaces in which paths may lead elsewhere.
+    pub fn have_mounts(&self) -> bool {
+        !self.roots.is_empty() || !self.building.is_empty()
+    }
+
+    fn root(&self, row: u32) -> Option<&OwnedFd> {
+        self.roots.get(&row).or_else(|| Some(&self.building.get(&row)?.root))
+    }
+
+    /// An image with paths of files as we find them. Files on overlays are on devices of other numbers by now, and what is in memory only
+    /// is as it was.
+    pub fn reached(&self, image: &Image) -> Image {
+        let mut image = image.clone();
+        for file in &mut image.paths {
+            if let Some(root) = file.namespace.and_then(|row| self.root(row)) {
+                file.path.0.splice(0..0, way(root).into_bytes());
+            }
+            let building = file.namespace.and_then(|row| self.building.get(&row));
+            if let Some(anew) = building.and_then(|building| building.overlay_at(file.path.as_path()))
+                && let Ok(stat) = rustix::fs::lstat(file.path.as_path())
+            {
+                file.dev = stat.st_dev;
+                file.made_anew |= match anew {
+                    Anew::Everything => true,
+                    Anew::Written => file.usage == Usage::Write,
+                    Anew::Nothing => false,
+                };
+            }
+        }
+        image
+    }
+
+    /// A path of [`Namespaces::reached`] as it is called in the namespace.
+    pub fn called<'p>(&self, namespace: Option<u32>, path: &'p Path) -> &'p Path {
+        let way = namespace.and_then(|row| self.root(row)).map(way);
+        let bytes = path.as_os_str().as_bytes();
+        let rest = way.and_then(|way| bytes.strip_prefix(way.as_bytes()));
+        rest.map_or(path, |rest| Path::new(OsStr::from_bytes(rest)))
+    }
+
+    /// A message with paths as they are called in their namespaces.
+    pub fn told(&self, line: &str) -> String {
+        let roots = self.roots.values().chain(self.building.values().map(|building| &building.root));
+        roots.fold(line.to_owned(), |line, root| line.replace(&format!("{}/", way(root)), "/"))
+    }
+
+    /// Mounts procfs of pid namespaces where it was, by a process that is in both namespaces, and lets mounts share what they shared.
+    pub fn complete_mounts(&mut self, image: &Image, members: &mut [&mut dyn Run]) -> Result<()> {
+        for (&row, building) in &mut self.building {
+            let file = self.made.get(row as usize).and_then(|(_, file)| file.as_ref());
+            let file = file.ok_or_else(|| Error::Failed("a mount namespace is not there".into()))?;
+            building.complete(image, row, file.as_fd(), members)?;
+        }
         for (row, namespace) in image.namespaces.iter().enumerate() {
             let Namespace::Mount { proc: Some(of), .. } = namespace else { continue };
             let is_in = |p: &Process| p.namespaces.contains(of) && p.namespaces.contains(&(row as u32));
             let member = image.processes.iter().position(is_in).and_then(|at| members.get_mut(at));
             let member = member.ok_or_else(|| Error::Failed("procfs is that of nobody".into()))?;
+            if owner(image, row as u32).is_some() {
+                let (kind, file) = self.row(row as u32)?;
+                let mount = procfs_of(member.pid(), &FileSystem::default())?;
+                inside(&[(kind, file.as_fd())], || {
+                    mounts::set_options(
+                        &mount,
+                        mounts::NO_SET_ID | mounts::NO_DEVICES | mounts::NO_EXECUTION,
+                    )?;
+                    mounts::place(&mount, handle(rustix::fs::CWD, Path::new("/proc"))?)
+                })?;
+                continue;
+            }
             let mut program = Program::new();
             let (kind, place) = (program.string(b"proc"), program.string(b"/proc"));
             let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
             let args = [kind, place, kind, Arg::Value(flags), Arg::Value(0)];
             program.call("mount procfs", libc::SYS_mount, args);
             member.run(&program)?;
+        }
+        Ok(())
+    }
+
+    /// Gives files in file systems of the program's own the times that they had. When nothing is changed in them any more.
+    pub fn settle_mounts(&self, image: &Image) -> Result<()> {
+        for (row, building) in &self.building {
+            if let Some(Namespace::Mount { mounts: Some(mounts), .. }) = image.namespaces.get(*row as usize) {
+                building.settle(mounts)?;
+            }
         }
         Ok(())
     }
@@ -65,19 +228,100 @@ impl Namespaces {
         Ok(())
     }
 
-    /// Lets a new process, which has copies of our descriptors, enter those that it was in.
-    pub fn enter(&self, process: &Process, remote: &mut dyn Run) -> Result<()> {
+    /// Lets a new process, which has copies of our descriptors, enter those that it was in, but for that of users, and those that it
+    /// has from birth.
+    pub fn enter(&self, image: &Image, process: &Process, remote: &mut dyn Run) -> Result<()> {
+        let born = born_in(image, namespace_of(image, process));
+        let has = if born.is_some() { inherited(image, process) } else { Vec::new() };
+        let rows = process.namespaces.iter().filter(|row| !has.contains(row));
         let mut program = Program::new();
-        for &row in &process.namespaces {
-            if self.made.get(row as usize).is_some_and(|(kind, _)| *kind == NamespaceKind::Pid) {
+        self.enter_all(&mut program, rows)?;
+        if !program.is_empty() {
+            remote.run(&program)?;
+        }
+        Ok(())
+    }
+
+    fn enter_all<'r>(&self, program: &mut Program, rows: impl Iterator<Item = &'r u32>) -> Result<()> {
+        for &row in rows {
+            let kind = self.made.get(row as usize).map(|(kind, _)| *kind);
+            if matches!(kind, Some(NamespaceKind::Pid | NamespaceKind::User)) {
                 continue;
             }
             let (kind, file) = self.row(row)?;
-            let args = [Arg::Value(file.as_raw_fd() as u64), Arg::Value(kind.flag() as u64)];
-            program.call(format!("enter a {} namespace", kind.name()), libc::SYS_setns, args);
+            messenger::enter(program, kind, file);
+        }
+        Ok(())
+    }
+
+    /// Lets somebody who is to make process 1 of a pid namespace go into the user namespace to which that belongs, with all that `first`
+    /// has from birth.
+    pub fn begin(
+        &self,
+        image: &Image,
+        users: u32,
+        from: Option<u32>,
+        first: Option<&Process>,
+        remote: &mut dyn Run,
+    ) -> Result<()> {
+        let mut program = Program::new();
+        if let Some(first) = first {
+            self.enter_all(&mut program, inherited(image, first).iter())?;
+            self.take_on(image, from, &first.threads[0].creds, &mut program, remote)?;
+        }
+        crate::users::enter(&mut program, self.row(users)?.1);
+        remote.run(&program)?;
+        Ok(())
+    }
+
+    /// Lets a process that was made in the user namespace `born` go into its own, with the users and groups that it has there.
+    pub fn go_inside(
+        &self,
+        image: &Image,
+        born: Option<u32>,
+        own: u32,
+        creds: &Credentials,
+        remote: &mut dyn Run,
+    ) -> Result<()> {
+        let mut program = Program::new();
+        self.take_on(image, born, creds, &mut program, remote)?;
+        let (_, file) = self.row(own)?;
+        if born != Some(own) {
+            crate::users::enter(&mut program, file);
+        } else if !program.is_empty() {
+            credentials::keep_nothing(&mut program);
         }
         if !program.is_empty() {
             remote.run(&program)?;
+        }
+        // With what it is allowed elsewhere it must not run.
+        let is_there = namespaces::open(&format!("/proc/{}", remote.pid()), NamespaceKind::User)?.1.id;
+        let there = rustix::fs::fstat(file).map_err(|e| Kernel::call("look at a user namespace", e))?.st_ino;
+        match is_there == there {
+            true => Ok(()),
+            false => Err(Error::Failed("a process is not in the user namespace in which it was".into())),
+        }
+    }
+
+    /// Adds the calls by which who is in the user namespace `of` takes on users and groups.
+    fn take_on(
+        &self,
+        image: &Image,
+        of: Option<u32>,
+        creds: &Credentials,
+        program: &mut Program,
+        remote: &dyn Run,
+    ) -> Result<()> {
+        let now = credentials::current(remote.pid())?;
+        if (now.uid, now.gid, &now.groups) == (creds.uid, creds.gid, &creds.groups) {
+            return Ok(());
+        }
+        match users(image, of) {
+            None => crate::users::take_on(program, &now, creds),
+            Some(users) => {
+                let (now, want) = crate::users::inside(users, &now, creds)?;
+                crate::users::take_on(program, &now, &want);
+            }
         }
         Ok(())
     }
@@ -112,7 +356,17 @@ fn kind(namespace: &Namespace) -> NamespaceKind {
         Namespace::Network { .. } => NamespaceKind::Network,
         Namespace::Pid { .. } => NamespaceKind::Pid,
         Namespace::Mount { .. } => NamespaceKind::Mount,
+        Namespace::User(_) => NamespaceKind::User,
     }
+}
+
+/// Whoever has the first names in a user namespace, its own superuser if there is one: what is made there is to be somebody's.
+pub(crate) fn root_of(image: &Image, row: Option<u32>) -> (u32, u32) {
+    let first = |ranges: &[IdRange]| {
+        let root = ranges.iter().find(|range| range.inside == 0).or(ranges.first());
+        root.map_or(0, |range| range.outside)
+    };
+    users(image, row).map_or((0, 0), |users| (first(&users.uids), first(&users.gids)))
 }
 
 fn fill(namespace: &Namespace) -> KernelResult<()> {
@@ -121,11 +375,22 @@ fn fill(namespace: &Namespace) -> KernelResult<()> {
         Namespace::Ipc(ipc) => fill_ipc(ipc),
         Namespace::Time { monotonic_ns, boottime_ns } => shift_clocks(*monotonic_ns, *boottime_ns),
         Namespace::Network { up: true } => network::bring_up(),
-        Namespace::Network { up: false } | Namespace::Cgroup | Namespace::Pid { .. } => Ok(()),
-        Namespace::Mount { propagation: Propagation::Unchanged, .. } => Ok(()),
-        Namespace::Mount { propagation: Propagation::Private, .. } => namespaces::set_propagation(false),
-        Namespace::Mount { propagation: Propagation::Slave, .. } => namespaces::set_propagation(true),
+        Namespace::Network { up: false } | Namespace::Cgroup => Ok(()),
+        Namespace::Pid { .. } | Namespace::Mount { .. } | Namespace::User(_) => Ok(()),
     }
+}
+
+fn fill_mounts(propagation: Propagation) -> KernelResult<()> {
+    match propagation {
+        Propagation::Unchanged => Ok(()),
+        Propagation::Private => namespaces::set_propagation(false),
+        Propagation::Slave => namespaces::set_propagation(true),
+    }
+}
+
+/// How we come to a directory that we have open.
+fn way(root: &OwnedFd) -> String {
+    format!("/proc/self/fd/{}", root.as_raw_fd())
 }
 
 /// The children of our main thread have the root's clocks.

@@ -7,16 +7,23 @@ use crate::attributes::{credentials, last, outside, process as of_process, threa
 use crate::family::{Family, Nursery};
 use crate::files::{Contents, OpenFiles};
 use crate::heritage::Heritage;
-use crate::lazy::{Coming, Later, Pager, Parted, Place, Template};
+use crate::lazy::{Coming, Later, Pager, Parted, Place, Steward, Template};
 use crate::pace::Pace;
 use crate::space::{self, Backings, Filled};
-use crate::{Error, FilesPolicy, Result, Stdio, TcpPolicy, attach, burial, clock, family, files, loader};
+use crate::users::inside;
+use crate::{
+    Error, FilesPolicy, Result, Stdio, TcpPolicy, attach, burial, clock, family, files, loader, remembered,
+};
 use std::borrow::Cow;
 use std::cell::OnceCell;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
+use stillpoint_image::anew::Renamed;
 use stillpoint_image::pids::{Pids, namespace_of};
-use stillpoint_image::{AddressSpace, Extent, Image, Mapping, Owner, Process, Range, Thread};
+use stillpoint_image::users::{self, users_of};
+use stillpoint_image::{
+    AddressSpace, Extent, Image, Mapping, Namespace, Owner, Process, Range, Thread, Users,
+};
 use stillpoint_linux::arch::{self, Interrupted, Regs};
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::proc::Proc;
@@ -24,7 +31,7 @@ use stillpoint_linux::program::{Arg, Program, Run};
 use stillpoint_linux::ptrace::{Seized, Stopped};
 use stillpoint_linux::remote::Remote;
 use stillpoint_linux::spawn;
-use stillpoint_linux::{RemoteAddr, host};
+use stillpoint_linux::{RemoteAddr, host, limits};
 use stillpoint_store::Checkpoint;
 
 /// What is asked of a restore.
@@ -42,6 +49,18 @@ pub struct Options {
     pub limit: Option<u64>,
     /// Whether somebody is going to follow what the program writes, when all of its memory is there.
     pub is_followed: bool,
+    /// Which ids its processes and threads have.
+    pub ids: Ids,
+}
+
+/// Which ids the processes and threads of a restored program have.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Ids {
+    /// Those that they had.
+    #[default]
+    Same,
+    /// Whatever ids the kernel gives them, beside those who have the old ones.
+    New,
 }
 
 /// A restored program, which runs.
@@ -73,6 +92,8 @@ pub enum Lazily<'a> {
     Alone(Heard<'a>),
     /// Those that serve all clones of the template; it is the one with this number.
     Clone(&'a Template, usize, &'a dyn Place),
+    /// Those who page it from then on.
+    Paged(&'a dyn Steward),
 }
 
 /// Who hears of what happens while memory comes later. They are called in another process, a copy of this one, with nothing
@@ -92,6 +113,20 @@ pub trait Progress: Sync {
     fn advance(&self, bytes: u64);
 }
 
+/// Whether there can be as many mappings as the program has, and what it is made from beside them.
+fn has_room(image: &Image) -> Result<()> {
+    const FEW: usize = 16;
+    let wanted = image.spaces.iter().map(|space| space.mappings.len()).max().unwrap_or(0);
+    let most = host::most_mappings();
+    if wanted + FEW <= most {
+        return Ok(());
+    }
+    let why = format!(
+        "it has {wanted} mappings, and a process here may have {most}, some of which a restore needs"
+    );
+    Err(Error::Refused(vec![format!("{why}: raise vm.max_map_count (sysctl) to {}", wanted + FEW)]))
+}
+
 /// Rebuilds the program of a checkpoint and lets it run, as a child of this process. To be called from the main
 /// thread, which must live on until the program is waited for. `ready` hears its process id just before it runs; if it
 /// fails, there is no program.
@@ -106,7 +141,15 @@ pub fn restore(
     let image = &checkpoint.image;
     check_host(image)?;
     check_privileges(image)?;
-    burial::wait(family::ids(image));
+    let pids = match options.ids {
+        Ids::Same => Pids::of(image),
+        Ids::New => Pids::anew(image),
+    };
+    match options.ids {
+        Ids::Same => burial::wait(family::ids(image)),
+        Ids::New => check_namespaces(image)?,
+    }
+    has_room(image)?;
     let start = Instant::now();
     let pace = Pace::new(options.limit);
     let contents = Stored { checkpoint, pace: &pace };
@@ -116,27 +159,48 @@ pub fn restore(
     let own = Proc::process(std::process::id())?.maps()?;
     let room = space::find_room(&image.spaces, &own)?;
     let memories: Vec<OnceCell<Memory>> = (0..family::room_for(image)).map(|_| OnceCell::new()).collect();
-    let pids = Pids::of(image);
-    let mut nursery = Nursery::open(image)?;
+    let renamed_image = OnceCell::new();
+    let mut nursery = Nursery::open(image, &pids)?;
     let leader = nursery.seize()?;
+    if image.namespaces.iter().any(|n| matches!(n, Namespace::User(_))) {
+        // What all our privileges allow is limited where those are given up. The program's own limits come last.
+        for limit in [libc::RLIMIT_MEMLOCK, libc::RLIMIT_NPROC] {
+            let _ = limits::set(nursery.pid(), limit, u64::MAX, u64::MAX);
+        }
+    }
     check_processor(image, &leader)?;
     let opened = Memory::open(nursery.pid())?;
-    let root = space::clear(memories[0].get_or_init(|| opened), leader, room)?;
+    let mut root = space::clear(memories[0].get_or_init(|| opened), leader, room)?;
+    // The others are copies of it.
+    root.run(&of_process::wordless_layout(space_of(image, &image.processes[0])?))?;
     let heritage = Heritage::of(checkpoint, &pace, room);
-    let family::Made { main: mut members, threads: mut others, notes: of_groups } =
-        Family::make(image, &nursery, &memories, root, open.terminals(), &heritage)?;
+    let family::Made { main: mut members, threads: mut others, notes: of_groups, renamed } =
+        Family::make(image, &nursery, &memories, root, &open, &heritage, &pids)?;
     notes.extend(of_groups);
+    if renamed.is_some() && image.processes.iter().any(|p| p.parent.is_some() || !p.ended().is_empty()) {
+        notes.push(
+            "where it remembers the process ids of its children, those are still the ones of the program's children, whom its \
+             signals would reach; with --isolated they are its own"
+                .into(),
+        );
+    }
+    // From here on it is the same program under its new ids.
+    let before = image;
+    let image = match &renamed {
+        Some(ids) => renamed_image.get_or_init(|| anew(before, ids)),
+        None => before,
+    };
     let mut rows: Vec<Row<'_>> = image
         .processes
         .iter()
         .enumerate()
-        .map(|(i, p)| Row::of(checkpoint, &heritage, i, p))
+        .map(|(i, p)| Row::of(checkpoint, image, &heritage, i, p))
         .collect::<Result<_>>()?;
     for (row, remote) in rows.iter().zip(&mut members) {
         row.lay_out(image, remote, &open, &heritage, room)?;
     }
     let mut all: Vec<&mut dyn Run> = members.iter_mut().map(|remote| remote as &mut dyn Run).collect();
-    open.namespaces().mount_procs(image, &mut all)?;
+    open.complete_mounts(image, &mut all)?;
     open.detach();
     let skeleton = start.elapsed();
     let processes: Vec<_> = rows.iter().map(|row| (row.process, row.space, &*row.extents)).collect();
@@ -155,7 +219,7 @@ pub fn restore(
     for (row, mut remote) in rows.iter().zip(members) {
         row.complete(image, &mut remote, &open)?;
         let others = others.remove(&row.row);
-        let mut threads = family::make_threads(remote.memory(), remote, row.process, &pids, others)?;
+        let mut threads = family::make_threads(image, remote.memory(), remote, row.process, &pids, others)?;
         family::part_from_children(&pids, namespace_of(image, row.process), row.process, &mut threads[0])?;
         row.take_places(image, &mut threads)?;
         all.push(threads);
@@ -166,7 +230,12 @@ pub fn restore(
         later.start(&processes.collect::<Vec<_>>(), start)
     });
     let (coming, begun) = begun.transpose()?.unzip();
-    let (pager, parted) = begun.flatten().unzip();
+    let (pager, parted) = begun.unwrap_or_default();
+    if let Some(ids) = &renamed {
+        for ((row, threads), old) in rows.iter().zip(&all).zip(&before.processes) {
+            remembered::tell(threads[0].memory(), old, row.space, ids)?;
+        }
+    }
     open.finish(
         image,
         &mut all.iter_mut().map(|threads| &mut threads[0] as &mut dyn Run).collect::<Vec<_>>(),
@@ -174,7 +243,8 @@ pub fn restore(
     let mut ready_to_run = Vec::with_capacity(all.len());
     for (row, threads) in rows.iter_mut().zip(all) {
         row.pid = threads[0].pid();
-        let threads = give_attributes(threads, row.process, row.space, nursery.seccomp_suspended)?;
+        let users = users::users(image, users_of(image, row.process));
+        let threads = give_attributes(threads, row.process, row.space, users, nursery.seccomp_suspended)?;
         ready_to_run.push(finish_threads(threads, row.process, row.is_last.then_some(room))?);
     }
     open.write_back(image, &contents)?;
@@ -217,6 +287,11 @@ pub fn restore(
     })
 }
 
+fn space_of<'a>(image: &'a Image, process: &Process) -> Result<&'a AddressSpace> {
+    let space = image.spaces.get(process.space as usize);
+    space.ok_or_else(|| Error::Failed("the manifest names no address space".into()))
+}
+
 /// One process that is being built.
 struct Row<'a> {
     /// Its place in the image.
@@ -237,15 +312,15 @@ struct Row<'a> {
 impl<'a> Row<'a> {
     fn of(
         checkpoint: &'a Checkpoint,
+        image: &'a Image,
         heritage: &Heritage<'a>,
         row: usize,
         process: &'a Process,
     ) -> Result<Self> {
-        let space = checkpoint.image.spaces.get(process.space as usize);
-        let space = space.ok_or_else(|| Error::Failed("the manifest names no address space".into()))?;
+        let space = space_of(image, process)?;
         let filled = Filled::of(&checkpoint.pages, process.space);
         let shares = |other: &Process| other.space == process.space;
-        let (before, after) = checkpoint.image.processes.split_at(row);
+        let (before, after) = image.processes.split_at(row);
         let is_first = !before.iter().any(shares);
         let is_last = !after.iter().skip(1).any(shares);
         let extents = if is_first { heritage.rest(row) } else { Cow::default() };
@@ -262,7 +337,7 @@ impl<'a> Row<'a> {
         room: u64,
     ) -> Result<()> {
         let is_new = |m: &Mapping| !heritage.has(self.row, m);
-        open.namespaces().enter(self.process, remote)?;
+        open.namespaces().enter(image, self.process, remote)?;
         if self.is_first {
             space::settle(remote, self.space, room)?;
         }
@@ -289,12 +364,14 @@ impl<'a> Row<'a> {
             remote.run(&of_process::layout(self.space, Some(exe as u32)))?;
         }
         if self.stands_in_removed(image) {
-            // It was made anew, and has no path by now.
+            // It was made anew, and has no path by now; or its path leads elsewhere.
             let here = open.mapping_source(self.process.cwd, false)?;
             let mut p = Program::new();
-            p.call("fchdir to a directory that was removed", libc::SYS_fchdir, [Arg::Value(here as u64)]);
+            p.call("fchdir to a directory that has no path", libc::SYS_fchdir, [Arg::Value(here as u64)]);
             remote.run(&p)?;
         }
+        // By a descriptor of ours, which it does not have much longer.
+        self.go_inside(image, remote, open)?;
         let mut later = image.processes[self.row + 1..].iter();
         if !later.any(|p| p.table == self.process.table) {
             open.install(image, self.process.table, remote)?;
@@ -312,15 +389,31 @@ impl<'a> Row<'a> {
         }
         let shares_fs = self.process.shares_fs.unwrap_or(self.row as u32);
         let mut later = image.processes[self.row + 1..].iter();
-        if !self.stands_in_removed(image) && !later.any(|p| p.shares_fs == Some(shares_fs)) {
+        let is_there = self.stands_in_removed(image) || users_of(image, self.process).is_some();
+        if !is_there && !later.any(|p| p.shares_fs == Some(shares_fs)) {
             threads[0].run(&places(image, self.process.cwd, self.process.root))?;
         }
         Ok(())
     }
 
+    /// Goes into its user namespace. From there on it may find less than before: it takes its place first.
+    fn go_inside(&self, image: &Image, remote: &mut Remote<'_>, open: &OpenFiles) -> Result<()> {
+        let Some(own) = users_of(image, self.process) else { return Ok(()) };
+        if !self.stands_in_removed(image) {
+            remote.run(&places(image, self.process.cwd, self.process.root))?;
+        }
+        let born = users::born_in(image, namespace_of(image, self.process));
+        open.namespaces().go_inside(image, born, own, &self.process.threads[0].creds, remote)
+    }
+
+    /// Whether its current directory cannot be found by its path: it was removed, or is in another mount namespace than it is (that
+    /// around it, or in a mount that was taken away).
     fn stands_in_removed(&self, image: &Image) -> bool {
-        image.paths[self.process.cwd as usize].deleted
-            && image.paths[self.process.root as usize].path.0 == b"/"
+        let is_mount =
+            |row: &u32| matches!(image.namespaces.get(*row as usize), Some(Namespace::Mount { .. }));
+        let own = self.process.namespaces.iter().copied().find(is_mount);
+        let here = &image.paths[self.process.cwd as usize];
+        (here.deleted || here.namespace != own) && image.paths[self.process.root as usize].path.0 == b"/"
     }
 }
 
@@ -349,16 +442,47 @@ fn load(
     Ok(())
 }
 
+/// Refuses what cannot be had under other ids.
+fn check_namespaces(image: &Image) -> Result<()> {
+    let stands_against = |n: &&Namespace| {
+        matches!(
+            n,
+            Namespace::Pid { .. } | Namespace::Time { .. } | Namespace::Mount { .. } | Namespace::User(_)
+        )
+    };
+    let mut kinds: Vec<&str> = image.namespaces.iter().filter(stands_against).map(Namespace::kind).collect();
+    kinds.dedup();
+    match kinds.as_slice() {
+        [] => Ok(()),
+        kinds => Err(Error::Refused(vec![format!(
+            "it has made namespaces of its own ({}), in which nobody can be under another process id",
+            kinds.join(", ")
+        )])),
+    }
+}
+
+/// The program under its new ids.
+fn anew(image: &Image, ids: &Renamed) -> Image {
+    let mut image = image.renamed(ids);
+    for thread in image.processes.iter_mut().flat_map(|process| &mut process.threads) {
+        let regs = remembered::registers(thread, ids);
+        regs.iter().for_each(|regs| thread.regs = regs.to_bytes().into());
+    }
+    image
+}
+
 /// Refuses what our privileges, or this machine, do not allow.
 fn check_privileges(image: &Image) -> Result<()> {
     let mut all: Vec<String> = Vec::new();
     for process in &image.processes {
-        for why in outside::missing(process)? {
+        for why in outside::missing(process, users_of(image, process).is_some())? {
             if !all.contains(&why) {
                 all.push(why);
             }
         }
     }
+    let against = users::standing_against(image).into_iter();
+    all.extend(against.map(|(row, why)| format!("process {}: {why}", image.processes[row].pid)));
     match all.is_empty() {
         true => Ok(()),
         false => Err(Error::Refused(all)),
@@ -386,6 +510,15 @@ fn check_host(image: &Image) -> Result<()> {
             then.machine
         )]));
     }
+    let now = host::instructions();
+    let lacking: Vec<&str> =
+        then.instructions.iter().filter(|name| !now.contains(name)).map(String::as_str).collect();
+    if !lacking.is_empty() {
+        return Err(Error::Refused(vec![format!(
+            "this processor lacks instructions that the one it was taken on has, and that the program may use: {}",
+            lacking.join(", ")
+        )]));
+    }
     if then.vdso.0 != blake3::hash(&host::vdso()?).as_bytes() {
         return Err(Error::Refused(vec![format!(
             "the code that the kernel maps into programs (vdso) differs: the checkpoint was taken on kernel {}, this \
@@ -402,11 +535,28 @@ fn check_processor(image: &Image, thread: &Stopped) -> Result<()> {
     let (then, now) = (image.meta.host.xfeatures, arch::xstate_features(&thread.xstate()?));
     if then & !now != 0 {
         return Err(Error::Refused(vec![format!(
-            "this processor lacks register state that the program was running with (XCR0 {:#x} of {then:#x})",
+            "this processor (or its kernel) lacks registers that the program was running with: {} (XCR0 {:#x} of {then:#x})",
+            registers(then & !now),
             then & !now
         )]));
     }
     Ok(())
+}
+
+/// Names of components of the extended state (Intel SDM 1, 13.1).
+fn registers(components: u64) -> String {
+    const NAMES: [(u64, &str); 6] = [
+        (0x4, "AVX"),
+        (0x18, "MPX"),
+        (0xe0, "AVX-512"),
+        (0x200, "protection keys"),
+        (0x60000, "AMX"),
+        (0x80000, "APX"),
+    ];
+    let named = NAMES.iter().filter(|(mask, _)| components & mask != 0).map(|(_, name)| *name);
+    let known = NAMES.iter().fold(0, |all, (mask, _)| all | mask);
+    let other = (components & !known != 0).then_some("others");
+    named.chain(other).collect::<Vec<_>>().join(", ")
 }
 
 /// Contents of objects and files, from the store.
@@ -473,6 +623,7 @@ fn give_attributes<'a>(
     mut threads: Vec<Remote<'a>>,
     process: &Process,
     space: &AddressSpace,
+    users: Option<&Users>,
     seccomp_suspended: bool,
 ) -> Result<Vec<Remote<'a>>> {
     for (remote, thread) in threads.iter_mut().zip(&process.threads) {
@@ -483,12 +634,20 @@ fn give_attributes<'a>(
     leader.run(&of_process::settled(process, space))?;
     let timers = of_process::Timers::new(process)?;
     timers.check(&leader.run(timers.program())?)?;
-    outside::process(leader.pid(), process, space)?;
+    let left = outside::process(leader.pid(), process, space, users.is_some())?;
+    if !left.is_empty() {
+        leader.run(&left)?;
+    }
     for (index, remote) in threads.iter_mut().enumerate().rev() {
         if index == 0 {
             remote.run(&of_process::arm(process))?;
         }
-        let conditions = last::Conditions { now: credentials::current(remote.tid())?, seccomp_suspended };
+        let want = &process.threads[index].creds;
+        let (now, want) = match users {
+            None => (credentials::current(remote.tid())?, want.clone()),
+            Some(users) => inside(users, &credentials::current_inside(remote.tid())?, want)?,
+        };
+        let conditions = last::Conditions { now, want, seccomp_suspended };
         remote.run(&last::program(process, space, index, &conditions))?;
         last::verify(remote.tid(), &process.threads[index].creds)?;
     }
@@ -518,16 +677,19 @@ pub fn finish_threads(
     process: &Process,
     room: Option<u64>,
 ) -> Result<Vec<Stopped>> {
+    /// So many are on their way at a time.
+    const TOGETHER: usize = 64;
     let mut registers = Vec::with_capacity(threads.len());
-    for (remote, thread) in threads.iter_mut().zip(&process.threads) {
-        registers.push(blocked_again(remote, thread)?);
+    for (remotes, rows) in threads.chunks_mut(TOGETHER).zip(process.threads.chunks(TOGETHER)) {
+        registers.extend(all_blocked_again(remotes, rows)?);
     }
     if let Some(room) = room {
         space::unmap_area(&mut threads[0], room)?;
     }
+    threads.iter_mut().try_for_each(Remote::settle)?;
     let mut ready = Vec::with_capacity(threads.len());
     for ((mut remote, thread), regs) in threads.into_iter().zip(&process.threads).zip(registers) {
-        remote.settle()?;
+        remote.settled()?;
         let stopped = remote.release()?;
         stopped.set_xstate(&thread.xstate.0)?;
         stopped.set_regs(&regs)?;
@@ -537,36 +699,64 @@ pub fn finish_threads(
     Ok(ready)
 }
 
-/// The registers a thread goes on with. A call with a relative timeout is made again for the time that was left,
-/// and interrupted at once: the kernel then holds the state by which `restart_syscall` goes on with it, as it did
-/// for the original thread.
-fn blocked_again(remote: &mut Remote<'_>, thread: &Thread) -> Result<Regs> {
-    let regs = Regs::from_bytes(&thread.regs.0);
-    let regs =
-        regs.ok_or_else(|| Error::Failed(format!("thread {}: its registers are damaged", thread.tid)))?;
-    if regs.interrupted() != Interrupted::RestartBlock {
-        return Ok(regs);
+/// The registers threads go on with. Calls with a relative timeout are made again for the time that was left, all at the same time.
+fn all_blocked_again(remotes: &mut [Remote<'_>], rows: &[Thread]) -> Result<Vec<Regs>> {
+    let mut resumptions = Vec::with_capacity(remotes.len());
+    for (place, (remote, thread)) in remotes.iter_mut().zip(rows).enumerate() {
+        resumptions.push(Resumption::begin(remote, thread, place)?);
     }
-    let Some(call) = thread.blocked else {
-        // It is not known which call this was: the kernel itself answers so when it has lost the state.
-        return Ok(Regs { rax: (-i64::from(libc::EINTR)) as u64, orig_rax: arch::NO_SYSCALL, ..regs });
-    };
-    let original = Regs { orig_rax: call.nr, ..regs };
-    let mut again = original.reissue();
-    if let Some(left) = call.remaining_ns {
-        shorten(remote, &mut again, call.nr, left)?;
+    for (remote, _) in remotes.iter_mut().zip(&resumptions).filter(|(_, r)| r.call.is_some()) {
+        remote.interrupt_call()?;
     }
-    let after = remote.block_in(&again)?;
-    match after.interrupted() {
-        Interrupted::No => Ok(Regs { rax: after.rax, orig_rax: arch::NO_SYSCALL, ..regs }),
-        // As the original stood: with its own arguments, on its way to `restart_syscall`.
-        _ => Ok(Regs { rax: after.rax, orig_rax: call.nr, ..regs }),
+    remotes.iter_mut().zip(resumptions).map(|(remote, resumption)| resumption.end(remote)).collect()
+}
+
+/// How a thread goes on.
+struct Resumption {
+    regs: Regs,
+    /// The call that it is being interrupted in.
+    call: Option<u64>,
+}
+
+impl Resumption {
+    /// A call with a relative timeout is made again for the time that was left,
+    /// and interrupted at once: the kernel then holds the state by which `restart_syscall` goes on with it, as it did
+    /// for the original thread. `place`: among those that are on their way at the same time.
+    fn begin(remote: &mut Remote<'_>, thread: &Thread, place: usize) -> Result<Self> {
+        let regs = Regs::from_bytes(&thread.regs.0);
+        let regs =
+            regs.ok_or_else(|| Error::Failed(format!("thread {}: its registers are damaged", thread.tid)))?;
+        if regs.interrupted() != Interrupted::RestartBlock {
+            return Ok(Resumption { regs, call: None });
+        }
+        let Some(call) = thread.blocked else {
+            // It is not known which call this was: the kernel itself answers so when it has lost the state.
+            let regs = Regs { rax: (-i64::from(libc::EINTR)) as u64, orig_rax: arch::NO_SYSCALL, ..regs };
+            return Ok(Resumption { regs, call: None });
+        };
+        let original = Regs { orig_rax: call.nr, ..regs };
+        let mut again = original.reissue();
+        if let Some(left) = call.remaining_ns {
+            shorten(remote, &mut again, call.nr, left, place)?;
+        }
+        remote.begin_call(&again)?;
+        Ok(Resumption { regs, call: Some(call.nr) })
+    }
+
+    fn end(self, remote: &mut Remote<'_>) -> Result<Regs> {
+        let Resumption { regs, call: Some(nr) } = self else { return Ok(self.regs) };
+        let after = remote.interrupted()?;
+        Ok(match after.interrupted() {
+            Interrupted::No => Regs { rax: after.rax, orig_rax: arch::NO_SYSCALL, ..regs },
+            // As the original stood: with its own arguments, on its way to `restart_syscall`.
+            _ => Regs { rax: after.rax, orig_rax: nr, ..regs },
+        })
     }
 }
 
 /// Changes the timeout of a call that is about to be made.
-fn shorten(remote: &mut Remote<'_>, regs: &mut Regs, nr: u64, left_ns: u64) -> Result<()> {
-    let at = remote.scratch();
+fn shorten(remote: &mut Remote<'_>, regs: &mut Regs, nr: u64, left_ns: u64, place: usize) -> Result<()> {
+    let at = remote.scratch(place);
     let words = [left_ns / 1_000_000_000, left_ns % 1_000_000_000];
     let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
     match nr as i64 {

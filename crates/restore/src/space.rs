@@ -13,12 +13,14 @@ use stillpoint_linux::proc::{Proc, Vma};
 use stillpoint_linux::program::{Arg, Program, Run};
 use stillpoint_linux::ptrace::Stopped;
 use stillpoint_linux::remote::{Area, Remote};
-use stillpoint_linux::spawn::ADDRESS_SPACE;
+pub use stillpoint_linux::spawn::find_gap;
+use stillpoint_linux::spawn::{ADDRESS_SPACE, REBUILDING};
 
 /// Length of the area for code and tables, bytes.
 pub const AREA_LEN: u64 = 1 << 20;
 /// Room behind the area through which the kernel's mappings are moved.
 pub(crate) const SPARE_LEN: u64 = 1 << 20;
+const _: () = assert!(AREA_LEN + SPARE_LEN == REBUILDING);
 /// Kept free below a stack, which may grow while it is filled.
 const BELOW_STACK: u64 = 64 << 20;
 
@@ -39,19 +41,6 @@ pub fn find_room(spaces: &[AddressSpace], own: &[Vma]) -> Result<u64> {
     }));
     find_gap(taken, AREA_LEN + SPARE_LEN)
         .ok_or_else(|| Error::Failed("the program leaves no room in its address space to rebuild it".into()))
-}
-
-/// The lowest address, from 4 GiB on, behind which `len` bytes are free.
-pub fn find_gap(mut taken: Vec<(u64, u64)>, len: u64) -> Option<u64> {
-    taken.sort_unstable();
-    let mut at: u64 = 1 << 32;
-    for (start, end) in taken {
-        if start >= at.saturating_add(len) {
-            break;
-        }
-        at = at.max(end);
-    }
-    at.checked_add(len).is_some_and(|end| end <= ADDRESS_SPACE.1).then_some(at)
 }
 
 /// Prepares a fresh copy of our process for remote programs: afterwards it has nothing but the area and the kernel's

@@ -6,10 +6,11 @@ use std::process::{Child, Command, Stdio};
 use stillpoint_capture::Builder;
 use stillpoint_capture::attributes::inside::{ProcessQuery, ThreadQuery};
 use stillpoint_capture::attributes::thread::ThreadFiles;
-use stillpoint_capture::attributes::{process as read_process, target, thread as read_thread};
+use stillpoint_capture::attributes::{expiries, process as read_process, target, thread as read_thread};
 use stillpoint_capture::home::Home;
 use stillpoint_image::{AddressSpace, Bytes, Process, SeccompFilter};
 use stillpoint_linux::inject::{Site, Stack, find_gadgets};
+use stillpoint_linux::layout;
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::proc::Proc;
 use stillpoint_linux::program::{Outcome, Program};
@@ -138,7 +139,7 @@ fn adopt(p: &mut Process, tids: &[u32]) {
 }
 
 fn give(still: &mut Still, p: &Process, space: &AddressSpace) {
-    assert_eq!(outside::missing(p).unwrap(), Vec::<String>::new());
+    assert_eq!(outside::missing(p, false).unwrap(), Vec::<String>::new());
     still.run(0, &process::huge_pages(space.thp_disable));
     still.run(0, &process::early(p, space));
     still.run(0, &process::layout(space, None));
@@ -155,11 +156,11 @@ fn give(still: &mut Still, p: &Process, space: &AddressSpace) {
         if i == 0 {
             still.run(0, &process::arm(p));
         }
-        let conditions = last::Conditions { now, seccomp_suspended: true };
+        let conditions = last::Conditions { now, want: p.threads[i].creds.clone(), seccomp_suspended: true };
         still.run(i, &last::program(p, space, i, &conditions));
         last::verify(still.tids[i], &p.threads[i].creds).unwrap();
     }
-    outside::process(still.tids[0], p, space).unwrap();
+    assert!(outside::process(still.tids[0], p, space, false).unwrap().is_empty());
 }
 
 /// Times go on while we look; within a minute they count as the same.
@@ -178,7 +179,7 @@ fn a_rich_programs_attributes_are_given_to_a_blank_one() {
     let rich = start("rich");
     let folder = target::find(rich.tids[0]).unwrap();
     let mut builder = Builder::new();
-    target::examine(&mut builder, &folder, None).unwrap();
+    target::examine(&mut builder, &folder, target::Others::All).unwrap();
     target::mappings(&mut builder, &folder, &folder.smaps().unwrap());
     assert_eq!(builder.refusals, []);
     let (mut p, space) = read(&mut Still::new(&rich));
@@ -195,6 +196,38 @@ fn a_rich_programs_attributes_are_given_to_a_blank_one() {
         assert_eq!(a, b);
     }
     assert_eq!(again, p);
+}
+
+/// As if timers had expired after the signals were read, and before the timers were.
+#[test]
+fn expiries_between_two_looks_are_found() {
+    let ringing = start("ringing");
+    let mut still = Still::new(&ringing);
+    let (all, _) = read(&mut still);
+    assert_eq!((all.pending.len(), all.threads[1].pending.len()), (3, 1), "{all:?}");
+    let threads: Vec<Stopped> = still.threads.iter_mut().map(|thread| thread.take().unwrap()).collect();
+    let in_any_order = |p: &Process| {
+        let mut of_process: Vec<Vec<u8>> = p.pending.iter().map(|info| info.0.clone()).collect();
+        of_process.sort();
+        (of_process, p.threads[1].pending.clone())
+    };
+    let mut p = all.clone();
+    p.pending.clear();
+    p.threads[1].pending.clear();
+    let before = p.clone();
+    expiries::add(&threads, &mut p).unwrap();
+    assert_eq!(in_any_order(&p), in_any_order(&all));
+    // Nothing twice.
+    expiries::add(&threads, &mut p).unwrap();
+    assert_eq!(in_any_order(&p), in_any_order(&all));
+    // What has time left has expired later; a periodic one has always.
+    p = before;
+    p.itimers[0].value_us = 1;
+    p.timers.iter_mut().for_each(|timer| timer.remaining_ns = 1);
+    expiries::add(&threads, &mut p).unwrap();
+    let periodic = p.timers.iter().find(|timer| timer.interval_ns != 0).unwrap();
+    assert_eq!((p.pending.len(), p.threads[1].pending.len()), (1, 0));
+    assert_eq!(layout::expiry(&p.pending[0].0), Some((periodic.signal, periodic.id)));
 }
 
 #[test]

@@ -1,5 +1,5 @@
 // A program with as many attributes of its own as one can have ("rich"), or with as many threads and nothing else
-// ("blank").
+// ("blank"), or with timers that have just expired, whose signals wait ("ringing").
 #define _GNU_SOURCE
 #include <linux/capability.h>
 #include <linux/filter.h>
@@ -157,6 +157,20 @@ static void enrich(void) {
     check(prctl(PR_SET_DUMPABLE, 0), "dumpable");
 }
 
+// One that is once, one that is periodic, and one that tells a thread, beside the alarm clock.
+static void ring(void) {
+    for (int i = 0; i < 3; i++) {
+        struct sigevent e = {.sigev_notify = i == 2 ? 4 /* SIGEV_THREAD_ID */ : SIGEV_SIGNAL, .sigev_signo = SIGRTMIN + 1};
+        e._sigev_un._tid = tids[1];
+        struct itimerspec soon = {.it_value.tv_nsec = 1000000, .it_interval.tv_sec = i == 1 ? 1000 : 0};
+        int id;
+        check(syscall(SYS_timer_create, CLOCK_MONOTONIC, &e, &id), "timer_create");
+        check(syscall(SYS_timer_settime, id, 0, &soon, 0), "timer_settime");
+    }
+    struct itimerval soon = {.it_value.tv_usec = 1000};
+    check(setitimer(ITIMER_REAL, &soon, 0), "setitimer");
+}
+
 int main(int argc, char **argv) {
     rich = argc > 1 && !strcmp(argv[1], "rich");
     sigset_t all;
@@ -169,6 +183,7 @@ int main(int argc, char **argv) {
     pthread_create(&t, 0, second, 0);
     pthread_barrier_wait(&ready);
     if (rich) enrich();
+    if (argc > 1 && !strcmp(argv[1], "ringing")) ring();
     usleep(20000);
     printf("%d %d %d\n", tids[0], tids[1], tids[2]);
     fflush(stdout);

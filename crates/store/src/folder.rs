@@ -28,6 +28,11 @@ impl Folder {
         self.segments().join("spare")
     }
 
+    /// Locked for as long as somebody works in a segment.
+    pub fn pin(&self, id: u64) -> PathBuf {
+        self.segments().join(format!("{id}.pin"))
+    }
+
     pub fn checkpoints(&self) -> PathBuf {
         self.path.join("checkpoints")
     }
@@ -60,8 +65,24 @@ impl Folder {
         self.path.join("running")
     }
 
+    pub fn terms(&self) -> PathBuf {
+        self.path.join("terms")
+    }
+
+    pub fn pace(&self) -> PathBuf {
+        self.path.join("pace")
+    }
+
     pub fn trouble(&self) -> PathBuf {
         self.path.join("trouble")
+    }
+
+    pub fn paging(&self) -> PathBuf {
+        self.path.join("paging")
+    }
+
+    pub fn history(&self) -> PathBuf {
+        self.path.join("history")
     }
 
     pub fn control(&self) -> PathBuf {
@@ -88,6 +109,11 @@ impl Folder {
     /// Ids of the segment files, ascending, whether anything points to them or not.
     pub fn segment_ids(&self) -> Result<Vec<u64>> {
         numbers(&self.segments(), ".pages")
+    }
+
+    /// Ids of the segments that somebody works in, or did until they died.
+    pub fn pin_ids(&self) -> Result<Vec<u64>> {
+        numbers(&self.segments(), ".pin")
     }
 }
 

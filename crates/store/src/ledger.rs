@@ -6,7 +6,7 @@ use crate::medium::Medium;
 use crate::record::Record;
 
 /// The ledger of a job. Written by the holder of `writer.lock` only.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Ledger {
     /// Highest id of a checkpoint that was ever visible (as far as it was recorded; see [`Ledger::read`]).
     pub checkpoint: u64,
@@ -14,6 +14,9 @@ pub(crate) struct Ledger {
     pub segment: u64,
     /// What is under way: the checkpoint that the highest segment was begun for, or 0 while something is removed.
     pub pending: Option<u64>,
+    /// In which boot of the machine it was written. Removals are not synced one by one: after a power cut some of them may not have
+    /// happened, although the ledger says that all is done.
+    pub boot: Option<String>,
 }
 
 impl Ledger {
@@ -25,6 +28,7 @@ impl Ledger {
                 checkpoint: record.get("checkpoint").unwrap_or(0),
                 segment: record.get("segment").unwrap_or(0),
                 pending: record.get("pending"),
+                boot: record.text("boot"),
             },
             Ok(None) | Err(crate::Error::Record { .. }) => Ledger::default(),
             Err(e) => return Err(e),
@@ -37,10 +41,16 @@ impl Ledger {
     pub fn write(&self, medium: &Medium, folder: &Folder) -> Result<()> {
         let mut record =
             Record::new("ledger").number("checkpoint", self.checkpoint).number("segment", self.segment);
+        record = record.with("boot", medium.boot());
         if let Some(id) = self.pending {
             record = record.number("pending", id);
         }
         record.write(medium, &folder.ledger())
+    }
+
+    /// Whether the machine has been started anew since it was written.
+    pub fn is_of_another_boot(&self, medium: &Medium) -> bool {
+        self.boot.as_ref() != Some(&medium.boot())
     }
 
     /// Whether work was begun and neither completed nor undone.

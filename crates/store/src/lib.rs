@@ -2,12 +2,17 @@
 //!
 //! ```text
 //! STORE/jobs/JOB/segments/ID.pages     page data, written once with direct I/O
+//! STORE/jobs/JOB/segments/ID.pin       locked while the job's memory is paged to that segment
 //! STORE/jobs/JOB/segments/spare        a file to be written anew as the next segment
 //! STORE/jobs/JOB/checkpoints/ID        manifest: description of the program and page map; its rename commits
 //! STORE/jobs/JOB/tails/                cut tails of files, kept until the whole job is removed
 //! STORE/jobs/JOB/running               who runs the job now
+//! STORE/jobs/JOB/terms                 on which terms it runs, until somebody sees its end
+//! STORE/jobs/JOB/pace                  how often its checkpoints pay, and why
 //! STORE/jobs/JOB/trouble               what is wrong with its periodic checkpoints, if anything is
+//! STORE/jobs/JOB/history                what became of the job, for people: no part of any commit
 //! STORE/jobs/JOB/control               socket of whoever takes its checkpoints
+//! STORE/files/DIGEST/NAME              copies of files that portable checkpoints bring along
 //! ```
 //!
 //! A checkpoint is visible once its manifest has its name, and by then everything it points to is durable; a crash, a
@@ -27,8 +32,11 @@
 mod alike;
 mod buffer;
 mod codec;
+mod copies;
 mod error;
 mod folder;
+mod heat;
+pub mod history;
 mod layers;
 mod ledger;
 mod lock;
@@ -45,22 +53,28 @@ mod spare;
 mod store;
 mod sweep;
 mod tails;
+mod terms;
 mod touch;
 mod verify;
+mod working;
 mod writer;
 
 pub use alike::Hint;
+pub use copies::{Copies, Copy, content_digest};
 pub use error::{Error, PutError, Result};
+pub use heat::Area;
 #[doc(hidden)]
-pub use medium::{Fault, Op};
+pub use medium::{Change, Fault, Op};
 pub use name::check_name;
 pub use parallel::Source;
 pub use pipeline::Fill;
 pub use reader::{Checkpoint, Reader};
-pub use running::{Claim, Running, Trouble};
+pub use running::{Claim, Pace, Running, Trouble};
 pub use store::{Store, Summary};
 pub use sweep::Freed;
 pub use tails::Tail;
+pub use terms::{Every, Terms};
 pub use touch::{Sources, TouchSet};
 pub use verify::Report;
+pub use working::{Pinned, Working};
 pub use writer::{Committed, Writer, Zeros};

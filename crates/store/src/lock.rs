@@ -14,14 +14,28 @@ const INTERVAL: Duration = Duration::from_millis(5);
 /// A `flock`, held until dropped. It dies with the process, however that ends.
 #[derive(Debug)]
 pub(crate) struct Lock {
-    _file: File,
+    file: File,
 }
 
 impl Lock {
     /// Takes a lock exclusively, waiting up to `patience`; `None` if somebody else held it all the while.
     pub fn exclusive(path: &Path, patience: Duration) -> Result<Option<Lock>> {
         let open = || File::options().read(true).append(true).create(true).open(path);
+        Lock::exclusive_with(path, open, patience)
+    }
+
+    /// As [`Lock::exclusive`], of a file that is opened in some other way.
+    pub fn exclusive_with(
+        path: &Path,
+        open: impl Fn() -> io::Result<File>,
+        patience: Duration,
+    ) -> Result<Option<Lock>> {
         take(path, open, FlockOperation::NonBlockingLockExclusive, patience)
+    }
+
+    /// The file that is locked.
+    pub fn file(&self) -> &File {
+        &self.file
     }
 
     /// Takes a lock together with others. On a medium that cannot be written, where nobody can remove anything
@@ -51,7 +65,7 @@ fn take(
     loop {
         let file = open().map_err(Error::io("open", path))?;
         match rustix::fs::flock(&file, operation) {
-            Ok(()) if is_at(&file, path) => return Ok(Some(Lock { _file: file })),
+            Ok(()) if is_at(&file, path) => return Ok(Some(Lock { file })),
             // The file was removed with its folder between our opening and locking it: another one counts now.
             Ok(()) => continue,
             Err(rustix::io::Errno::WOULDBLOCK) if start.elapsed() >= patience => return Ok(None),

@@ -1,6 +1,6 @@
 //! Every change that a store makes to its medium, in one place.
 //!
-//! The tests put a [`Fault`] in between: a disk that fails after so many operations.
+//! The tests put a [`Fault`] in between: a disk that fails after so many operations, or one whose power may be cut.
 
 use crate::{Error, Result};
 use rustix::fs::{FallocateFlags, Mode, OFlags};
@@ -8,7 +8,7 @@ use std::fs::{DirBuilder, File};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, FileExt};
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// A change to the medium.
 #[doc(hidden)]
@@ -25,11 +25,56 @@ pub enum Op {
     Remove,
 }
 
-/// Decides, before each change, whether it fails.
+/// A change to the medium, with what it changes.
+#[doc(hidden)]
+#[derive(Clone, Copy, Debug)]
+pub enum Change<'a> {
+    MakeFolder(&'a Path),
+    Create(&'a Path),
+    Write { path: &'a Path, offset: u64, bytes: &'a [u8] },
+    Preallocate { path: &'a Path, end: u64 },
+    Truncate { path: &'a Path, len: u64 },
+    Sync(&'a Path),
+    SyncFolder(&'a Path),
+    Rename { from: &'a Path, to: &'a Path },
+    Remove(&'a Path),
+    RemoveTree(&'a Path),
+}
+
+/// Decides, before each change, whether it fails, and may record what is changed.
 #[doc(hidden)]
 pub trait Fault: Send + Sync {
     /// An error is returned to the store instead of the change; of a failing write, the first half is done.
     fn before(&self, op: Op, path: &Path) -> io::Result<()>;
+
+    /// A change that was let through begins. What is returned names it when it has ended.
+    fn begins(&self, _: Change<'_>) -> u64 {
+        0
+    }
+
+    /// It has ended; whether it has done what it should.
+    fn has_ended(&self, _: u64, _done: bool) {}
+
+    /// Which boot of the machine this is, if not the real one.
+    fn boot(&self) -> Option<String> {
+        None
+    }
+}
+
+impl Change<'_> {
+    fn op(&self) -> (Op, &Path) {
+        match *self {
+            Change::MakeFolder(path) => (Op::MakeFolder, path),
+            Change::Create(path) => (Op::Create, path),
+            Change::Write { path, .. } => (Op::Write, path),
+            Change::Preallocate { path, .. } => (Op::Preallocate, path),
+            Change::Truncate { path, .. } => (Op::Truncate, path),
+            Change::Sync(path) => (Op::Sync, path),
+            Change::SyncFolder(path) => (Op::SyncFolder, path),
+            Change::Rename { to, .. } => (Op::Rename, to),
+            Change::Remove(path) | Change::RemoveTree(path) => (Op::Remove, path),
+        }
+    }
 }
 
 /// The medium: the file system, with a fault in front of it in tests.
@@ -43,11 +88,23 @@ impl Medium {
         Medium { fault: Some(fault) }
     }
 
-    fn step(&self, op: Op, path: &Path) -> io::Result<()> {
-        match &self.fault {
-            Some(fault) => fault.before(op, path),
-            None => Ok(()),
-        }
+    /// Which boot of the machine this is. What was not synced in an earlier one may have been lost.
+    pub fn boot(&self) -> String {
+        static BOOT: OnceLock<String> = OnceLock::new();
+        let read = || std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+        let real = || BOOT.get_or_init(|| read().trim_end().to_owned()).clone();
+        self.fault.as_ref().and_then(|fault| fault.boot()).unwrap_or_else(real)
+    }
+
+    /// Makes a change.
+    fn make<T>(&self, change: Change<'_>, act: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+        let Some(fault) = &self.fault else { return act() };
+        let (op, path) = change.op();
+        fault.before(op, path)?;
+        let number = fault.begins(change);
+        let done = act();
+        fault.has_ended(number, done.is_ok());
+        done
     }
 
     /// Creates a folder and those above it, durably.
@@ -58,7 +115,7 @@ impl Medium {
         if let Some(parent) = path.parent().filter(|p| !p.as_os_str().is_empty()) {
             self.make_folders(parent)?;
         }
-        let made = self.step(Op::MakeFolder, path).and_then(|()| private_folder().create(path));
+        let made = self.make(Change::MakeFolder(path), || private_folder().create(path));
         match made {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists && path.is_dir() => Ok(()),
             Err(e) => Err(Error::io("create folder", path)(e)),
@@ -72,60 +129,59 @@ impl Medium {
     /// Creates a file that must not exist, for reading and writing.
     pub fn create(&self, path: &Path, flags: OFlags) -> Result<File> {
         let flags = flags | OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC;
-        let made = self.step(Op::Create, path);
         let open = || rustix::fs::open(path, flags, Mode::from_raw_mode(0o600)).map_err(io::Error::from);
-        made.and_then(|()| open()).map(File::from).map_err(Error::io("create", path))
+        self.make(Change::Create(path), open).map(File::from).map_err(Error::io("create", path))
     }
 
     /// Writes all bytes at an offset.
     pub fn write_at(&self, file: &File, path: &Path, bytes: &[u8], offset: u64) -> Result<()> {
-        let written = match self.step(Op::Write, path) {
-            Ok(()) => file.write_all_at(bytes, offset),
-            Err(e) => {
-                // A write that fails may well have done something. (Whole blocks, as direct I/O demands.)
-                let half = bytes.len() / 2;
-                let half = if half >= 4096 { half & !4095 } else { half };
-                let _ = file.write_all_at(&bytes[..half], offset);
-                Err(e)
-            }
-        };
+        let mut is_let = self.fault.is_none();
+        let written = self.make(Change::Write { path, offset, bytes }, || {
+            is_let = true;
+            file.write_all_at(bytes, offset)
+        });
+        if !is_let {
+            // A write that fails may well have done something. (Whole blocks, as direct I/O demands.)
+            let half = bytes.len() / 2;
+            let half = if half >= 4096 { half & !4095 } else { half };
+            let _ = file.write_all_at(&bytes[..half], offset);
+        }
         written.map_err(Error::io("write", path))
     }
 
     /// Reserves room up to a size, so that writes need not extend the file. Errors only mean that nothing was won.
     pub fn preallocate(&self, file: &File, path: &Path, from: u64, len: u64) -> io::Result<()> {
-        self.step(Op::Preallocate, path)?;
-        Ok(rustix::fs::fallocate(file, FallocateFlags::empty(), from, len)?)
+        let reserve = || Ok(rustix::fs::fallocate(file, FallocateFlags::empty(), from, len)?);
+        self.make(Change::Preallocate { path, end: from + len }, reserve)
     }
 
     /// Sets the size of a file.
     pub fn truncate(&self, file: &File, path: &Path, len: u64) -> Result<()> {
-        let done = self.step(Op::Truncate, path).and_then(|()| file.set_len(len));
+        let done = self.make(Change::Truncate { path, len }, || file.set_len(len));
         done.map_err(Error::io("truncate", path))
     }
 
     /// Makes the contents of a file durable.
     pub fn sync(&self, file: &File, path: &Path) -> Result<()> {
-        let done = self.step(Op::Sync, path).and_then(|()| file.sync_data());
+        let done = self.make(Change::Sync(path), || file.sync_data());
         done.map_err(Error::io("sync", path))
     }
 
     /// Makes the names in a folder durable.
     pub fn sync_folder(&self, path: &Path) -> Result<()> {
-        let sync = || File::open(path)?.sync_all();
-        let done = self.step(Op::SyncFolder, path).and_then(|()| sync());
+        let done = self.make(Change::SyncFolder(path), || File::open(path)?.sync_all());
         done.map_err(Error::io("sync folder", path))
     }
 
     /// Gives a file or folder another name; whatever had it before is gone.
     pub fn rename(&self, from: &Path, to: &Path) -> Result<()> {
-        let done = self.step(Op::Rename, to).and_then(|()| std::fs::rename(from, to));
+        let done = self.make(Change::Rename { from, to }, || std::fs::rename(from, to));
         done.map_err(Error::io("rename to", to))
     }
 
     /// Removes a file; one that is not there is fine.
     pub fn remove(&self, path: &Path) -> Result<()> {
-        match self.step(Op::Remove, path).and_then(|()| std::fs::remove_file(path)) {
+        match self.make(Change::Remove(path), || std::fs::remove_file(path)) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => Err(Error::io("remove", path)(e)),
             _ => Ok(()),
         }
@@ -133,7 +189,7 @@ impl Medium {
 
     /// Removes a folder with all that is in it; one that is not there is fine.
     pub fn remove_tree(&self, path: &Path) -> Result<()> {
-        match self.step(Op::Remove, path).and_then(|()| std::fs::remove_dir_all(path)) {
+        match self.make(Change::RemoveTree(path), || std::fs::remove_dir_all(path)) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => Err(Error::io("remove", path)(e)),
             _ => Ok(()),
         }

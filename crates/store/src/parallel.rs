@@ -10,7 +10,7 @@ use crate::pipeline::{BLOCK_PAGES, Fill, PAGE_BYTES, is_zero};
 use crate::segment::Segment;
 use crate::{PutError, Result};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 use stillpoint_image::{Codec, Extent, Owner, PAGE, Place, Range};
 
 /// Size of a buffer, and so of a write, in bytes.
@@ -53,6 +53,12 @@ pub trait Source: Sync {
     fn next(&self, buffer: &mut [u8]) -> Result<Vec<Range>, Self::Error>;
 }
 
+/// How many processors there are; asked once, as it takes longer than to write some pages.
+pub(crate) fn processors() -> usize {
+    static COUNT: OnceLock<usize> = OnceLock::new();
+    *COUNT.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from))
+}
+
 /// Puts the pages of some ranges; returns what was put, in no order.
 pub(crate) fn put<E: Send>(
     target: &Target<'_>,
@@ -71,7 +77,7 @@ pub(crate) fn put_from<S: Source>(
     useful: usize,
 ) -> Result<Vec<Piece>, PutError<S::Error>> {
     let work = Work { target, source, stop: AtomicBool::new(false) };
-    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    let processors = processors();
     std::thread::scope(|scope| {
         let start = |_| scope.spawn(|| work.run());
         let threads: Vec<_> = (1..useful.min(MOST).min(processors * THREADS_EACH)).map(start).collect();

@@ -77,6 +77,16 @@ impl Reader {
         Ok(Reader { job, id, segments, cache: Default::default() })
     }
 
+    /// The job of the checkpoint.
+    pub(crate) fn job(&self) -> &str {
+        &self.job
+    }
+
+    /// What it reads from.
+    pub(crate) fn segments(&self) -> impl Iterator<Item = &Segment> {
+        self.segments.values()
+    }
+
     /// The files that it reads from.
     pub fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
         self.segments.values().map(|s| s.file.as_fd()).collect()

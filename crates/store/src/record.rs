@@ -10,7 +10,9 @@
 
 use crate::medium::Medium;
 use crate::{Error, Result};
+use std::fs::File;
 use std::io;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 /// A record: keys and values in order; a key may come more than once.
@@ -47,6 +49,11 @@ impl Record {
         self.text(key)?.parse().ok()
     }
 
+    /// All values of a key that are numbers.
+    pub fn numbers(&self, key: &str) -> Vec<u64> {
+        self.all(key).filter_map(|value| std::str::from_utf8(value).ok()?.parse().ok()).collect()
+    }
+
     fn encode(&self) -> Vec<u8> {
         let mut text = format!("stillpoint {} 1\n", self.kind);
         for (key, value) in &self.fields {
@@ -80,6 +87,17 @@ impl Record {
     /// empty file counts as none.
     pub fn write_for_now(&self, medium: &Medium, path: &Path) -> Result<()> {
         medium.replace_for_now(path, &self.encode())
+    }
+
+    /// Writes over a record that is there already, for which a medium that is full has room.
+    pub fn write_in_place(&self, path: &Path) -> Result<()> {
+        let bytes = self.encode();
+        let write = || {
+            let file = File::options().write(true).open(path)?;
+            file.write_all_at(&bytes, 0)?;
+            file.set_len(bytes.len() as u64)
+        };
+        write().map_err(Error::io("write", path))
     }
 
     /// Reads a record; `None` if there is no file.

@@ -15,7 +15,7 @@ use crate::segment::{HEADER, Segment};
 use crate::spare::Room;
 use crate::sweep::delete_segments;
 use crate::writer::Zeros;
-use crate::{Error, PutError, Result, Store};
+use crate::{Error, PutError, Result, Store, working};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::os::unix::fs::FileExt;
 use stillpoint_image::{Codec, Extent, MAX_BLOCK_PAGES, Owner, PAGE, PageMap, Place, Range, wire};
@@ -88,6 +88,10 @@ impl Usage {
         for &id in &self.segments {
             // One that is missing or damaged is left for `verify` to name.
             let Ok(Some(segment)) = Segment::open(folder, id) else { continue };
+            // Who works in it knows its pages by where they are.
+            if working::is_pinned(folder, id)? {
+                continue;
+            }
             if self.blocks_of(id).any(|(_, block)| block.codec != Codec::Raw) {
                 continue;
             }
@@ -255,14 +259,18 @@ impl Moves {
     /// Adds the pieces in which the pages of an extent now are.
     fn translate(&self, extent: &Extent, number: u64, out: &mut Vec<Extent>) {
         let Place::Stored { skip, .. } = extent.place else { return };
-        let from = number * STRIDE + u64::from(skip) * PAGE;
-        let to = from + extent.len();
-        let first = self.places.extents.partition_point(|moved| moved.end() <= from);
-        for moved in self.places.extents[first..].iter().take_while(|moved| moved.address < to) {
-            let mut part = moved.part(moved.address.max(from), moved.end().min(to));
-            part.address = extent.address + (part.address - from);
-            part.owner = extent.owner;
-            out.push(part);
-        }
+        translate(extent, number * STRIDE + u64::from(skip) * PAGE, &self.places.extents, out);
+    }
+}
+
+/// Adds the pieces in which the pages of an extent are, which were put under made-up addresses from `from` on.
+pub(crate) fn translate(extent: &Extent, from: u64, places: &[Extent], out: &mut Vec<Extent>) {
+    let to = from + extent.len();
+    let first = places.partition_point(|moved| moved.end() <= from);
+    for moved in places[first..].iter().take_while(|moved| moved.address < to) {
+        let mut part = moved.part(moved.address.max(from), moved.end().min(to));
+        part.address = extent.address + (part.address - from);
+        part.owner = extent.owner;
+        out.push(part);
     }
 }

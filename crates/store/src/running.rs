@@ -1,5 +1,6 @@
 //! Who runs a job now, and who may use its name.
 
+use crate::folder::Folder;
 use crate::lock::Lock;
 use crate::record::Record;
 use crate::{Error, Result, Store, check_name};
@@ -36,6 +37,10 @@ pub struct Running {
     pub every_ns: Option<u64>,
     /// How many of the newest checkpoints such a one leaves, if not all.
     pub keep: Option<u64>,
+    /// How often it has been brought back after a crash.
+    pub crashes: u64,
+    /// The last of those: when (nanoseconds since 1970), and of what it died.
+    pub crash: Option<(u64, String)>,
 }
 
 /// What keeps a running job from being checkpointed as often as was asked for.
@@ -46,6 +51,33 @@ pub struct Trouble {
     pub failing: Option<(u64, String)>,
     /// Why some were left out.
     pub slow: Option<String>,
+    /// What is wrong with the paging of its memory ([`Store::set_paging_trouble`]).
+    pub paging: Option<String>,
+}
+
+/// How often checkpoints of a running job pay, and why. Times are nanoseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Pace {
+    /// From the end of one to the next.
+    pub interval_ns: u64,
+    /// It would pay to take them more often, but one takes so long.
+    pub bounded: bool,
+    /// What one costs the program: it stands still,
+    pub pause_ns: u64,
+    /// has to fault in what it writes,
+    pub faults_ns: u64,
+    /// and waits for a processor that is at work on the checkpoint.
+    pub delay_ns: u64,
+    /// How long one takes to write.
+    pub write_ns: u64,
+    /// Mean time between failures.
+    pub mtbf_ns: u64,
+    /// The user said so.
+    pub given: bool,
+    /// Otherwise: how many there were,
+    pub failures: u64,
+    /// in how long.
+    pub observed_ns: u64,
 }
 
 /// The name of a job, held by whoever starts or runs it until this is dropped or its process dies.
@@ -69,9 +101,9 @@ impl Store {
     /// # Errors
     /// [`Error::NameTaken`] while somebody else holds it; [`Error::Name`], [`Error::Io`].
     pub fn claim(&self, job: &str) -> Result<Claim> {
-        let folder = self.make(job)?;
         let taken = || Error::NameTaken { job: job.to_owned() };
-        let lock = Lock::exclusive(&folder.name_lock(), Duration::ZERO)?.ok_or_else(taken)?;
+        let lock = |folder: &Folder| Lock::exclusive(&folder.name_lock(), Duration::ZERO)?.ok_or_else(taken);
+        let (_, lock) = self.made(job, lock)?;
         Ok(Claim { job: job.to_owned(), _lock: lock })
     }
 
@@ -100,7 +132,8 @@ impl Store {
     /// Whether a job of this name has left anything in the store.
     fn is_used(&self, job: &str) -> Result<bool> {
         let folder = self.folder_unchecked(job);
-        Ok(folder.running().exists() || folder.ledger().exists() || !folder.checkpoint_ids()?.is_empty())
+        let records = [folder.running(), folder.terms(), folder.ledger()];
+        Ok(records.iter().any(|record| record.exists()) || !folder.checkpoint_ids()?.is_empty())
     }
 
     /// Records who runs a job.
@@ -133,6 +166,10 @@ impl Store {
                 record = record.number(key, value);
             }
         }
+        if let Some((when_ns, what)) = &running.crash {
+            record =
+                record.number("crashes", running.crashes).number("crash-ns", *when_ns).with("crash", what);
+        }
         record.write_for_now(&self.medium, &folder.running())
     }
 
@@ -158,6 +195,8 @@ impl Store {
                 adopted: record.get("adopted") == Some(1),
                 every_ns: record.get("every-ns"),
                 keep: record.get("keep"),
+                crashes: record.get("crashes").unwrap_or_default(),
+                crash: record.get("crash-ns").zip(record.text("crash")),
             })
         };
         decode().map(Some).ok_or(Error::Record { path, kind: "running" })
@@ -177,7 +216,7 @@ impl Store {
     /// [`Error::NoJob`], [`Error::Name`], [`Error::Io`].
     pub fn set_trouble(&self, job: &str, trouble: &Trouble) -> Result<()> {
         let path = self.known(job)?.trouble();
-        if *trouble == Trouble::default() {
+        if trouble.failing.is_none() && trouble.slow.is_none() {
             return self.medium.remove(&path);
         }
         let mut record = Record::new("trouble");
@@ -195,11 +234,82 @@ impl Store {
     /// # Errors
     /// [`Error::NoJob`], [`Error::Name`], [`Error::Io`]; [`Error::Record`] if the record is damaged.
     pub fn trouble(&self, job: &str) -> Result<Trouble> {
-        let Some(record) = Record::read("trouble", &self.known(job)?.trouble())? else {
-            return Ok(Trouble::default());
+        let folder = self.known(job)?;
+        let paging = Record::read("paging", &folder.paging())?.and_then(|record| record.text("what"));
+        let paging = paging.filter(|what| !what.is_empty());
+        let Some(record) = Record::read("trouble", &folder.trouble())? else {
+            return Ok(Trouble { paging, ..Trouble::default() });
         };
         let failing = record.get("since-ns").zip(record.text("failing"));
-        Ok(Trouble { failing, slow: record.text("slow") })
+        Ok(Trouble { failing, slow: record.text("slow"), paging })
+    }
+
+    /// Records what is wrong with the paging of a job's memory, which is for those who page it to do. The record stays when nothing
+    /// is wrong, until [`Store::clear_paging_trouble`]: on a medium that is full by then there is no room for a new one.
+    ///
+    /// # Errors
+    /// [`Error::Name`], [`Error::Io`].
+    pub fn set_paging_trouble(&self, job: &str, what: Option<&str>) -> Result<()> {
+        let path = self.make(job)?.paging();
+        let record = Record::new("paging").with("what", what.unwrap_or_default());
+        let in_place = |_| record.write_in_place(&path);
+        record.write_for_now(&self.medium, &path).or_else(in_place)
+    }
+
+    /// Forgets what was wrong with the paging of a job's memory.
+    ///
+    /// # Errors
+    /// [`Error::NoJob`], [`Error::Name`], [`Error::Io`].
+    pub fn clear_paging_trouble(&self, job: &str) -> Result<()> {
+        self.medium.remove(&self.known(job)?.paging())
+    }
+
+    /// Records how often checkpoints of a running job pay; nothing removes the record.
+    ///
+    /// # Errors
+    /// [`Error::NoJob`], [`Error::Name`], [`Error::Io`].
+    pub fn set_pace(&self, job: &str, pace: Option<&Pace>) -> Result<()> {
+        let path = self.known(job)?.pace();
+        let Some(pace) = pace else { return self.medium.remove(&path) };
+        let fields = [
+            ("interval-ns", pace.interval_ns),
+            ("bounded", pace.bounded.into()),
+            ("pause-ns", pace.pause_ns),
+            ("faults-ns", pace.faults_ns),
+            ("delay-ns", pace.delay_ns),
+            ("write-ns", pace.write_ns),
+            ("mtbf-ns", pace.mtbf_ns),
+            ("given", pace.given.into()),
+            ("failures", pace.failures),
+            ("observed-ns", pace.observed_ns),
+        ];
+        let record =
+            fields.into_iter().fold(Record::new("pace"), |record, (key, value)| record.number(key, value));
+        record.write_for_now(&self.medium, &path)
+    }
+
+    /// How often checkpoints of a running job pay, if that was asked for and is known.
+    ///
+    /// # Errors
+    /// [`Error::NoJob`], [`Error::Name`], [`Error::Io`]; [`Error::Record`] if the record is damaged.
+    pub fn pace(&self, job: &str) -> Result<Option<Pace>> {
+        let path = self.known(job)?.pace();
+        let Some(record) = Record::read("pace", &path)? else { return Ok(None) };
+        let decode = || {
+            Some(Pace {
+                interval_ns: record.get("interval-ns")?,
+                bounded: record.get("bounded")? == 1,
+                pause_ns: record.get("pause-ns")?,
+                faults_ns: record.get("faults-ns")?,
+                delay_ns: record.get("delay-ns")?,
+                write_ns: record.get("write-ns")?,
+                mtbf_ns: record.get("mtbf-ns")?,
+                given: record.get("given")? == 1,
+                failures: record.get("failures")?,
+                observed_ns: record.get("observed-ns")?,
+            })
+        };
+        decode().map(Some).ok_or(Error::Record { path, kind: "pace" })
     }
 
     /// Where the socket is through which the supervisor of a job is asked for checkpoints, in the job's folder, which

@@ -9,6 +9,7 @@ use crate::touch::TouchSet;
 use crate::writer::Writer;
 use crate::{Error, Result, check_name, sweep};
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -60,6 +61,7 @@ impl Store {
                 false => sweep::clean(&store, &store.folder_unchecked(&name)),
             };
         }
+        let _ = store.clean_copies();
         Ok(store)
     }
 
@@ -122,14 +124,29 @@ impl Store {
         Ok(Summary { meta, manifest_bytes: manifest.len() as u64 })
     }
 
+    /// What a job takes on the medium, bytes: all of its files, also those that only wait to be written anew.
+    ///
+    /// # Errors
+    /// [`Error::NoJob`], [`Error::Name`].
+    pub fn room(&self, job: &str) -> Result<u64> {
+        Ok(room(&self.known(job)?.path))
+    }
+
+    /// The file of which somebody holds an exclusive `flock` who adds to a job, or removes from it.
+    ///
+    /// # Errors
+    /// [`Error::NoJob`], [`Error::Name`].
+    pub fn lock_of_writers(&self, job: &str) -> Result<PathBuf> {
+        Ok(self.known(job)?.writer_lock())
+    }
+
     /// Begins a checkpoint. There is one writer at a time for each job.
     ///
     /// # Errors
     /// [`Error::Name`], [`Error::Busy`] if another writer does not end in time, [`Error::Io`].
     pub fn begin(&self, job: &str) -> Result<Writer> {
-        let folder = self.make(job)?;
-        let lock = self.writer_lock(&folder)?;
-        if sweep::has_leftovers(&folder)? {
+        let (folder, lock) = self.made(job, |folder| self.writer_lock(folder))?;
+        if sweep::has_leftovers(&self.medium, &folder)? {
             sweep::sweep(self, &folder, sweep::Rewriting::No, Room::GivenBack)?;
         }
         Writer::begin(self.medium.clone(), folder, lock)
@@ -177,11 +194,33 @@ impl Store {
         Ok(folder)
     }
 
+    /// The folder of a job, made if it does not exist, and a lock in it. It may be removed in between, and is made again then.
+    pub(crate) fn made<T>(&self, job: &str, lock: impl Fn(&Folder) -> Result<T>) -> Result<(Folder, T)> {
+        loop {
+            let folder = self.make(job)?;
+            match lock(&folder) {
+                Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {}
+                other => return Ok((folder, other?)),
+            }
+        }
+    }
+
     /// The right to add to a job and to remove from it.
     pub(crate) fn writer_lock(&self, folder: &Folder) -> Result<Lock> {
         let busy = || Error::Busy { job: folder.job.clone() };
         Lock::exclusive(&folder.writer_lock(), self.patience)?.ok_or_else(busy)
     }
+}
+
+/// What the files in a folder take. Those that go meanwhile count for nothing.
+fn room(folder: &Path) -> u64 {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let of = |entry: std::fs::DirEntry| match entry.metadata() {
+        Ok(metadata) if metadata.is_dir() => room(&entry.path()),
+        Ok(metadata) => metadata.blocks() * 512,
+        Err(_) => 0,
+    };
+    entries.map(of).sum()
 }
 
 /// Checks that a manifest is the one it was looked for as.

@@ -3,10 +3,10 @@
 use crate::folder::{Folder, names};
 use crate::ledger::Ledger;
 use crate::lock::Lock;
-use crate::medium::{TEMPORARY, temporary};
+use crate::medium::{Medium, TEMPORARY, temporary};
 use crate::rewrite::{self, Usage};
 use crate::spare::{self, Room};
-use crate::{Error, Result, Store};
+use crate::{Claim, Error, Result, Store, working};
 use std::time::Duration;
 use stillpoint_image::wire;
 
@@ -39,11 +39,14 @@ impl Store {
     /// [`Error::NoJob`], [`Error::NoCheckpoint`], [`Error::Busy`] while the job is being checkpointed, [`Error::Io`].
     pub fn remove(&self, job: &str, id: u64) -> Result<Freed> {
         let folder = self.known(job)?;
-        let _lock = self.writer_lock(&folder)?;
+        let lock = self.writer_lock(&folder)?;
         if !folder.checkpoint(id).exists() {
             return Err(Error::NoCheckpoint { job: job.to_owned(), id, store: self.path().to_owned() });
         }
-        self.drop_checkpoints(&folder, vec![id], Room::GivenBack)
+        let freed = self.drop_checkpoints(&folder, vec![id], Room::GivenBack)?;
+        drop(lock);
+        self.collect_copies()?;
+        Ok(freed)
     }
 
     /// Keeps the newest `keep` checkpoints of a job and removes the others. Segments of which less than half (of those that were
@@ -53,16 +56,29 @@ impl Store {
     /// # Errors
     /// [`Error::NoJob`], [`Error::Busy`] while the job is being checkpointed, [`Error::Io`].
     pub fn prune(&self, job: &str, keep: usize) -> Result<Freed> {
-        self.keep_newest(job, keep, Room::GivenBack)
+        let freed = self.keep_newest(job, keep, &[], Room::GivenBack)?;
+        self.collect_copies()?;
+        Ok(freed)
     }
 
     /// As [`Store::prune`], for whoever goes on writing checkpoints: of the segments that nothing points to any more, one may be
-    /// kept, to be written anew, until [`Store::prune`] or [`Store::end_rolling`] gives it back.
+    /// kept, to be written anew, until [`Store::prune`] or [`Store::end_rolling`] gives it back. While a job goes on from an older
+    /// checkpoint because it crashed from newer ones, all of these stay, beside those that are kept: whether the older one was
+    /// better is not known yet, and what is wrong with the newer ones may still be looked for.
     ///
     /// # Errors
     /// As [`Store::prune`].
     pub fn roll(&self, job: &str, keep: usize) -> Result<Freed> {
-        self.keep_newest(job, keep, Room::Reused)
+        let mut spared = Vec::new();
+        if let Ok(Some(terms)) = self.terms(job) {
+            spared.extend(terms.passed_over(self, job));
+        }
+        if !spared.is_empty()
+            && let Ok(Some(running)) = self.running(job)
+        {
+            spared.extend(running.restored_from);
+        }
+        self.keep_newest(job, keep, &spared, Room::Reused)
     }
 
     /// Gives back what [`Store::roll`] has kept, unless somebody is at work on the job just now.
@@ -72,15 +88,17 @@ impl Store {
     pub fn end_rolling(&self, job: &str) -> Result<()> {
         let folder = self.known(job)?;
         match Lock::exclusive(&folder.writer_lock(), Duration::ZERO)? {
-            Some(_lock) => self.medium.remove(&folder.spare()),
-            None => Ok(()),
+            Some(_lock) => self.medium.remove(&folder.spare())?,
+            None => return Ok(()),
         }
+        self.collect_copies()
     }
 
-    fn keep_newest(&self, job: &str, keep: usize, room: Room) -> Result<Freed> {
+    fn keep_newest(&self, job: &str, keep: usize, spared: &[u64], room: Room) -> Result<Freed> {
         let folder = self.known(job)?;
         let _lock = self.writer_lock(&folder)?;
         let mut ids = folder.checkpoint_ids()?;
+        ids.retain(|id| !spared.contains(id));
         ids.truncate(ids.len().saturating_sub(keep));
         self.drop_checkpoints(&folder, ids, room)
     }
@@ -92,8 +110,30 @@ impl Store {
     /// [`Error::Io`].
     pub fn remove_job(&self, job: &str) -> Result<()> {
         let folder = self.known(job)?;
-        let _name = self.claim(job)?;
+        {
+            let _name = self.claim(job)?;
+            let _writer = self.writer_lock(&folder)?;
+            self.drop_job(&folder)?;
+        }
+        self.collect_copies()
+    }
+
+    /// Removes a job of which nothing has become: one without checkpoints that nobody runs. Does nothing to others.
+    ///
+    /// # Errors
+    /// [`Error::Busy`], [`Error::Io`].
+    pub fn forget(&self, claim: Claim) -> Result<()> {
+        let folder = self.known(claim.job())?;
         let _writer = self.writer_lock(&folder)?;
+        let has_any = folder.running().exists() || folder.tails().exists();
+        if has_any || !folder.checkpoint_ids()?.is_empty() {
+            return Ok(());
+        }
+        self.drop_job(&folder)
+    }
+
+    /// Removes the folder of a job; the caller holds its name and its writer lock.
+    fn drop_job(&self, folder: &Folder) -> Result<()> {
         let _readers = Lock::exclusive(&folder.reader_lock(), Duration::MAX)?;
         // One rename makes it invisible; what a crash leaves of it goes at the next open.
         let hidden = temporary(&folder.path);
@@ -130,9 +170,9 @@ impl Store {
 /// Clears up behind a dead writer, if there was one and nobody is at work now.
 pub(crate) fn clean(store: &Store, folder: &Folder) -> Result<()> {
     store.clean_tails(folder)?;
-    if has_leftovers(folder)?
+    if has_leftovers(&store.medium, folder)?
         && let Some(_lock) = Lock::exclusive(&folder.writer_lock(), Duration::ZERO)?
-        && has_leftovers(folder)?
+        && has_leftovers(&store.medium, folder)?
     {
         sweep(store, folder, Rewriting::No, Room::GivenBack)?;
     }
@@ -140,15 +180,21 @@ pub(crate) fn clean(store: &Store, folder: &Folder) -> Result<()> {
 }
 
 /// Whether something looks left behind. It may be a living writer's: only with the writer lock is it certain.
-pub(crate) fn has_leftovers(folder: &Folder) -> Result<bool> {
-    Ok(!hidden(folder)?.is_empty() || Ledger::read(folder)?.unfinished(folder))
+pub(crate) fn has_leftovers(medium: &Medium, folder: &Folder) -> Result<bool> {
+    let ledger = Ledger::read(folder)?;
+    let is_begun = || Ok::<_, Error>(folder.ledger().exists() || !folder.segment_ids()?.is_empty());
+    Ok(!hidden(folder)?.is_empty()
+        || working::has_stale_pins(folder)?
+        || ledger.unfinished(folder)
+        || ledger.is_of_another_boot(medium) && is_begun()?)
 }
 
 /// Temporary files of those who died before the rename. Not those of the records that a supervisor writes: that is done
 /// without the writer lock, possibly right now, and the next record takes its place anyway.
 fn hidden(folder: &Folder) -> Result<Vec<std::path::PathBuf>> {
     let mut found = Vec::new();
-    let supervisors = [temporary(&folder.running()), temporary(&folder.trouble())];
+    let supervisors = [folder.running(), folder.terms(), folder.pace(), folder.trouble(), folder.paging()]
+        .map(|record| temporary(&record));
     for place in [folder.path.clone(), folder.checkpoints()] {
         let temporary = names(&place)?.into_iter().filter(|name| name.starts_with(TEMPORARY));
         found.extend(temporary.map(|name| place.join(name)).filter(|path| !supervisors.contains(path)));
@@ -158,6 +204,10 @@ fn hidden(folder: &Folder) -> Result<Vec<std::path::PathBuf>> {
 
 /// Gives back all room that no checkpoint needs; the caller holds the writer lock.
 pub(crate) fn sweep(store: &Store, folder: &Folder, rewriting: Rewriting, room: Room) -> Result<Freed> {
+    if rewriting == Rewriting::No && folder.checkpoints().is_dir() {
+        // Whoever died may have removed manifests whose names are still durable: none may come back without its segments.
+        store.medium.sync_folder(&folder.checkpoints())?;
+    }
     for path in hidden(folder)? {
         store.medium.remove(&path)?;
     }
@@ -172,7 +222,13 @@ pub(crate) fn sweep(store: &Store, folder: &Folder, rewriting: Rewriting, room: 
         }
         Err(e) => return Err(e),
     };
-    let dead: Vec<u64> = folder.segment_ids()?.into_iter().filter(|id| !usage.knows(*id)).collect();
+    working::remove_pins(&store.medium, folder)?;
+    let mut dead = Vec::new();
+    for id in folder.segment_ids()?.into_iter().filter(|id| !usage.knows(*id)) {
+        if !working::is_pinned(folder, id)? {
+            dead.push(id);
+        }
+    }
     if room == Room::GivenBack {
         freed.bytes = folder.spare().metadata().map_or(0, |m| m.len());
         store.medium.remove(&folder.spare())?;
@@ -186,7 +242,8 @@ pub(crate) fn sweep(store: &Store, folder: &Folder, rewriting: Rewriting, room: 
     }
     // Whatever was under way is now completed or undone.
     let ledger = Ledger::read(folder)?;
-    if ledger.pending.is_some() && freed.unfinished.is_none() {
+    let is_open = ledger.pending.is_some() || ledger.is_of_another_boot(&store.medium);
+    if is_open && freed.unfinished.is_none() {
         let settled = Ledger { pending: None, ..ledger }.write(&store.medium, folder);
         settled.or_else(|e| if e.is_full() { Ok(()) } else { Err(e) })?;
     }

@@ -1,6 +1,6 @@
 //! Reading a whole checkpoint back to see whether it is intact.
 
-use crate::{Checkpoint, Error, Result, Store};
+use crate::{Checkpoint, Error, Result, Store, parallel};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use stillpoint_image::{Extent, Place};
@@ -59,7 +59,7 @@ fn read_all<'e>(checkpoint: &Checkpoint, order: &[&'e Extent]) -> Vec<(&'e Exten
             }
         }
     };
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let threads = parallel::processors();
     std::thread::scope(|scope| {
         for _ in 0..threads {
             scope.spawn(work);

@@ -2,14 +2,16 @@
 
 use crate::alike::Hint;
 use crate::folder::Folder;
+use crate::heat::{self, Area};
 use crate::ledger::Ledger;
 use crate::lock::Lock;
 use crate::medium::Medium;
 use crate::parallel::Source;
 use crate::pipeline::{Fill, Pipeline};
 use crate::segment::Segment;
-use crate::{Error, PutError, Result};
+use crate::{Error, PutError, Result, rewrite};
 use std::collections::BTreeSet;
+use std::fs::File;
 use stillpoint_image::{Extent, Image, Owner, PAGE, PageMap, Place, Range, validate, wire};
 
 /// What becomes of pages that are all zeros. They are never stored.
@@ -35,6 +37,8 @@ pub struct Writer {
     given: Vec<(Owner, Owner)>,
     /// Older segments known to be there.
     reused: BTreeSet<u64>,
+    /// Those of them that are to be made durable: somebody works in them.
+    shared: BTreeSet<u64>,
     committed: bool,
     /// Released last.
     _lock: Lock,
@@ -53,6 +57,10 @@ pub struct Committed {
     pub written_bytes: u64,
     /// Size of the manifest, bytes.
     pub manifest_bytes: u64,
+    /// The instant that it is of, nanoseconds since 1970.
+    pub taken_ns: u64,
+    /// Where in the program's memory the pages are that this checkpoint itself stored.
+    pub heat: Vec<Area>,
 }
 
 impl Writer {
@@ -65,8 +73,8 @@ impl Writer {
         ledger.write(&medium, &folder)?;
         let segment = Segment::create(&medium, &folder, ledger.segment)?;
         let pipeline = Pipeline::new(medium.clone(), segment);
-        let (given, reused) = (Vec::new(), BTreeSet::new());
-        Ok(Writer { id, folder, medium, pipeline, given, reused, committed: false, _lock: lock })
+        let (given, reused, shared) = (Vec::new(), BTreeSet::new(), BTreeSet::new());
+        Ok(Writer { id, folder, medium, pipeline, given, reused, shared, committed: false, _lock: lock })
     }
 
     /// Number that the checkpoint will have within its job.
@@ -178,6 +186,21 @@ impl Writer {
         Ok(())
     }
 
+    /// As [`Writer::reuse`], of pages in segments that somebody works in ([`crate::Working`]), which have been written but need not
+    /// be durable yet. They must stay what they are until this checkpoint is committed or given up.
+    ///
+    /// # Errors
+    /// As [`Writer::reuse`].
+    pub fn share(&mut self, extents: &[Extent]) -> Result<()> {
+        self.reuse(extents)?;
+        let segment = |extent: &Extent| match extent.place {
+            Place::Stored { segment, .. } => Some(segment),
+            Place::Zero => None,
+        };
+        self.shared.extend(extents.iter().filter_map(segment));
+        Ok(())
+    }
+
     /// Does ahead what a commit would otherwise do: waits for what was put to be on its way to the medium, and works out which of
     /// it counts. More can be put and kept afterwards.
     ///
@@ -215,10 +238,36 @@ impl Writer {
     /// # Errors
     /// Whatever fails, nothing of the checkpoint stays: [`Error::Image`] if the image is inconsistent, [`Error::Io`],
     /// [`Error::Failed`].
-    pub fn commit(mut self, mut image: Image) -> Result<Committed> {
+    pub fn commit(mut self, image: Image) -> Result<Committed> {
         self.pipeline.finish()?;
         self.given.iter().for_each(|&(from, to)| self.pipeline.layers.give(from, to));
         let pages = std::mem::take(&mut self.pipeline.layers).flatten();
+        self.commit_pages(image, pages)
+    }
+
+    /// As [`Writer::commit`], under a page map that was made elsewhere. All pages were put for one owner, which none of it is in
+    /// the end; the offset of what the map calls stored is its address there.
+    ///
+    /// # Errors
+    /// As [`Writer::commit`].
+    pub fn commit_placed(mut self, image: Image, aside: Owner, map: PageMap) -> Result<Committed> {
+        self.pipeline.finish()?;
+        let put = std::mem::take(&mut self.pipeline.layers).flatten();
+        let put = put.of(aside);
+        let mut pages = PageMap { extents: Vec::with_capacity(map.extents.len()) };
+        for extent in map.extents {
+            match extent.place {
+                Place::Zero => pages.extents.push(extent),
+                Place::Stored { offset, skip, .. } => {
+                    let from = offset + u64::from(skip) * PAGE;
+                    rewrite::translate(&extent, from, put, &mut pages.extents);
+                }
+            }
+        }
+        self.commit_pages(image, pages)
+    }
+
+    fn commit_pages(mut self, mut image: Image, pages: PageMap) -> Result<Committed> {
         let own = self.pipeline.segment().id;
         let points_to_own = |e: &Extent| matches!(e.place, Place::Stored { segment, .. } if segment == own);
         let needed = pages.extents.iter().any(points_to_own);
@@ -233,6 +282,11 @@ impl Writer {
         if !needed {
             self.medium.remove(&self.pipeline.segment().path)?;
         }
+        for segment in &self.shared {
+            let path = self.folder.segment(*segment);
+            let file = File::open(&path).map_err(Error::io("open", &path))?;
+            self.medium.sync(&file, &path)?;
+        }
         let manifest_bytes = self.write_manifest(&image, &pages)?;
         self.committed = true;
         Ok(Committed {
@@ -241,6 +295,8 @@ impl Writer {
             stored_pages: written_bytes / PAGE,
             written_bytes,
             manifest_bytes,
+            taken_ns: image.meta.taken_ns,
+            heat: heat::map(&image, &pages, own),
         })
     }
 
@@ -248,6 +304,13 @@ impl Writer {
     fn write_manifest(&self, image: &Image, pages: &PageMap) -> Result<u64> {
         let manifest = wire::encode(image, pages);
         self.medium.sync_folder(&self.folder.segments())?;
+        if self.folder.checkpoint_ids()?.is_empty() {
+            // Whoever made the folders may have died before their names were durable.
+            let mut above = self.folder.path.ancestors();
+            above.by_ref().take(3).try_for_each(|path| self.medium.sync_folder(path))?;
+            // The one that the store is in need not be ours to read.
+            let _ = above.next().filter(|path| path.is_dir()).map(|path| self.medium.sync_folder(path));
+        }
         self.medium.write_temporary(&self.folder.temporary_checkpoint(self.id), &manifest)?;
         let name = self.folder.checkpoint(self.id);
         self.medium.rename(&self.folder.temporary_checkpoint(self.id), &name)?;

@@ -6,7 +6,7 @@ use common::*;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::time::Duration;
-use stillpoint_store::{Error, Running, Store, Trouble, check_name};
+use stillpoint_store::{Error, Running, Store, Terms, Trouble, check_name};
 
 fn store() -> (tempfile::TempDir, Store) {
     let folder = tempfile::tempdir().expect("folder");
@@ -83,6 +83,8 @@ fn who_runs_is_remembered() {
         every_ns: Some(10_000_000_000),
         keep: Some(5),
         inherited: vec![(7, b"pipe:[12]".to_vec().into())],
+        crashes: 2,
+        crash: Some((5, "SIGSEGV".into())),
         ..running
     };
     store.set_running("web", &next).expect("set");
@@ -100,7 +102,8 @@ fn trouble_is_remembered_until_it_is_over() {
     assert!(matches!(store.trouble("web"), Err(Error::NoJob { .. })));
     let _claim = store.claim("web").expect("new");
     assert_eq!(store.trouble("web").expect("none"), Trouble::default());
-    let trouble = Trouble { failing: Some((17, "no room\nat all".into())), slow: Some("slow".into()) };
+    let trouble =
+        Trouble { failing: Some((17, "no room\nat all".into())), slow: Some("slow".into()), paging: None };
     store.set_trouble("web", &trouble).expect("set");
     assert_eq!(store.trouble("web").expect("get"), trouble);
     let half = Trouble { failing: None, ..trouble };
@@ -175,4 +178,19 @@ fn other_peoples_files_are_left_alone() {
     for file in files {
         assert!(store.path().join(file).exists(), "{file}");
     }
+}
+
+#[test]
+fn terms_of_a_job_that_was_ended_do_not_come_back() {
+    let (_folder, store) = store();
+    let terms = |since_ns| Terms { since_ns, restart: Some(3), ..Terms::default() };
+    store.set_terms("job", &terms(1)).expect("set");
+    assert_eq!(store.terms("job").expect("there"), Some(terms(1)));
+    store.settle_terms("job").expect("settled");
+    store.set_terms("job", &terms(2)).expect("set in place of others");
+    assert_eq!(store.terms("job").expect("there"), Some(terms(2)));
+    // Somebody ends it in the moment after it began.
+    store.clear_terms("job").expect("ended");
+    store.settle_terms("job").expect("nothing to be settled");
+    assert_eq!(store.terms("job").expect("none"), None);
 }

@@ -3,8 +3,9 @@
 mod common;
 
 use common::*;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use stillpoint_store::Store;
 
 /// Rounds of killing.
@@ -21,10 +22,16 @@ fn memory_of(id: u64) -> Memory {
     memory
 }
 
+/// There once a victim has begun.
+fn begun(store: &Path) -> PathBuf {
+    store.with_extension("begun")
+}
+
 /// Not a test of its own: what the victim does, until it is killed.
 #[test]
 fn victim() {
     let Ok(path) = std::env::var(VICTIM) else { return };
+    std::fs::write(begun(path.as_ref()), "").expect("begun");
     loop {
         let store = Store::open(path.as_ref()).expect("open");
         let mut writer = store.begin("job").expect("begin");
@@ -52,30 +59,39 @@ fn victim() {
 fn killed_at_random_moments() {
     let folder = tempfile::tempdir().expect("folder");
     let mut random = u64::from(std::process::id()) | 1;
-    let mut highest = 0;
-    for round in 0..ROUNDS {
+    let (mut highest, mut rounds) = (0, 0);
+    let path = folder.path().join("store");
+    // Where the machine is busy with other things, victims may die before they have done anything.
+    while rounds < ROUNDS || highest <= ROUNDS / 2 {
+        rounds += 1;
+        assert!(rounds < 50 * ROUNDS, "{rounds} victims got as far as checkpoint {highest}");
+        let _ = std::fs::remove_file(begun(&path));
         let mut victim = Command::new(std::env::current_exe().expect("myself"))
             .args(["--exact", "victim", "--test-threads=1"])
-            .env(VICTIM, folder.path())
+            .env(VICTIM, &path)
             .stdout(Stdio::null())
             .stderr(Stdio::null())
             .spawn()
             .expect("victim");
+        let until = Instant::now() + Duration::from_secs(60);
+        while !begun(&path).exists() {
+            assert!(Instant::now() < until, "round {rounds}: the victim does not begin");
+            std::thread::sleep(Duration::from_micros(500));
+        }
         random ^= random << 13;
         random ^= random >> 7;
         random ^= random << 17;
-        std::thread::sleep(Duration::from_micros(10_000 + random % 60_000));
-        assert!(victim.try_wait().expect("wait").is_none(), "round {round}: the victim failed by itself");
+        std::thread::sleep(Duration::from_micros(random % 60_000));
+        assert!(victim.try_wait().expect("wait").is_none(), "round {rounds}: the victim failed by itself");
         victim.kill().expect("kill");
         victim.wait().expect("wait");
 
-        let store = Store::open(folder.path()).expect("open");
+        let store = Store::open(&path).expect("open");
         for id in store.checkpoints("job").unwrap_or_default() {
             assert_holds(&store, "job", id, &memory_of(id));
             highest = highest.max(id);
         }
         assert_no_leftovers(&store, "job");
     }
-    eprintln!("{ROUNDS} victims got as far as checkpoint {highest}");
-    assert!(highest > ROUNDS / 2, "victims die before they have done anything");
+    eprintln!("{rounds} victims got as far as checkpoint {highest}");
 }

@@ -6,8 +6,19 @@ use stillpoint_image::{AddressSpace, Bytes, Layout, Process, Rlimit};
 use stillpoint_linux::limits;
 use stillpoint_linux::proc::{Proc, Stat, Status};
 
-/// Files that [`process`] and [`space`] read, to be kept open ([`Proc::keep_open`]).
-pub const FILES: [&str; 6] = ["limits", "cgroup", "oom_score_adj", "auxv", "personality", "coredump_filter"];
+/// Files that are read to describe it, to be kept open ([`Proc::keep_open`]).
+pub const FILES: [&str; 10] = [
+    "stat",
+    "status",
+    "limits",
+    "cgroup",
+    "oom_score_adj",
+    "auxv",
+    "personality",
+    "coredump_filter",
+    "timers",
+    "maps",
+];
 
 /// Everything of a [`Process`] that can be read without running code in it; `stat` and `status` are those of its main
 /// thread or its own.

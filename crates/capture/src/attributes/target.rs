@@ -92,15 +92,24 @@ fn check_access(target: &Proc, name: &str, status: &Status) -> Result<()> {
 }
 
 fn check_tracer(target: &Proc, name: &str) -> Result<()> {
+    /// How long one that is ending may take to let go: that of many threads, on a busy machine, takes its time.
+    const PATIENCE: Duration = Duration::from_secs(10);
     let ours = Proc::process(std::process::id())?.threads()?;
+    let began = Instant::now();
     for tid in target.threads()? {
-        let tracer = match target.sibling(tid).and_then(|t| t.status()) {
-            Ok(status) => status.tracer,
-            Err(Kernel::Gone(_)) => continue,
-            Err(e) => return Err(e.into()),
-        };
-        if tracer != 0 && !ours.contains(&tracer) {
-            return Err(traced(name, tracer));
+        loop {
+            let tracer = match target.sibling(tid).and_then(|t| t.status()) {
+                Ok(status) => status.tracer,
+                Err(Kernel::Gone(_)) => break,
+                Err(e) => return Err(e.into()),
+            };
+            if tracer == 0 || ours.contains(&tracer) {
+                break;
+            }
+            if began.elapsed() > PATIENCE || !has_ended(tracer) {
+                return Err(traced(name, tracer));
+            }
+            std::thread::sleep(Duration::from_millis(1));
         }
     }
     Ok(())
@@ -164,13 +173,23 @@ pub struct Examined {
     sharing: Vec<Sharing>,
 }
 
-/// Notes what about the process as a whole cannot be captured. `others` are the processes
-/// that might share something with it, if not all. It may be running: [`examine_again`] then tells whether
+/// Which processes might share something with one that is examined.
+#[derive(Clone, Copy, Debug)]
+pub enum Others<'a> {
+    /// All that there are.
+    All,
+    /// Those made since it was examined the last time; what was found then is noted still.
+    Since(&'a Examined),
+    /// It stands still, and these are all.
+    These(&'a [u32]),
+}
+
+/// Notes what about the process as a whole cannot be captured. It may be running: [`examine_again`] then tells whether
 /// what was found still holds.
 ///
 /// # Errors
 /// That its files in `/proc` cannot be read, [`Kernel::Gone`] among them.
-pub fn examine(builder: &mut Builder, target: &Proc, others: Option<&[u32]>) -> Result<Examined> {
+pub fn examine(builder: &mut Builder, target: &Proc, others: Others<'_>) -> Result<Examined> {
     let own = Proc::process(std::process::id())?;
     let mut examined = Examined {
         ours: own.namespaces()?,
@@ -197,8 +216,9 @@ pub fn examine(builder: &mut Builder, target: &Proc, others: Option<&[u32]>) -> 
     examined.last_pid = proc::last_pid();
     examined.since = Instant::now();
     match others {
-        Some(others) => sharers(builder, target, others, false),
-        None => sharers(builder, target, &proc::processes()?, true),
+        Others::All => sharers(builder, target, &proc::processes()?, true),
+        Others::Since(before) => sharers(builder, target, &made_since([before])?, true),
+        Others::These(others) => sharers(builder, target, others, false),
     }
     examined.sharing.clone_from(&builder.sharing);
     Ok(examined)
@@ -305,14 +325,14 @@ pub fn examine_again(
     Ok(())
 }
 
-/// Looks once more at all processes of a tree, right before the freeze, who shares something with them, so that little is left
-/// to look at in it. Each other process is looked up among those of the tree in the kernel's order of their objects.
+/// Looks once more, right before the freeze, who of those made since the last look shares something with processes of a tree, so
+/// that little is left to look at in it. Each other process is looked up among those of the tree in the kernel's order of their objects.
 ///
 /// Where somebody does, the freeze is to find it out.
 pub fn refresh<'a>(all: impl Iterator<Item = (&'a Proc, &'a mut Examined)>) {
     let (last_pid, since) = (proc::last_pid(), Instant::now());
-    let Ok(others) = proc::processes() else { return };
     let mut all: Vec<_> = all.collect();
+    let Ok(others) = made_since(all.iter().map(|(_, examined)| &**examined)) else { return };
     let pids: Vec<u32> = all.iter().map(|(target, _)| target.pid()).collect();
     if !shared_by_any(&pids, &others) {
         for (_, examined) in &mut all {
@@ -348,13 +368,25 @@ impl Examined {
     fn refresh(&mut self, target: &Proc) {
         let (last_pid, since) = (proc::last_pid(), Instant::now());
         let mut builder = Builder::new();
-        if let Ok(all) = proc::processes() {
-            sharers(&mut builder, target, &all, true);
+        if let Ok(others) = made_since([&*self]) {
+            sharers(&mut builder, target, &others, true);
             let is_known = |sharing: &Sharing| self.sharing.contains(sharing);
             if builder.refusals.is_empty() && builder.sharing.iter().all(is_known) {
                 (self.last_pid, self.since) = (last_pid, since);
             }
         }
+    }
+
+    /// Forgets what was known of threads that are no more, or whose ids others have now.
+    pub fn forget(&mut self, is_gone: impl Fn(u32) -> bool) {
+        self.threads.retain(|tid, _| !is_gone(*tid));
+    }
+
+    /// What was found holds at this moment, `others` being the processes that might share something with it now.
+    pub fn renew(&mut self, builder: &mut Builder, target: &Proc, others: &[u32]) {
+        (self.last_pid, self.since) = (proc::last_pid(), Instant::now());
+        sharers(builder, target, others, false);
+        self.sharing.clone_from(&builder.sharing);
     }
 
     /// Gets a thread's files ready to be looked at.
@@ -416,6 +448,11 @@ fn kinds(files: &ThreadFiles, free: bool) -> &'static [NamespaceKind] {
 
 /// Whether a thread has, or may yet have had, what it takes to change its namespaces.
 fn may_change_namespaces(status: &Status) -> bool {
+    is_administrator(status)
+}
+
+/// Whether a thread is permitted `CAP_SYS_ADMIN`.
+pub(crate) fn is_administrator(status: &Status) -> bool {
     const CAP_SYS_ADMIN: u64 = 1 << 21;
     const PERMITTED: usize = 1;
     status.caps[PERMITTED] & CAP_SYS_ADMIN != 0
@@ -426,9 +463,13 @@ fn may_change_namespaces(status: &Status) -> bool {
 /// # Errors
 /// That `/proc` cannot be read.
 pub fn newer<'a>(examined: impl IntoIterator<Item = &'a Examined>) -> Result<Vec<u32>> {
+    Ok(made_since(examined)?.into_iter().filter(|pid| Proc::thread_by_tid(*pid).is_ok()).collect())
+}
+
+/// As [`newer`], with numbers that nobody has.
+fn made_since<'a>(examined: impl IntoIterator<Item = &'a Examined>) -> Result<Vec<u32>> {
     let looks = examined.into_iter().map(|e| e.last_pid.filter(|_| e.since.elapsed() < NO_ROUND));
-    let made = proc::made_since(looks)?;
-    Ok(made.into_iter().filter(|pid| Proc::thread_by_tid(*pid).is_ok()).collect())
+    Ok(proc::made_since(looks)?)
 }
 
 /// The pid namespace that children of a thread are to be in; none if that is still to be begun.
@@ -779,7 +820,7 @@ fn is_device(target: &Proc, map: &Smap) -> bool {
 }
 
 /// `process 123 (name)`
-pub(crate) fn named(pid: u32) -> String {
+pub fn named(pid: u32) -> String {
     match Proc::process(pid).and_then(|p| p.comm()) {
         Ok(comm) => describe(pid, &comm),
         Err(_) => format!("process {pid}"),

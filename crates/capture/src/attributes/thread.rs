@@ -57,6 +57,14 @@ impl ThreadFiles {
         Ok(())
     }
 
+    /// Child processes of the thread; an error if what is held open is of an earlier one with its id.
+    ///
+    /// # Errors
+    /// As [`ThreadFiles::look`].
+    pub fn children(&self) -> Result<Vec<u32>> {
+        Ok(self.children.parse(proc::pids)?)
+    }
+
     /// Its namespaces of these kinds, or of those that are held.
     ///
     /// # Errors
@@ -87,7 +95,7 @@ impl ThreadFiles {
         Ok(Look {
             stat: self.stat.with(|text| proc::stat::parse(text, self.stat.path()))?,
             status: self.status.with(|text| proc::status::parse(text, self.status.path()))?,
-            children: self.children.parse(proc::pids)?,
+            children: self.children()?,
             slack_ns,
         })
     }

@@ -25,8 +25,12 @@ const PIECE: u64 = 64 << 20;
 const WORTH_A_CALL: u64 = 256 << 10;
 /// Who has so many children that ended and are not buried may bury none …
 const UNBURIED: usize = 16;
-/// … and does not, if none of them is within this time.
+/// … and does not, if none of them is within this time, not counting for how long it waits for a processor …
 const PATIENCE: Duration = Duration::from_secs(5);
+/// … but for this time at most.
+const BUSY: Duration = Duration::from_secs(60);
+/// Between two looks.
+const LOOK: Duration = Duration::from_millis(50);
 
 /// At work on one checkpoint.
 #[derive(Debug)]
@@ -126,7 +130,7 @@ impl MemoryEngine for Fork {
     fn prepare(&mut self, running: &mut Running<'_>) -> Result<()> {
         // Of an instant that was lost.
         self.twin = None;
-        check_burial(&running.target.process)?;
+        check_burial(&running.target.process, PATIENCE)?;
         check_memory(&running.target.process)
     }
 
@@ -192,7 +196,7 @@ impl MemoryEngine for Fork {
     }
 }
 
-/// Why no twin of a process can be made that lives for long, if so.
+/// Why no twin of a process can be made that lives for long, if so. It is at rest: nobody is waited for, to see whether he buries.
 ///
 /// # Errors
 /// That it cannot be looked at.
@@ -200,7 +204,7 @@ pub fn why_no_lasting_twin(image: &Image, target: &Target) -> Result<Option<Stri
     if let Some(why) = obstacle(image, target)? {
         return Ok(Some(why));
     }
-    match check_burial(&target.process) {
+    match check_burial(&target.process, Duration::ZERO) {
         Err(Error::Failed(why)) => Ok(Some(why)),
         checked => checked.map(|()| None),
     }
@@ -241,7 +245,7 @@ fn obstacle(image: &Image, target: &Target) -> Result<Option<String>> {
 
 /// Whether somebody will bury the twin. In a container the first process may never have heard of that; each twin
 /// would then remain as an entry in the list of processes.
-fn check_burial(process: &Proc) -> Result<()> {
+fn check_burial(process: &Proc, patience: Duration) -> Result<()> {
     let status = process.status()?;
     if status.own_pid() == 1 {
         return Err(Error::Failed("orphans come to the program, the first process of its namespace".into()));
@@ -249,7 +253,7 @@ fn check_burial(process: &Proc) -> Result<()> {
     let mut pid = status.ppid;
     while pid != 0 {
         let Ok(ancestor) = Proc::process(pid) else { break };
-        if !buries(&ancestor)? {
+        if !buries(&ancestor, patience)? {
             let name = String::from_utf8_lossy(&ancestor.comm()?).into_owned();
             let what = format!("process {pid} ({name}), to which the twin may come when it ends");
             return Err(Error::Failed(format!("{what}, does not bury its children")));
@@ -260,7 +264,7 @@ fn check_burial(process: &Proc) -> Result<()> {
 }
 
 /// Whether a process buries its children sooner or later, as far as one can see.
-fn buries(process: &Proc) -> Result<bool> {
+fn buries(process: &Proc, patience: Duration) -> Result<bool> {
     let ended = |&pid: &u32| Proc::process(pid).and_then(|c| c.stat()).is_ok_and(|s| s.state == b'Z');
     let unburied =
         || -> Result<Vec<u32>> { Ok(process.children()?.into_iter().filter(|c| ended(c)).collect()) };
@@ -268,15 +272,24 @@ fn buries(process: &Proc) -> Result<bool> {
     if before.len() < UNBURIED {
         return Ok(true);
     }
-    let start = Instant::now();
-    while start.elapsed() < PATIENCE {
+    let (start, mut slept) = (Instant::now(), Duration::ZERO);
+    while slept < patience && start.elapsed() < BUSY {
         let now = unburied()?;
         if before.iter().any(|pid| !now.contains(pid)) {
             return Ok(true);
         }
-        std::thread::sleep(Duration::from_millis(50));
+        std::thread::sleep(LOOK);
+        if !wants_to_run(process)? {
+            slept += LOOK;
+        }
     }
     Ok(false)
+}
+
+/// Whether a thread of a process runs, or would if there were a processor for it.
+fn wants_to_run(process: &Proc) -> Result<bool> {
+    let wants = |tid| process.sibling(tid).and_then(|thread| thread.stat()).is_ok_and(|s| s.state == b'R');
+    Ok(process.threads()?.into_iter().any(wants))
 }
 
 /// Whether there is memory for a copy of each page, should the program write to all of them before they are saved.

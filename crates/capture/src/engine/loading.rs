@@ -9,9 +9,9 @@
 use super::tracking::Found;
 use crate::regions::within;
 use crate::{Error, Result};
-use stillpoint_image::{Extent, Range};
+use stillpoint_image::{Codec, Extent, Owner, PAGE, Place, Range};
 use stillpoint_linux::RemoteAddr;
-use stillpoint_linux::line::{Line, Origin, Piece, State};
+use stillpoint_linux::line::{Line, Origin, Piece, State, StoredPage};
 
 /// Mappings up to this size are taken over whole, bytes: it takes some 12 ms for each GiB.
 const WHOLE: u64 = 128 << 20;
@@ -36,6 +36,10 @@ pub(crate) struct Loading {
     moves: bool,
     /// What was missing at some look, and has not been referred to since. It may have come by now.
     missing: Vec<Piece>,
+    /// Its memory is paged: what is missing or was not written since then is where this tells.
+    stored: Option<Vec<StoredPage>>,
+    /// What was found to be written since the last checkpoint: that is not as it is stored.
+    written: Vec<Range>,
 }
 
 /// Where memory was at some time.
@@ -68,7 +72,7 @@ impl Loading {
     /// Claims a process whose memory is being loaded; none if it is not, or if somebody else has claimed it.
     pub fn claim(pid: u32) -> Option<Self> {
         let mut line = Line::call(pid)?;
-        let Origin { job, id, claims } = line.claim().ok()?;
+        let Origin { job, id, claims, is_paged } = line.claim().ok()?;
         Some(Self {
             line,
             source: (job, id),
@@ -80,7 +84,14 @@ impl Loading {
             moved: Vec::new(),
             moves: false,
             missing: Vec::new(),
+            stored: is_paged.then(Vec::new),
+            written: Vec::new(),
         })
+    }
+
+    /// Whether it will never be all there: those who load it take pages out as well.
+    pub fn is_paged(&self) -> bool {
+        self.stored.is_some()
     }
 
     /// Whether what is not marked as written is as it is in the source.
@@ -101,19 +112,56 @@ impl Loading {
         self.ask().map(|()| self.now.is_complete)
     }
 
+    /// Those who page the program do not stop it, until a checkpoint has been taken or it [`Loading::goes_on`].
+    ///
+    /// # Errors
+    /// [`Error::Busy`]: they do not answer, as when there is no room for what is to leave.
+    pub fn rest(&mut self, pid: u32) -> Result<()> {
+        let why = || {
+            Error::Busy(format!(
+                "process {pid} is being paged, and those who do that let nobody else stop it"
+            ))
+        };
+        self.line.rest().map_err(|_| why())
+    }
+
+    /// They may stop it again.
+    ///
+    /// # Errors
+    /// [`Error::Loading`]: they cannot be asked.
+    pub fn goes_on(&mut self) -> Result<()> {
+        self.line.goes_on().map_err(|_| Error::Loading)
+    }
+
     /// Begins a look: asks what is missing. What comes until memory is looked at is found to be there as well, and is the same.
     pub fn ask(&mut self) -> Result<()> {
+        if let Some(stored) = &mut self.stored {
+            let told = self.line.stored().map_err(|_| Error::Loading)?;
+            if told.pages.iter().any(|page| place(page).is_none()) {
+                return Err(Error::Failed("those who page its memory say what cannot be understood".into()));
+            }
+            *stored = told.pages;
+            self.moved.extend(told.moved.iter().map(|&(start, len)| Range { start, len }));
+            return Ok(());
+        }
         self.now = self.line.state().map_err(|_| Error::Loading)?;
         self.moves |= !self.now.moved.is_empty() || self.now.pieces.iter().any(|p| p.then != p.now);
         self.moved.extend(self.now.moved.iter().map(|&(start, len)| Range { start, len }));
         Ok(())
     }
 
+    /// What was paged out when it was asked last, ascending; where pages are out, marks are, which move as pages do.
+    pub fn paged_out(&self) -> Vec<Range> {
+        let out = self.stored.iter().flatten().filter(|page| page.is_missing);
+        Range::joined(out.map(|page| Range { start: page.address, len: PAGE }).collect())
+    }
+
     /// Ends a look: what is missing is the program's own, too, and what has been moved since the last one counts as
     /// written.
     pub fn amend(&mut self, found: &mut Found) {
+        let out = self.paged_out();
         for Range { start, len } in self.moved() {
-            let inside = within(&found.own, start, start.saturating_add(len));
+            let inside = Range::without(&within(&found.own, start, start.saturating_add(len)), &out);
             found.dirty.extend(inside.into_iter().map(|range| (range, false)));
         }
         // Some have come since they were told to be missing, and may have been written and saved.
@@ -121,6 +169,11 @@ impl Loading {
             self.now.missing.iter().flat_map(|missing| without(*missing, &found.own)).collect();
         found.own.extend(missing.iter().map(|p| Range { start: p.now, len: p.len }));
         self.missing.extend(missing);
+        if self.stored.is_some() {
+            found.own.extend(out);
+            self.written.extend(found.dirty.iter().map(|(range, _)| *range));
+            self.written = Range::joined(std::mem::take(&mut self.written));
+        }
         found.own = Range::joined(std::mem::take(&mut found.own));
         self.has_looked = true;
         self.is_trusted = true;
@@ -140,7 +193,13 @@ impl Loading {
     /// Where the pages are stored that have been missing at looks since this was asked last; `source` is what the source has.
     /// They must be referred to before what those looks found to be written is saved: what comes later is not marked as
     /// written, wherever it has been moved to before.
-    pub fn references(&mut self, source: &[Extent]) -> Vec<Extent> {
+    pub fn references(&mut self, source: &[Extent], owner: Owner) -> Vec<Extent> {
+        if let Some(stored) = &self.stored {
+            let extents = stored.iter().filter_map(|page| {
+                Some(Extent { owner, address: page.address, pages: 1, place: place(page)? })
+            });
+            return extents.filter(|extent| !extent.range().overlaps_any(&self.written)).collect();
+        }
         let mut references = Vec::new();
         for missing in std::mem::take(&mut self.missing) {
             for (was, part) in self.at_source.parts(missing) {
@@ -157,6 +216,11 @@ impl Loading {
 
     /// A checkpoint has been taken of what the last look found.
     pub fn is_saved_in(&mut self, checkpoint: (String, u64)) {
+        if self.is_paged() {
+            let written = std::mem::take(&mut self.written);
+            // If they cannot be told they hear that we hang up, and take nothing for stored that may have been written.
+            let _ = self.line.saved(written.iter().map(|range| (range.start, range.end())));
+        }
         self.source = checkpoint;
         self.at_source = Places::Moved(self.now.pieces.clone());
     }
@@ -166,7 +230,8 @@ impl Loading {
         self.now.pieces.len()
     }
 
-    /// What to take over next, from an address on: parts of at most `bytes` together and at most `count`, but whole
+    /// What to take over next, from an address on: parts of at most `bytes` together, of which `reach` tells how far so many go and
+    /// how many there are in that, and at most `count`, but whole
     /// `mappings` (ascending) as long as they are not too large, and always if the program moves its memory about: it could not
     /// move what is followed by two. Tells also where memory has been moved to since the last time. The program stands still.
     ///
@@ -176,7 +241,7 @@ impl Loading {
         &mut self,
         from: u64,
         mappings: impl Iterator<Item = Range>,
-        bytes: u64,
+        (bytes, reach): (u64, impl Fn(Range, u64) -> Result<(u64, u64)>),
         count: usize,
     ) -> Result<(Vec<Range>, Vec<Range>)> {
         self.ask()?;
@@ -190,8 +255,11 @@ impl Loading {
             if parts.len() == count || left == 0 || is_whole && !parts.is_empty() && rest > left {
                 break;
             }
-            let len = if is_whole { rest } else { rest.min(left) };
-            left = left.saturating_sub(len);
+            let (len, there) = match is_whole {
+                true => (rest, rest),
+                false => reach(Range { start, len: rest }, left)?,
+            };
+            left = left.saturating_sub(there);
             parts.push(Range { start, len });
         }
         Ok((parts, self.moved()))
@@ -207,6 +275,13 @@ impl Loading {
         // They notice when we hang up, too.
         let _ = self.line.taken();
     }
+}
+
+/// Where a page is stored.
+fn place(page: &StoredPage) -> Option<Place> {
+    let StoredPage { segment, offset, length, block_pages, skip, codec, crc, .. } = *page;
+    let codec = Codec::numbered(codec)?;
+    Some(Place::Stored { segment, offset, length, block_pages, skip, codec, crc })
 }
 
 /// The parts of a piece that are now outside of `others`, which are ascending.

@@ -185,6 +185,11 @@ pub(crate) type AtRest<'s> = Box<dyn Fn() -> Result<()> + Sync + 's>;
 pub(crate) trait MemoryEngine {
     fn engine(&self) -> Engine;
 
+    /// What people are told that has saved the program.
+    fn name(&self) -> &'static str {
+        self.engine().name()
+    }
+
     /// Gets ready while the program runs. An error means that the engine cannot be used for this program; the reason
     /// is told, and another takes over.
     fn prepare(&mut self, running: &mut Running<'_>) -> Result<()>;

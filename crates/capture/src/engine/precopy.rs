@@ -21,6 +21,9 @@ const ROUNDS: usize = 8;
 const LITTLE: u64 = 256 << 10;
 /// Room for what the cut copies, at least; bytes.
 const ROOM: u64 = 1 << 20;
+/// For so many checkpoints a program that wrote faster than can be copied is taken to do so; for half as many of one that is paged, which is
+/// looked at twice by each.
+pub(crate) const PACE_KEPT: u32 = 8;
 /// Cuts that may turn out to be too much.
 const TRIES: usize = 3;
 
@@ -57,6 +60,8 @@ pub(crate) struct Precopy {
     /// Most bytes that the cut may copy.
     most: u64,
     tries: usize,
+    /// It writes faster than can be copied, and no other engine can save it: each round would write all of it once more.
+    outpaced: bool,
     /// Why another engine must take over, if that turned out late.
     unfit: Option<String>,
     /// Something has been copied.
@@ -85,6 +90,7 @@ impl Precopy {
             own: Vec::new(),
             most,
             tries: 0,
+            outpaced: false,
             unfit: None,
             started: false,
             looked: Instant::now(),
@@ -93,31 +99,61 @@ impl Precopy {
         }
     }
 
+    /// Whether no other engine can save the program: not all of its memory is there.
+    fn is_paged(&self) -> bool {
+        let of_tracking = self.tracking.as_ref().and_then(|tracking| tracking.loading.as_ref());
+        of_tracking.or(self.loading.as_ref()).is_some_and(Loading::is_paged)
+    }
+
     /// Copies until little is left.
     fn rounds(&mut self, running: &mut Running<'_>) -> Result<()> {
+        if self.outpaced {
+            return Ok(());
+        }
+        let was_outpaced = self.tracking.as_mut().is_some_and(|tracking| {
+            let was_outpaced = tracking.outpaced > 0;
+            tracking.outpaced = tracking.outpaced.saturating_sub(1);
+            was_outpaced
+        });
         let (mut before, mut last) = (u64::MAX, 0);
         for _ in 0..ROUNDS {
             let since = self.looked.elapsed();
-            let (bytes, first) = (self.round(running)?, !std::mem::replace(&mut self.rounds_before, true));
-            let pages = bytes / PAGE;
+            let bytes = self.find(running)?;
             last = bytes;
-            let rate = match first {
-                true => String::new(),
-                false => format!(", at {:.0} written pages a second", pages as f64 / since.as_secs_f64()),
-            };
-            running.log.tell(format!("copied {pages} pages while it ran{rate}"));
             // What is written during a round grows with the time it takes: when that does not shrink any more, it
             // will not.
-            if bytes > before / 4 * 3 && bytes > self.most {
+            let few = bytes <= self.most;
+            let shrinks = bytes <= before / 4 * 3 && !was_outpaced;
+            if !shrinks && bytes > LITTLE && self.is_paged() {
+                // Another round would leave as much. The cut copies it, and that of the next checkpoints does so at once.
+                let found_out = self.tracking.iter_mut().filter(|_| !was_outpaced);
+                found_out.for_each(|tracking| tracking.outpaced = PACE_KEPT);
+                if !few {
+                    (self.outpaced, self.tries) = (true, TRIES - 1);
+                }
+                break;
+            }
+            self.copy_found(running)?;
+            let rate = match std::mem::replace(&mut self.rounds_before, true) {
+                false => String::new(),
+                true => {
+                    format!(", at {:.0} written pages a second", (bytes / PAGE) as f64 / since.as_secs_f64())
+                }
+            };
+            running.log.tell(format!("copied {} pages while it ran{rate}", bytes / PAGE));
+            if !shrinks && !few {
                 return Err(Error::Lost("the program writes faster than can be copied".into()));
             }
-            if bytes <= LITTLE || bytes > before / 4 * 3 {
+            if bytes <= LITTLE || !shrinks {
                 break;
             }
             before = bytes;
         }
-        // More than the last round found will hardly be left.
-        self.copied.reserve(self.most.min(ROOM.max(2 * last)));
+        // More than the last round found will hardly be left. Of much, twice as much would be too much memory.
+        self.copied.reserve(match self.outpaced {
+            true => last + last / 4,
+            false => self.most.min(ROOM.max(2 * last)),
+        });
         Ok(())
     }
 
@@ -125,12 +161,16 @@ impl Precopy {
     fn refer(&mut self, running: &mut Running<'_>) -> Result<Option<u64>> {
         let tracking = self.tracking.as_mut();
         let Some(loading) = tracking.and_then(|t| t.loading.as_mut()) else { return Ok(None) };
-        let missing = loading.references(&self.source);
-        running.writer.reuse(&missing)?;
+        let missing = loading.references(&self.source, running.target.owner());
+        match loading.is_paged() {
+            true => running.writer.share(&missing)?,
+            false => running.writer.reuse(&missing)?,
+        }
         Ok(Some(missing.iter().map(|e| u64::from(e.pages)).sum()))
     }
 
-    fn round(&mut self, running: &mut Running<'_>) -> Result<u64> {
+    /// Finds what is to be copied; tells how many bytes that are.
+    fn find(&mut self, running: &mut Running<'_>) -> Result<u64> {
         let spans = || Ok(spans_of_maps(&running.target.process.maps()?));
         let Some(tracking) = &mut self.tracking else {
             return Err(Error::Failed("it is not followed".into()));
@@ -144,24 +184,34 @@ impl Precopy {
         }
         self.left.extend(dirty);
         self.refer(running)?;
+        unite(&mut self.left);
         let bytes = self.left.iter().map(|(r, _)| r.len).sum();
         if !std::mem::replace(&mut self.started, true) {
             running.progress.start(bytes);
         }
-        unite(&mut self.left);
+        Ok(bytes)
+    }
+
+    /// Copies what was found, or as much of it as is still there.
+    fn copy_found(&mut self, running: &mut Running<'_>) -> Result<()> {
         let left = std::mem::take(&mut self.left);
         for zeros_matter in [false, true] {
             let alike: Vec<Range> = left.iter().filter(|l| l.1 == zeros_matter).map(|l| l.0).collect();
             let missed = put_what_is_there(&running.target.memory, &alike, zeros_matter, running)?;
             self.left.extend(missed.into_iter().map(|r| (r, zeros_matter)));
         }
-        Ok(bytes)
+        Ok(())
     }
 }
 
 impl MemoryEngine for Precopy {
     fn engine(&self) -> Engine {
         Engine::Precopy
+    }
+
+    fn name(&self) -> &'static str {
+        // Those who page it have saved most of it.
+        if self.is_paged() { "paging" } else { self.engine().name() }
     }
 
     fn prepare(&mut self, running: &mut Running<'_>) -> Result<()> {
@@ -208,6 +258,7 @@ impl MemoryEngine for Precopy {
             return Ok(Cut::Impossible(why));
         }
         let spans = spans(&still.builder.image.spaces[still.target.space as usize]);
+        let is_last_resort = self.is_paged() && self.tries + 1 >= TRIES;
         let Some(tracking) = &mut self.tracking else {
             return Err(Error::Failed("it is not followed".into()));
         };
@@ -231,7 +282,8 @@ impl MemoryEngine for Precopy {
             if look == Look::AtRest && bytes > self.most {
                 continue;
             }
-            if bytes > self.most {
+            // Where nobody else could save it all of that is copied in the end.
+            if bytes > self.most && !is_last_resort {
                 self.tries += 1;
                 let pages = bytes / PAGE;
                 still.log.tell(format!("{pages} pages were left at the cut, too many to copy in it"));
@@ -254,7 +306,9 @@ impl MemoryEngine for Precopy {
         let (look, copy) = self.took;
         running.log.tell(format!("the cut looked for {look:.0?} and copied {pages} pages in {copy:.0?}"));
         if let Some(pages) = self.refer(running)? {
-            running.log.tell(format!("{pages} pages are still to be loaded, and stay where they are stored"));
+            let loading = self.tracking.as_ref().and_then(|t| t.loading.as_ref());
+            let what = if loading.is_some_and(|l| l.is_paged()) { "paged out" } else { "still to be loaded" };
+            running.log.tell(format!("{pages} pages are {what}, and stay where they are stored"));
         }
         self.copied.put(running.target.owner(), running.writer)?;
         running.writer.keep_only(running.target.owner(), std::mem::take(&mut self.own));

@@ -16,6 +16,7 @@ use stillpoint_image::{PAGE, Range};
 use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::descriptors::duplicate_from;
 use stillpoint_linux::fdinfo::{self, Folders};
+use stillpoint_linux::host;
 use stillpoint_linux::pagemap::{Category, Pagemap, Query, Run};
 use stillpoint_linux::userfault::{self, Mode, Userfault, what_is_missing_counts_as_written};
 
@@ -29,7 +30,7 @@ pub(crate) const WORTH_HELPERS: u64 = 2 << 30;
 const FEW: usize = 256;
 /// Of fewer own pages all are looked at in less time than two looks take, bytes.
 const MANY: u64 = 8 << 20;
-/// So much is taken over in one brief stop, bytes …
+/// So much of what is mapped in is taken over in one brief stop, bytes …
 const TAKEN: u64 = 64 << 20;
 /// … in so many pieces.
 const TOGETHER: usize = 16;
@@ -38,6 +39,8 @@ const TRIES: usize = 100;
 const TRY: Duration = Duration::from_millis(2);
 /// Of more pieces, to take them over would take too many stops.
 const PIECES: usize = 512;
+/// Pages in more runs than this are protected by a look at all.
+const SETTLED: usize = 512;
 /// Written pages this close to each other are looked at together, bytes: a look at so much takes as long as one more call.
 const NEAR: u64 = 256 * PAGE;
 
@@ -56,8 +59,13 @@ pub struct Tracking {
     seen: Vec<Seen>,
     /// Some of it is followed by those who load it, until it is taken over.
     pub(crate) loading: Option<Loading>,
+    /// All of it is followed by those who page it, and by nobody else: what is marked is theirs.
+    is_paged: bool,
     /// Written, and not found by any look yet, because the marks that tell have gone.
     owed: Vec<Range>,
+    /// For so many checkpoints, what a paged program has written since the last one is left to the cut: it writes faster than can be
+    /// copied.
+    pub(crate) outpaced: u32,
 }
 
 /// What a look leaves behind.
@@ -97,12 +105,15 @@ struct Seen {
     followed: bool,
     own: Vec<Range>,
     dirty: Vec<Range>,
+    /// What was written or dropped, or is a guard, and is no own page, if only such pages were looked at.
+    rest: Option<Vec<Range>>,
 }
 
 impl Seen {
     /// Own pages in `runs`; with `known` false, all of them are dirty.
     fn all(piece: &Span, known: bool, runs: &[Run]) -> Self {
-        let mut seen = Seen { piece: piece.range, followed: known, own: Vec::new(), dirty: Vec::new() };
+        let mut seen =
+            Seen { piece: piece.range, followed: known, own: Vec::new(), dirty: Vec::new(), rest: None };
         for run in runs {
             push(&mut seen.own, range(run));
             if !(known && is_clean(run.categories, piece)) {
@@ -120,6 +131,8 @@ pub struct Found {
     pub own: Vec<Range>,
     /// Those of them that no checkpoint has yet, and whether zeros matter there.
     pub dirty: Vec<(Range, bool)>,
+    /// Where guard regions may be, ascending: they count as written, and nobody protects them.
+    pub guards: Vec<Range>,
 }
 
 impl Tracking {
@@ -142,8 +155,10 @@ impl Tracking {
     pub(crate) fn open(
         target: &Target,
         earlier: &mut Earlier,
-        loading: Option<Loading>,
+        mut loading: Option<Loading>,
     ) -> Result<(Self, Duration)> {
+        // Those who page it stop it all the time, until they are asked.
+        loading.iter_mut().filter(|loading| loading.is_paged()).try_for_each(Loading::ask)?;
         let open = |frozen: &mut Frozen| open_inside(target, frozen, Mode::Noted);
         let (userfault, pause) = stop_briefly(target, earlier, open)?;
         let tracking = Tracking {
@@ -152,8 +167,10 @@ impl Tracking {
             followed: Vec::new(),
             zeros_omitted: Vec::new(),
             seen: Vec::new(),
+            is_paged: loading.as_ref().is_some_and(Loading::is_paged),
             loading,
             owed: Vec::new(),
+            outpaced: 0,
         };
         Ok((tracking, pause))
     }
@@ -197,7 +214,8 @@ impl Tracking {
         // What has been moved about meanwhile is not where its marks say that it is as it was.
         let maps = target.process.maps()?;
         let mappings = maps.iter().map(|vma| Range { start: vma.start, len: vma.end - vma.start });
-        let (parts, moved) = loading.next_parts(from, mappings, TAKEN, TOGETHER)?;
+        let reach = |range, most| reach(&target.pagemap, range, most);
+        let (parts, moved) = loading.next_parts(from, mappings, (TAKEN, reach), TOGETHER)?;
         self.owed.extend(moved);
         for &part in &parts {
             let (start, end) = (RemoteAddr(part.start), RemoteAddr(part.end()));
@@ -232,10 +250,9 @@ impl Tracking {
     ) -> Result<Found> {
         self.ask()?;
         let looking = self.begin(target, spans()?, look)?;
-        // To ask for the number of processors takes longer than to look at a small program.
         let helpers = match looking.bytes() {
             0..WORTH_HELPERS => 0,
-            _ => std::thread::available_parallelism().map_or(0, |n| usize::from(n) - 1),
+            _ => host::processors() - 1,
         };
         std::thread::scope(|scope| {
             let helpers: Vec<_> = (0..helpers).map(|_| scope.spawn(|| self.work(target, &looking))).collect();
@@ -243,6 +260,41 @@ impl Tracking {
             helpers.into_iter().fold(done, |done, helper| done.and(joined_with(helper.join())))
         })?;
         Ok(self.end(looking))
+    }
+
+    /// Takes it that pages are as they are to be, in a program at rest, of which all that was written since the last look is among these
+    /// (ascending), or was dropped: from here on only what is written after this counts. `spans` as in [`Tracking::look`].
+    ///
+    /// # Errors
+    /// As [`Tracking::look`].
+    pub fn settle(
+        &mut self,
+        target: &Target,
+        spans: impl FnOnce() -> Result<Vec<Span>>,
+        pages: &[Range],
+    ) -> Result<()> {
+        let spans = spans()?;
+        let is_same = self.followed.iter().copied().eq(spans.iter().map(|s| s.range));
+        if !is_same || self.loading.is_some() || pages.len() > SETTLED {
+            return self.look(target, || Ok(spans), Look::Protect).map(drop);
+        }
+        let all: Vec<Span> = groups(&spans).iter().flat_map(pieces).collect();
+        let mut seen = std::mem::take(&mut self.seen);
+        for piece in &mut seen {
+            let windows: Vec<Range> = piece.piece.parts_of(pages).collect();
+            let span = all.iter().find(|span| span.range == piece.piece).filter(|_| piece.followed);
+            let Some(span) = span else { continue };
+            let mut now = Vec::new();
+            for range in &windows {
+                let (known, runs) = self.scan(target, &Span { range: *range, ..*span })?;
+                // It was not what it was taken for: at the next look all counts as written.
+                piece.followed &= known;
+                now.extend(runs.iter().map(self::range));
+            }
+            piece.own = replaced(&piece.own, &windows, now);
+        }
+        self.seen = seen;
+        Ok(())
     }
 
     /// What was written since the last look, and is still there, besides what is `known`. It counts as written at the next one,
@@ -279,8 +331,12 @@ impl Tracking {
         self.zeros_omitted = spans.iter().filter(|s| !s.zeros_matter).map(|s| s.range).collect();
         for span in &spans {
             let known = before.binary_search_by_key(&span.range.start, |r| r.start);
-            if !known.is_ok_and(|i| before[i] == span.range) {
-                self.claim(target, span, &before)?;
+            if !known.is_ok_and(|i| before[i] == span.range)
+                && let Err(e) = self.claim(target, span, &before)
+            {
+                // What somebody else follows is not ours to release.
+                self.followed = before;
+                return Err(e);
             }
         }
         let pieces = groups(&spans).iter().flat_map(pieces).collect();
@@ -303,15 +359,28 @@ impl Tracking {
         let mut found = Found::default();
         // Whoever followed it before may have looked, which takes marks away, and saved nothing.
         let is_trusted = self.loading.as_ref().is_none_or(Loading::is_trusted);
+        // Of what is paged out a mark is there, which says that it is as it is stored.
+        let out = self.loading.as_ref().map(Loading::paged_out).unwrap_or_default();
         for (span, seen) in looking.pieces.iter().zip(&seen) {
             seen.own.iter().for_each(|own| push(&mut found.own, *own));
-            let dirty = if is_trusted { &seen.dirty } else { &seen.own };
-            found.dirty.extend(dirty.iter().map(|dirty| (*dirty, span.zeros_matter)));
+            found.dirty.extend(seen.dirty.iter().map(|dirty| (*dirty, span.zeros_matter)));
+            if !is_trusted {
+                let here = Range::without(&seen.own, &out);
+                found.dirty.extend(here.into_iter().map(|dirty| (dirty, span.zeros_matter)));
+            }
             for owed in &self.owed {
                 let there = within(&seen.own, owed.start, owed.start.saturating_add(owed.len));
+                let there = Range::without(&there, &out);
                 found.dirty.extend(there.into_iter().map(|range| (range, span.zeros_matter)));
             }
         }
+        let mut from = 0;
+        for (seen, rest) in seen.iter().filter_map(|seen| Some((seen, seen.rest.as_ref()?))) {
+            found.guards.push(Range { start: from, len: seen.piece.start - from });
+            found.guards.extend(rest);
+            from = seen.piece.end();
+        }
+        found.guards.push(Range { start: from, len: u64::MAX - from });
         self.seen = seen;
         self.owed.clear();
         if let Some(loading) = &mut self.loading {
@@ -339,7 +408,8 @@ impl Tracking {
         let (start, end) = (RemoteAddr(piece.range.start), RemoteAddr(piece.range.end()));
         if inside.len() > 1 && !target.pagemap.is_followed(start, end)? {
             // One that cannot be followed is no reason to save the others.
-            let mut seen = Seen { piece: piece.range, followed: false, own: Vec::new(), dirty: Vec::new() };
+            let mut seen =
+                Seen { piece: piece.range, followed: false, own: Vec::new(), dirty: Vec::new(), rest: None };
             for span in inside {
                 let start = span.range.start.max(piece.range.start);
                 let range = Range { start, len: span.range.end().min(piece.range.end()) - start };
@@ -373,7 +443,7 @@ impl Tracking {
             return Ok(None);
         }
         let rest = replaced(&written, &windows, Vec::new());
-        let mut seen = Seen { piece: piece.range, followed: true, own: Vec::new(), dirty: rest };
+        let mut seen = Seen { piece: piece.range, followed: true, own: Vec::new(), dirty: rest, rest: None };
         let mut now = Vec::new();
         for part in &windows {
             let (known, runs) = self.scan(target, &Span { range: *part, ..*piece })?;
@@ -388,6 +458,7 @@ impl Tracking {
         }
         seen.own = replaced(&before.own, &windows, now);
         seen.dirty.sort_unstable_by_key(|r| r.start);
+        seen.rest = Some(Range::without(&written, &seen.own));
         Ok(Some(seen))
     }
 
@@ -419,6 +490,10 @@ impl Tracking {
     /// next to it and the kernel makes one of the two (`mremap(2)`). Its pages keep the marks of what was not written,
     /// and if it was followed again would be written unnoticed: those marks are taken away.
     fn follow(&self, target: &Target, start: RemoteAddr, end: RemoteAddr) -> Result<()> {
+        if self.loading.as_ref().is_some_and(Loading::is_paged) {
+            // They follow all of it, and could not take out what we do.
+            return Err(Error::Failed("those who page its memory do not follow it yet".into()));
+        }
         self.userfault.register(start, end)?;
         let mut marked = Vec::new();
         let query = Query { any: Category::PRESENT | Category::SWAPPED, ..Query::none_of(Category::WRITTEN) };
@@ -538,6 +613,27 @@ fn is_clean(categories: Category, span: &Span) -> bool {
         && (span.swapped_is_clean || !categories.contains(Category::SWAPPED))
 }
 
+/// How far from the start of a range so many bytes of what is mapped in go, and how many there are in that: of what a sanitizer reserves
+/// (some 15 TiB) hardly any is. Looks no further ahead than it has come.
+fn reach(pagemap: &Pagemap, range: Range, most: u64) -> Result<(u64, u64)> {
+    let query = Query { any: Category::PRESENT | Category::SWAPPED, ..Query::default() };
+    let (mut len, mut there, mut window) = (0, 0, most);
+    while len < range.len {
+        let (from, to) = (range.start + len, range.start + (len + window).min(range.len));
+        let mut runs = Vec::new();
+        pagemap.scan(RemoteAddr(from), RemoteAddr(to), query, &mut runs)?;
+        for run in runs.iter().map(self::range) {
+            if there + run.len >= most {
+                return Ok((run.start + (most - there) - range.start, most));
+            }
+            there += run.len;
+        }
+        len = to - range.start;
+        window = len;
+    }
+    Ok((range.len, there))
+}
+
 /// Appends a range, joined to the last one where it continues that.
 fn push(ranges: &mut Vec<Range>, next: Range) {
     match ranges.last_mut() {
@@ -548,6 +644,9 @@ fn push(ranges: &mut Vec<Range>, next: Range) {
 
 impl Drop for Tracking {
     fn drop(&mut self) {
+        if self.is_paged {
+            return;
+        }
         // Closing the descriptor would release everything in one step, with the program's page faults waiting.
         for range in &self.followed {
             self.userfault.release_gently(RemoteAddr(range.start), RemoteAddr(range.end()));

@@ -12,6 +12,7 @@ use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use stillpoint_image::{Bytes, Connection, Socket};
 use stillpoint_linux::descriptors::poll_now;
+use stillpoint_linux::sockets::{Endpoint, endpoint};
 use stillpoint_linux::tcp::{self, Guard, Info, state};
 use stillpoint_linux::{inet_diag, sockets};
 
@@ -67,7 +68,7 @@ pub(super) fn capture(
         .is_some_and(|at| at >= 0)
     {
         Some(("the program peeks at it by SO_PEEK_OFF", CLOSE))
-    } else if !remote.is_empty() && end(&local) == end(&remote) {
+    } else if !remote.is_empty() && endpoint(&local) == endpoint(&remote) {
         Some(("it is connected to itself", CLOSE))
     } else {
         None
@@ -113,24 +114,6 @@ fn name(d: &Description, local: &[u8], remote: &[u8]) -> String {
     let link = String::from_utf8_lossy(&d.link);
     let peer = if remote.is_empty() { String::new() } else { format!(" ↔ {}", address(remote)) };
     format!("descriptor {} ({link}, TCP {}{peer})", d.fd(), address(local))
-}
-
-/// Address and port of an internet address, of IPv4 as IPv6 writes it.
-type Endpoint = ([u8; 16], [u8; 2]);
-
-fn end(raw: &[u8]) -> Option<Endpoint> {
-    let family = i32::from(u16::from_ne_bytes(raw.get(..2)?.try_into().ok()?));
-    let port = raw.get(2..4)?.try_into().ok()?;
-    let mut ip = [0; 16];
-    match family {
-        libc::AF_INET => {
-            ip[10..12].copy_from_slice(&[0xff; 2]);
-            ip[12..].copy_from_slice(raw.get(4..8)?);
-        }
-        libc::AF_INET6 => ip.copy_from_slice(raw.get(8..24)?),
-        _ => return None,
-    }
-    Some((ip, port))
 }
 
 /// Completes the rows of all connections that have been found so far.
@@ -203,8 +186,10 @@ fn pairs(builder: &Builder, found: &[Found]) -> Vec<(usize, usize)> {
         if is_being_made(socket) {
             continue;
         }
-        let remote = socket.connection.as_ref().and_then(|c| end(&c.remote.0));
-        let (Some(local), Some(remote), None) = (end(&socket.local.0), remote, socket.peer) else { continue };
+        let remote = socket.connection.as_ref().and_then(|c| endpoint(&c.remote.0));
+        let (Some(local), Some(remote), None) = (endpoint(&socket.local.0), remote, socket.peer) else {
+            continue;
+        };
         match ends.remove(&(remote, local)) {
             Some(other) => pairs.push((other, index)),
             None => drop(ends.insert((local, remote), index)),
@@ -219,20 +204,4 @@ fn options(defaults: &mut Defaults, found: &Found) -> Result<Vec<stillpoint_imag
     let mut options = defaults.differing(&found.file, found.sort)?;
     options.retain(|o| o.level != TCP || !AGREED.contains(&(o.name as i32)));
     Ok(options)
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_address_is_the_same_in_both_families() {
-        let v4 = [&2u16.to_ne_bytes()[..], &[0x1f, 0x90], &[10, 0, 0, 1], &[0; 8]].concat();
-        let mut v6 = [&10u16.to_ne_bytes()[..], &[0x1f, 0x90], &[0; 4], &[0; 20]].concat();
-        v6[18..24].copy_from_slice(&[0xff, 0xff, 10, 0, 0, 1]);
-        assert_eq!(end(&v4).unwrap(), end(&v6).unwrap());
-        assert_eq!(end(&v4[..6]), None);
-        assert_eq!(end(&[]), None);
-    }
 }

@@ -17,11 +17,12 @@ pub fn copy_content(
     // The file that is there at a restore may hold anything where pages of a shared mapping are to be written back:
     // zeros matter. Objects and deleted files are made anew.
     let zeros = if matches!(content.owner, Owner::File(_)) { Zeros::Record } else { Zeros::Omit };
+    let source = content.source.open()?;
     let mut fill = |offset: u64, buffer: &mut [u8]| {
         progress(buffer.len() as u64);
-        digest::read_at(&content.source, offset, buffer)
+        digest::read_at(&source, offset, buffer)
     };
-    let ranges = content.to_be_read()?;
+    let ranges = content.to_be_read(&source)?;
     for range in &ranges {
         writer.put(content.owner, *range, zeros, &mut fill).map_err(|e| match e {
             PutError::Fill(e) => Error::Failed(format!("{}: {e}", content.what)),
@@ -60,7 +61,7 @@ pub fn take_digests_of(builder: &mut Builder, usage: Usage, moment: Moment) {
             break;
         }
         left -= size;
-        let digest = digest_of(&builder.image.paths[row as usize]);
+        let digest = digest_of(builder, &builder.image.paths[row as usize]);
         builder.image.paths[row as usize].digest = digest;
     }
 }
@@ -69,19 +70,24 @@ fn is_time_for(file: &PathFile, moment: Moment) -> bool {
     match moment {
         Moment::Running => {
             let now = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos() as i64;
-            file.usage == Usage::Read || now - file.ctime_ns.max(file.mtime_ns) > TICK_NS
+            file.usage == Usage::Read
+                || file.is_wholly_mapped()
+                || now - file.ctime_ns.max(file.mtime_ns) > TICK_NS
         }
         Moment::Still(_) => true,
     }
 }
 
-/// A file that cannot be read (write-only for us) has no digest; a restore then goes by its times.
-fn digest_of(row: &PathFile) -> Option<Digest> {
+/// A file that cannot be read (write-only for us) has no digest; a restore then goes by its times. That of one that is mapped
+/// whole leaves all contents out, so writes through the mapping, which change its times, are no matter.
+fn digest_of(builder: &Builder, row: &PathFile) -> Option<Digest> {
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
-    let file = rustix::fs::open(row.path.as_path(), flags, Mode::empty()).ok()?;
+    let path = builder.views.reach(row.namespace, &row.path.0);
+    let file = rustix::fs::open(path, flags, Mode::empty()).ok()?;
     let same = || {
         let now = paths::describe(&row.path.0, &rustix::fs::fstat(&file).ok()?, row.usage);
-        let identity = |p: &PathFile| (p.dev, p.ino, p.size, p.mtime_ns, p.ctime_ns);
+        let times = |p: &PathFile| (!row.is_wholly_mapped()).then_some((p.mtime_ns, p.ctime_ns));
+        let identity = |p: &PathFile| (p.dev, p.ino, p.size, times(p));
         (identity(&now) == identity(row)).then_some(())
     };
     same()?;

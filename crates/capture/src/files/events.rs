@@ -2,21 +2,22 @@
 
 use super::descriptions::Description;
 use super::standard::Standard;
-use super::{Scan, paths};
+use super::{Scan, fanotify, paths};
 use crate::Result;
 use std::collections::HashMap;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
-use stillpoint_image::{EpollWatch, FileKind, InotifyWatch, TimerFd, Usage};
+use stillpoint_image::{EpollWatch, FileKind, InotifyWatch, PathFile, TimerFd, Usage};
 use stillpoint_linux::descriptors::{is_watched, readable};
-use stillpoint_linux::fdinfo::{self, Detail, EpollLine, InotifyLine};
+use stillpoint_linux::fdinfo::{self, Detail, EpollLine, Inode, InotifyLine};
 use stillpoint_linux::proc::Proc;
+use stillpoint_linux::proc::mounts::unescaped;
 use stillpoint_linux::{Error, watches};
 
 /// Objects that are known and cannot be captured: the kernel's name, what it is, what to do.
-const REFUSED: [(&str, &str, &str); 11] = [
+const REFUSED: [(&str, &str, &str); 10] = [
     (
         "[io_uring]",
         "it is an io_uring, whose requests in flight cannot be captured",
@@ -24,7 +25,6 @@ const REFUSED: [(&str, &str, &str); 11] = [
     ),
     ("[userfaultfd]", "it is a userfaultfd: the program handles page faults itself", ""),
     ("[perf_event]", "it is a performance counter", "stop profiling before the checkpoint"),
-    ("[fanotify]", "it is a fanotify group", "close it before the checkpoint"),
     ("bpf-prog", "it is a BPF program", "unload it before the checkpoint"),
     ("bpf-map", "it is a BPF map", "unload it before the checkpoint"),
     ("bpf_link", "it is a BPF link", "unload it before the checkpoint"),
@@ -45,6 +45,7 @@ pub(crate) fn capture(scan: &mut Scan<'_>, d: &Description, standard: &Standard)
         (_, b"[eventpoll]") => Ok(Some(FileKind::Epoll(Vec::new()))),
         (Detail::Inotify(lines), _) => inotify(scan, d, lines),
         (_, b"inotify") => inotify(scan, d, &[]),
+        (Detail::Fanotify { .. }, _) => fanotify::capture(scan, d),
         (&Detail::Pid { pid, inner }, _) => pid_handle(scan, d, pid, inner),
         _ => refuse_unknown(scan, d),
     }
@@ -140,74 +141,76 @@ fn pid_handle(scan: &mut Scan<'_>, d: &Description, pid: i64, inner: i64) -> Res
 
 fn inotify(scan: &mut Scan<'_>, d: &Description, lines: &[InotifyLine]) -> Result<Option<FileKind>> {
     if readable(&d.file)? > 0 {
-        return scan.refuse(
-            d,
-            "it has events that were not yet read",
-            "try again when the program has read them",
-        );
+        return scan.refuse(d, UNREAD.0, UNREAD.1);
     }
     let mut watches = Vec::with_capacity(lines.len());
     for line in lines {
-        let Some((path, file)) = locate(d.pid(), line)? else {
-            let why = format!("watch {}: the path of inode {} cannot be found", line.wd, line.ino);
-            return scan.refuse(d, why, "CAP_DAC_READ_SEARCH is needed to look it up");
+        let file = match located(scan, d, &line.inode, &format!("watch {}", line.wd))? {
+            Ok(file) => file,
+            Err((why, hint)) => return scan.refuse(d, why, hint),
         };
-        let what = format!("{} watch {}", d.name(), line.wd);
-        let link = path.as_os_str().as_bytes();
-        let stat = rustix::fs::fstat(&file).map_err(|e| Error::call(format!("fstat {what}"), e))?;
-        if !paths::leads_to(link, &stat) {
-            let why = format!("the file of watch {} has no name any more", line.wd);
-            return scan.refuse(d, why, "let the program remove the watch");
-        }
-        let path = scan.builder.path(paths::describe(link, &stat, Usage::Path)).0;
+        let path = scan.builder.path(file).0;
         watches.push(InotifyWatch { wd: line.wd, mask: line.mask, path });
     }
     watches.sort_by_key(|w| w.wd);
     Ok(Some(FileKind::Inotify(watches)))
 }
 
-/// The file that an inotify watches: by its handle on one of the mounts of its file system, or else (some file
+/// Why unread events are refused, and what to do.
+pub(super) const UNREAD: (&str, &str) =
+    ("it has events that were not yet read", "try again when the program has read them");
+
+/// The file that an inotify or a fanotify group watches, by its name; or why it has none, and what to do. `watch`: what that is
+/// called.
+pub(super) fn located(
+    scan: &Scan<'_>,
+    d: &Description,
+    inode: &Inode,
+    watch: &str,
+) -> Result<Result<PathFile, (String, &'static str)>> {
+    let Some((path, file)) = locate(scan, d.pid(), inode)? else {
+        let why = format!("{watch}: the path of inode {} cannot be found", inode.ino);
+        let hint = match scan.builder.views.of_process(d.pid()) {
+            None => "CAP_DAC_READ_SEARCH is needed to look it up",
+            Some(_) => "let the program remove it, as files on overlays of its own cannot be looked up",
+        };
+        return Ok(Err((why, hint)));
+    };
+    let link = path.as_os_str().as_bytes();
+    let stat = rustix::fs::fstat(&file).map_err(|e| Error::call(format!("fstat {} {watch}", d.name()), e))?;
+    let namespace = scan.builder.views.of_file(&file)?;
+    let reached = scan.builder.views.reach(namespace, link);
+    if !paths::leads_to(reached.as_os_str().as_bytes(), &stat) {
+        let why = format!("the file of {watch} has no name any more");
+        return Ok(Err((why, "let the program remove it")));
+    }
+    let made_anew = scan.builder.views.is_made_anew(stat.st_dev);
+    Ok(Ok(PathFile { namespace, made_anew, ..paths::describe(link, &stat, Usage::Path) }))
+}
+
+/// The file that is watched: by its handle on one of the mounts of its file system, or else (some file
 /// systems have no handles, and looking them up needs a capability) by a search below the usual places.
-fn locate(pid: u32, line: &InotifyLine) -> Result<Option<(PathBuf, OwnedFd)>> {
-    for mount in mounts(pid, line.sdev)? {
+fn locate(scan: &Scan<'_>, pid: u32, inode: &Inode) -> Result<Option<(PathBuf, OwnedFd)>> {
+    let views = &scan.builder.views;
+    let namespace = views.of_process(pid);
+    let all = match namespace {
+        Some(row) => views.mounts(row).to_vec(),
+        None => Proc::process(pid)?.mounts()?,
+    };
+    let device = ((inode.sdev >> 20) as u32, (inode.sdev & 0xf_ffff) as u32);
+    for mount in all.iter().filter(|mount| mount.device == device) {
+        let mount = views.reach(namespace, &unescaped(&mount.point));
         let flags = rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::CLOEXEC | rustix::fs::OFlags::NONBLOCK;
         let Ok(mount) = rustix::fs::open(&mount, flags, rustix::fs::Mode::empty()) else { continue };
-        let Ok(file) = watches::open_by_handle(&mount, line.handle.0, &line.handle.1) else { continue };
+        let Ok(file) = watches::open_by_handle(&mount, inode.handle.0, &inode.handle.1) else { continue };
         let link = fdinfo::link(std::process::id(), file.as_raw_fd() as u32)?;
         return Ok(Some((PathBuf::from(std::ffi::OsStr::from_bytes(&link)), file)));
     }
-    Ok(search(pid, line))
-}
-
-/// Mount points of a file system, by its device number in the kernel's encoding.
-fn mounts(pid: u32, sdev: u64) -> Result<Vec<PathBuf>> {
-    let device = ((sdev >> 20) as u32, (sdev & 0xf_ffff) as u32);
-    let mounts = Proc::process(pid)?.mounts()?;
-    Ok(mounts.iter().filter(|mount| mount.device == device).map(|mount| unescape(&mount.point)).collect())
-}
-
-/// Undoes `\040` and the like.
-fn unescape(field: &[u8]) -> PathBuf {
-    let mut out = Vec::new();
-    let mut rest = field;
-    while let Some((&first, tail)) = rest.split_first() {
-        let code = tail.get(..3).and_then(|d| u8::from_str_radix(std::str::from_utf8(d).ok()?, 8).ok());
-        match code {
-            Some(byte) if first == b'\\' => {
-                out.push(byte);
-                rest = &tail[3..];
-            }
-            _ => {
-                out.push(first);
-                rest = tail;
-            }
-        }
-    }
-    PathBuf::from(std::ffi::OsStr::from_bytes(&out))
+    Ok(if namespace.is_none() { search(pid, inode) } else { None })
 }
 
 /// Looks for an inode below the current directory of the target and some usual places, not for ever.
-fn search(pid: u32, line: &InotifyLine) -> Option<(PathBuf, OwnedFd)> {
+fn search(pid: u32, inode: &Inode) -> Option<(PathBuf, OwnedFd)> {
     use std::os::unix::fs::MetadataExt;
     let here = std::fs::read_link(format!("/proc/{pid}/cwd")).ok();
     let mut todo: std::collections::VecDeque<PathBuf> =
@@ -215,7 +218,7 @@ fn search(pid: u32, line: &InotifyLine) -> Option<(PathBuf, OwnedFd)> {
     let mut budget = 20_000;
     while let Some(path) = todo.pop_front() {
         let Ok(meta) = std::fs::symlink_metadata(&path) else { continue };
-        if meta.ino() == line.ino && kernel_device(meta.dev()) == line.sdev {
+        if meta.ino() == inode.ino && kernel_device(meta.dev()) == inode.sdev {
             return open_path(&path).map(|file| (path, file));
         }
         budget -= 1;
@@ -236,16 +239,4 @@ fn kernel_device(dev: u64) -> u64 {
 fn open_path(path: &Path) -> Option<OwnedFd> {
     let flags = rustix::fs::OFlags::PATH | rustix::fs::OFlags::CLOEXEC | rustix::fs::OFlags::NOFOLLOW;
     rustix::fs::open(path, flags, rustix::fs::Mode::empty()).ok()
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn octal_escapes_of_mountinfo_are_undone() {
-        assert_eq!(unescape(b"/a\\040b\\134c"), PathBuf::from("/a b\\c"));
-        assert_eq!(unescape(b"/a\\04"), PathBuf::from("/a\\04"));
-    }
 }

@@ -1,6 +1,7 @@
 //! Files behind mappings.
 
 use super::paths;
+use crate::builder::Source;
 use crate::{Builder, Content, Result};
 use rustix::fs::{FileType, Mode, OFlags};
 use std::os::fd::OwnedFd;
@@ -27,8 +28,10 @@ pub fn mapped_file(
     usage: Usage,
     written: Option<Range>,
 ) -> Result<Option<Mapped>> {
-    // All processes have the same libraries, several mappings of each.
+    // All processes have the same libraries, several mappings of each. In another mount namespace the name leads elsewhere.
+    let is_here = builder.views.of_process(pid).is_none();
     if written.is_none()
+        && is_here
         && !vma.deleted
         && let Some(path) = builder.known_path(vma.dev, vma.ino, &vma.name, usage)
         && is_regular(&builder.image.paths[path as usize])
@@ -41,6 +44,7 @@ pub fn mapped_file(
         && (stat.st_dev, stat.st_ino) == (vma.dev, vma.ino)
         && FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
         && !vma.deleted
+        && is_here
         && written.is_none()
     {
         let path = builder.path(paths::describe(&vma.name, &stat, usage)).0;
@@ -66,6 +70,7 @@ pub fn mapped_file(
     if let Some(range) = written
         && !device
         && !builder.image.paths[path as usize].deleted
+        && !builder.image.paths[path as usize].made_anew
     {
         let source = stillpoint_linux::descriptors::reopen(&file, libc::O_RDONLY)?;
         save_range(builder, path, source, range, what);
@@ -91,6 +96,8 @@ fn save_range(builder: &mut Builder, path: u32, source: OwnedFd, range: Range, w
     let owner = Owner::File(path);
     match builder.contents.iter_mut().find(|c| c.owner == owner) {
         Some(content) => content.ranges = Some(ranges),
-        None => builder.contents.push(Content { owner, source, ranges: Some(ranges), what }),
+        None => {
+            builder.contents.push(Content { owner, source: Source::File(source), ranges: Some(ranges), what })
+        }
     }
 }

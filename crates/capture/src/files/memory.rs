@@ -2,6 +2,7 @@
 
 use super::Scan;
 use super::descriptions::Description;
+use crate::builder::Source;
 use crate::{Builder, Content, Result};
 use rustix::fs::SeekFrom;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -83,7 +84,7 @@ pub fn memory_object(
     if new {
         let source = descriptors::reopen(file, libc::O_RDONLY)?;
         let (owner, what) = (Owner::Object(row), what.to_owned());
-        builder.contents.push(Content { owner, source, ranges: None, what });
+        builder.contents.push(Content { owner, source: Source::File(source), ranges: None, what });
     }
     Ok(row)
 }

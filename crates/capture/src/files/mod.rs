@@ -17,13 +17,16 @@
 //! | [`messages`] | unread messages of unix sockets with more than bytes |
 //! | [`pending`] | connections that wait to be accepted |
 //! | [`queues`] | POSIX message queues |
+//! | [`fanotify`] | groups of fanotify |
 //! | [`pipes`], [`sockets`], [`terminals`], [`events`], [`memory`], [`locks`] | one kind of object each |
 
 pub mod connections;
 pub mod contents;
+pub(crate) mod copied_up;
 pub mod datagrams;
 pub mod descriptions;
 pub mod events;
+pub mod fanotify;
 pub mod locks;
 pub mod mapped;
 pub mod memory;
@@ -39,6 +42,7 @@ pub mod sockets;
 pub mod standard;
 pub mod terminals;
 
+use crate::builder::FOREIGN;
 use crate::{Builder, Result};
 use descriptions::{Description, Held};
 use rustix::fs::FileType;
@@ -55,9 +59,11 @@ use stillpoint_linux::proc::{NamespaceKind, Proc, Stat};
 use stillpoint_linux::sockets::UnixSocket;
 
 pub use contents::{Moment, copy_content, take_digests_of};
+pub(crate) use fanotify::{refuse_questions, refuse_unread};
 pub use mapped::{Mapped, mapped_file};
 pub use memory::memory_object;
 pub use outsiders::Outsiders;
+pub(crate) use paths::describe;
 pub use paths::{deleted_content, note_open, path_file};
 
 /// A process whose descriptors are captured.
@@ -124,6 +130,7 @@ pub fn capture_files(builder: &mut Builder, target: &Target<'_>) -> Result<Vec<u
             tables[place(process)].descriptors.push(Descriptor { fd, file, close_on_exec });
         }
     }
+    terminals::refuse_strange(&mut scan);
     pending::resolve(&mut scan)?;
     standard.capture_terminal(&mut scan)?;
     connections::complete(scan.builder, &mut scan.options)?;
@@ -156,7 +163,8 @@ pub struct Scan<'a> {
     standard_rows: HashMap<(usize, u32), u32>,
     pub(crate) pipes: HashMap<(u64, u64), u32>,
     pub(crate) sockets: HashMap<u64, u32>,
-    pub(crate) ptys: HashMap<u32, u32>,
+    /// By devpts, if it is one of the program's own, and number.
+    pub(crate) ptys: HashMap<(u64, u32), u32>,
     pub(crate) unix: Option<HashMap<u32, UnixSocket>>,
     /// Groups of IPv4 and IPv6 that somebody has joined.
     groups: HashMap<i32, Vec<Group>>,
@@ -252,9 +260,11 @@ impl<'a> Scan<'a> {
         Some(self.builder.home.pid(&holder.process.status().ok()?))
     }
 
-    /// Whether a terminal is the controlling one of some process of the target, by device number.
+    /// Whether a terminal is the controlling one of some process of the target, by device number. In a devpts of the program's own
+    /// there may be one of the same number, which is another one.
     pub fn controls(&self, device: u64) -> bool {
-        self.stats().iter().any(|(stat, _)| u64::from(stat.tty) == device)
+        let own = terminals::own_sessions(self);
+        self.stats().iter().any(|(stat, _)| u64::from(stat.tty) == device && !own.contains(&stat.session))
     }
 
     /// What `stat` tells of the holders, in their order, and their process groups as they see them; nothing of one that has
@@ -338,6 +348,12 @@ impl<'a> Scan<'a> {
 
     /// What a description refers to; `None` if it was refused.
     fn kind(&mut self, d: &Description, standard: &Standard) -> Result<Option<FileKind>> {
+        let is_terminal = self.builder.terminals.contains_key(&d.stat.st_dev)
+            && FileType::from_raw_mode(d.stat.st_mode) == FileType::CharacterDevice
+            && !d.is_path_handle();
+        if self.builder.foreign.contains(&d.stat.st_dev) && !is_terminal {
+            return self.refuse(d, FOREIGN.0, FOREIGN.1);
+        }
         if d.info.flags & libc::O_PATH as u32 != 0 {
             return paths::path_handle(self, d);
         }

@@ -1,16 +1,25 @@
 //! Which other processes hold the same pipes, sockets and terminals as the target.
 
+use rustix::fs::{AtFlags, CWD, FileType, StatxFlags, makedev, statx};
 use std::collections::{HashMap, HashSet};
 use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::sync::OnceLock;
 use stillpoint_linux::proc::{self, Proc, Vma};
+use stillpoint_linux::tty;
 
 /// Who holds what outside the target, as far as we may see it: links of `/proc/*/fd`.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Outsiders {
-    holders: HashMap<Vec<u8>, Vec<Holder>>,
+    /// Those who belong to the target.
+    inside: Vec<u32>,
     /// Inode numbers of nameless shared memory that the target has mapped.
     memory: Vec<u64>,
+    /// Looked up when somebody asks first: there may be many processes, and most programs hold nothing that others might.
+    holders: OnceLock<Holders>,
 }
+
+type Holders = HashMap<Vec<u8>, Vec<Holder>>;
 
 /// A process that holds an object.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -28,31 +37,47 @@ impl std::fmt::Display for Holder {
 }
 
 impl Outsiders {
-    /// Looks through the descriptors of all processes but `except` and ourselves, and through their mappings for `memory`:
-    /// nameless shared memory (memfds and shared anonymous memory), by the inode numbers of what the target has mapped.
-    /// Processes that end meanwhile or that we may not look at are left out: the state of the objects themselves is asked
-    /// as well.
-    pub fn scan(except: &[u32], mut memory: Vec<u64>) -> Self {
+    /// Of a target whose processes are `inside`, who has mapped `memory`: nameless shared memory (memfds and shared anonymous
+    /// memory), by inode numbers.
+    pub fn of(inside: &[u32], mut memory: Vec<u64>) -> Self {
         memory.sort_unstable();
         memory.dedup();
-        let mut outsiders = Outsiders { holders: HashMap::new(), memory };
-        let pids = proc::processes().unwrap_or_default();
-        outsiders.look_at(pids.into_iter().filter(|pid| !except.contains(pid)));
-        outsiders
+        Outsiders { inside: inside.to_vec(), memory, holders: OnceLock::new() }
     }
 
-    /// These belong to the target.
-    pub fn leave_out(&mut self, pids: &[u32]) {
-        self.holders.values_mut().for_each(|holders| holders.retain(|h| !pids.contains(&h.pid)));
+    /// Nobody holds anything.
+    pub fn none() -> Self {
+        Outsiders { inside: Vec::new(), memory: Vec::new(), holders: OnceLock::from(Holders::new()) }
     }
 
-    /// Looks at further processes.
-    pub fn look_at(&mut self, pids: impl IntoIterator<Item = u32>) {
+    /// Looks through the descriptors of all other processes, and through their mappings for memory of the target, unless that has
+    /// been done. Processes that end meanwhile or that we may not look at are left out: the state of the objects themselves is
+    /// asked as well.
+    pub fn look(&self) -> &Holders {
+        self.holders.get_or_init(|| {
+            let mut holders = Holders::new();
+            let pids = proc::processes().unwrap_or_default();
+            self.add(&mut holders, pids.into_iter().filter(|pid| !self.inside.contains(pid)));
+            holders
+        })
+    }
+
+    /// These belong to the target; `newer` tells which others were made since it was begun to look, if that has been done.
+    pub fn update(&mut self, inside: &[u32], newer: impl FnOnce() -> Vec<u32>) {
+        self.inside = inside.to_vec();
+        if let Some(mut holders) = self.holders.take() {
+            holders.values_mut().for_each(|holders| holders.retain(|h| !inside.contains(&h.pid)));
+            self.add(&mut holders, newer());
+            self.holders = OnceLock::from(holders);
+        }
+    }
+
+    fn add(&self, holders: &mut Holders, pids: impl IntoIterator<Item = u32>) {
         for pid in pids.into_iter().filter(|pid| *pid != std::process::id()) {
             let links: HashSet<Vec<u8>> = links(pid).chain(self.mapped(pid)).collect();
             if !links.is_empty() {
                 let holder = Holder { pid, name: name_of(pid) };
-                links.into_iter().for_each(|l| self.holders.entry(l).or_default().push(holder.clone()));
+                links.into_iter().for_each(|l| holders.entry(l).or_default().push(holder.clone()));
             }
         }
     }
@@ -67,16 +92,27 @@ impl Outsiders {
         of_target.map(|v| memory_key(v.ino)).collect()
     }
 
-    /// Who holds the object that a link of `/proc/PID/fd` names; for a memfd see [`Outsiders::memory`].
+    /// Who holds the object that a link of `/proc/PID/fd` names; for a memfd see [`Outsiders::memory`], for the slave of a
+    /// pseudo-terminal [`Outsiders::terminal`].
     pub fn holder(&self, link: &[u8]) -> Option<&Holder> {
         // Whoever it was may have let go of it, or ended.
         let still = |h: &&Holder| links(h.pid).chain(self.mapped(h.pid)).any(|l| l == link);
-        self.holders.get(link)?.iter().find(still)
+        self.look().get(link)?.iter().find(still)
     }
 
     /// Who holds the memfd or has mapped the shared memory with this inode number.
     pub fn memory(&self, ino: u64) -> Option<&Holder> {
         self.holder(&memory_key(ino))
+    }
+
+    /// Who holds the slave of a pseudo-terminal, by its device number and that of the devpts it is in; where that is not known, in
+    /// any.
+    pub fn terminal(&self, system: Option<u64>, device: u64) -> Option<&Holder> {
+        if let Some(system) = system {
+            return self.holder(&terminal_key(system, device));
+        }
+        let ends = terminal_end(device);
+        self.look().keys().filter(|key| key.ends_with(ends.as_bytes())).find_map(|key| self.holder(key))
     }
 }
 
@@ -96,8 +132,27 @@ fn memory_key(ino: u64) -> Vec<u8> {
     format!("/memfd:[{ino}]").into_bytes()
 }
 
+/// In each devpts there is a terminal of each number, and each may have any name.
+fn terminal_key(system: u64, device: u64) -> Vec<u8> {
+    format!("/devpts:[{system}{}", terminal_end(device)).into_bytes()
+}
+
+fn terminal_end(device: u64) -> String {
+    format!("]:[{device}]")
+}
+
+/// The devpts and the device number of the slave of a pseudo-terminal. No file system is asked for what it has not told: it may be
+/// one that does not answer.
+fn terminal(fd: &Path) -> Option<(u64, u64)> {
+    let stat = statx(CWD, fd, AtFlags::STATX_DONT_SYNC, StatxFlags::TYPE).ok()?;
+    let device = makedev(stat.stx_rdev_major, stat.stx_rdev_minor);
+    let is_slave = FileType::from_raw_mode(stat.stx_mode.into()) == FileType::CharacterDevice
+        && tty::slave_number(device).is_some();
+    is_slave.then(|| (makedev(stat.stx_dev_major, stat.stx_dev_minor), device))
+}
+
 /// What to remember an object by: its link, unless that says nothing of which object it is.
-fn identity(fd: &std::path::Path) -> Option<Vec<u8>> {
+fn identity(fd: &Path) -> Option<Vec<u8>> {
     use std::os::unix::fs::MetadataExt;
     let link = std::fs::read_link(fd).ok()?;
     let link = link.as_os_str().as_bytes();
@@ -106,6 +161,11 @@ fn identity(fd: &std::path::Path) -> Option<Vec<u8>> {
     }
     if link.starts_with(b"/memfd:") {
         return Some(memory_key(std::fs::metadata(fd).ok()?.ino()));
+    }
+    if link.starts_with(b"/")
+        && let Some((system, device)) = terminal(fd)
+    {
+        return Some(terminal_key(system, device));
     }
     Some(link.to_vec())
 }

@@ -3,8 +3,8 @@
 use super::Scan;
 use super::descriptions::Description;
 use super::locks::is_broken_by_opening;
-use super::queues;
-use crate::builder::FOREIGN;
+use super::{queues, terminals};
+use crate::builder::{FOREIGN, Source};
 use crate::{Builder, Content, Result};
 use rustix::fs::{FileType, Stat};
 use std::ffi::OsStr;
@@ -67,25 +67,29 @@ fn usage(stat: &Stat, magic: u64, can_write: bool) -> Usage {
 }
 
 /// Notes the files that have names and that a running process has open, for what can be found out about them ahead. By
-/// handles to their places, not duplicates: what it closes meanwhile is closed.
+/// handles to their places, not duplicates: what it closes meanwhile is closed. Tells whether it has anything else that others
+/// might hold too, such as a pipe.
 ///
 /// # Errors
 /// That the process has ended.
-pub fn note_open(builder: &mut Builder, pid: u32) -> stillpoint_linux::Result<()> {
-    let folders = Folders::open(pid)?;
+pub fn note_open(builder: &mut Builder, pid: u32) -> stillpoint_linux::Result<bool> {
+    let (folders, mut may_be_held) = (Folders::open(pid)?, false);
     for fd in folders.list()? {
         // One that is closed meanwhile is no concern.
-        drop(note(builder, &folders, fd));
+        may_be_held |= note(builder, &folders, fd).unwrap_or_default();
     }
-    Ok(())
+    Ok(may_be_held)
 }
 
-fn note(builder: &mut Builder, folders: &Folders, fd: u32) -> stillpoint_linux::Result<()> {
+fn note(builder: &mut Builder, folders: &Folders, fd: u32) -> stillpoint_linux::Result<bool> {
     let (link, file) = (folders.link(fd)?, folders.handle(fd)?);
     let failed = |e| Error::call(format!("look at descriptor {fd}"), e);
     let stat = rustix::fs::fstat(&file).map_err(failed)?;
-    if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile || !leads_to(&link, &stat) {
-        return Ok(());
+    match FileType::from_raw_mode(stat.st_mode) {
+        FileType::RegularFile if leads_to(&link, &stat) => {}
+        FileType::RegularFile | FileType::Fifo | FileType::Socket => return Ok(true),
+        FileType::CharacterDevice => return Ok(!terminals::is_of_memory(stat.st_rdev)),
+        _ => return Ok(false),
     }
     let magic = rustix::fs::fstatfs(&file).map_err(failed)?.f_type as u64 & 0xffff_ffff;
     if ![PROC, MQUEUE].contains(&magic) && !STATEFUL.iter().any(|s| s.0 == magic) {
@@ -96,7 +100,7 @@ fn note(builder: &mut Builder, folders: &Folders, fd: u32) -> stillpoint_linux::
         let can_write = info.flags & libc::O_ACCMODE as u32 != libc::O_RDONLY as u32;
         builder.path(describe(&link, &stat, usage(&stat, magic, can_write)));
     }
-    Ok(())
+    Ok(false)
 }
 
 /// Captures an `O_PATH` descriptor.
@@ -124,8 +128,17 @@ pub fn path_file(
     what: &str,
 ) -> Result<Option<u32>> {
     let stat = rustix::fs::fstat(&file).map_err(|e| Error::call(format!("fstat {what}"), e))?;
-    if leads_to(link, &stat) {
-        return Ok(Some(builder.path(describe(link, &stat, usage)).0));
+    let namespace = builder.views.of_file(&file)?;
+    let found = |builder: &mut Builder, link: &[u8]| {
+        let made_anew = builder.views.is_made_anew(stat.st_dev);
+        builder.path(PathFile { namespace, made_anew, ..describe(link, &stat, usage) }).0
+    };
+    let lies_at = |builder: &Builder, path: &[u8]| {
+        path.first() == Some(&b'/')
+            && leads_to(builder.views.reach(namespace, path).as_os_str().as_bytes(), &stat)
+    };
+    if lies_at(builder, link) {
+        return Ok(Some(found(builder, link)));
     }
     if stat.st_nlink == 0 {
         return deleted_content(builder, link, file, usage, what);
@@ -134,8 +147,8 @@ pub fn path_file(
         builder.refuse(what, "its path cannot be reached from here", "it may be in another mount namespace");
         return Ok(None);
     }
-    if let Some(name) = other_name(link, &stat) {
-        return Ok(Some(builder.path(describe(&name, &stat, usage)).0));
+    if let Some(name) = other_name(builder, namespace, link, &stat) {
+        return Ok(Some(found(builder, &name)));
     }
     let (why, hint) = if link.ends_with(b" (deleted)") {
         let why = "its name was removed or replaced, but the file has another name that is not known";
@@ -150,12 +163,14 @@ pub fn path_file(
 
 /// Another name of a file whose name is gone, in the directory where that was: what is made under a name of its own and then linked
 /// to the one it is to have, as semaphores are (`sem_open(3)`), has it there.
-fn other_name(link: &[u8], stat: &Stat) -> Option<Vec<u8>> {
+fn other_name(builder: &Builder, namespace: Option<u32>, link: &[u8], stat: &Stat) -> Option<Vec<u8>> {
     const MOST: usize = 10_000;
-    let path = Path::new(OsStr::from_bytes(link.strip_suffix(b" (deleted)")?));
-    let entries = std::fs::read_dir(path.parent()?).ok()?.take(MOST).flatten();
-    let mut names = entries.filter(|e| e.ino() == stat.st_ino).map(|e| e.path().into_os_string().into_vec());
-    names.find(|name| leads_to(name, stat))
+    let folder = Path::new(OsStr::from_bytes(link.strip_suffix(b" (deleted)")?)).parent()?;
+    let reached = |path: &[u8]| builder.views.reach(namespace, path).into_os_string().into_vec();
+    let entries = std::fs::read_dir(OsStr::from_bytes(&reached(folder.as_os_str().as_bytes()))).ok()?;
+    let same = entries.take(MOST).flatten().filter(|e| e.ino() == stat.st_ino);
+    let mut names = same.map(|e| folder.join(e.file_name()).into_os_string().into_vec());
+    names.find(|name| leads_to(&reached(name), stat))
 }
 
 /// Row of a file that has no name any more, with its contents; `link` is the kernel's name for it.
@@ -173,12 +188,13 @@ pub fn deleted_content(
         return Ok(None);
     }
     let name = link.strip_suffix(b" (deleted)").unwrap_or(link);
-    let (row, new) = builder.path(PathFile { deleted: true, ..describe(name, &stat, usage) });
+    let namespace = builder.views.of_file(&file)?;
+    let (row, new) = builder.path(PathFile { deleted: true, namespace, ..describe(name, &stat, usage) });
     if new && kind == FileType::RegularFile {
         // The duplicate may be write-only, and its offset is the target's: read through a description of our own.
         let source = descriptors::reopen(&file, libc::O_RDONLY)?;
         let (owner, what) = (Owner::File(row), what.to_owned());
-        builder.contents.push(Content { owner, source, ranges: None, what });
+        builder.contents.push(Content { owner, source: Source::File(source), ranges: None, what });
     }
     Ok(Some(row))
 }

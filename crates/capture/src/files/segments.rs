@@ -5,6 +5,7 @@
 //! process: if there are more than the captured processes have, somebody else is attached.
 
 use super::memory::internal_device;
+use crate::builder::Source;
 use crate::{Builder, Content, Result};
 use rustix::fs::{AtFlags, statat};
 use std::os::fd::OwnedFd;
@@ -139,7 +140,7 @@ fn row(
     });
     if new {
         let (owner, what) = (Owner::Object(row), what.to_owned());
-        builder.contents.push(Content { owner, source: file, ranges: None, what });
+        builder.contents.push(Content { owner, source: Source::File(file), ranges: None, what });
     }
     Ok(Some(row))
 }

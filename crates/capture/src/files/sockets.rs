@@ -6,9 +6,11 @@ use super::{Scan, connections, datagrams, messages, paths, pending};
 use crate::Result;
 use rustix::fs::FileType;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use stillpoint_image::{Bytes, FileKind, PathFile, Socket, SocketOption, Usage};
+use stillpoint_linux::Error as Kernel;
 use stillpoint_linux::descriptors::{poll_now, readable};
 use stillpoint_linux::fdinfo::Detail;
 use stillpoint_linux::sockets::{self, UnixSocket};
@@ -276,6 +278,7 @@ fn named_peer<'a>(
     let remote = sockets::peer_address(&d.file)?.unwrap_or_default();
     if kind == libc::SOCK_DGRAM && !mutual && remote.len() > 2 {
         socket.remote = Bytes(remote);
+        socket.mounts = scan.builder.views.of_process(d.pid());
         let name = messages::path_of(&socket.remote.0);
         if name.first().is_some_and(|first| !matches!(first, 0 | b'/')) {
             let path = absolute(d.pid(), name);
@@ -336,10 +339,14 @@ fn name(
         return Ok(true); // an abstract name
     }
     let path = absolute(d.pid(), &diag.name);
-    match rustix::fs::lstat(&path) {
+    let namespace = scan.builder.views.of_process(d.pid());
+    socket.mounts = namespace;
+    let found = rustix::fs::lstat(scan.builder.views.reach(namespace, path.as_os_str().as_bytes()));
+    match found {
         Ok(stat) if diag.vfs.is_some_and(|(ino, _)| ino == stat.st_ino as u32) => {
+            let made_anew = scan.builder.views.is_made_anew(stat.st_dev);
             let row = paths::describe(path.as_os_str().as_bytes(), &stat, Usage::Path);
-            socket.path = Some(scan.builder.path(row).0);
+            socket.path = Some(scan.builder.path(PathFile { namespace, made_anew, ..row }).0);
         }
         Ok(_) => {
             let why = format!("its name {} belongs to another file now", path.display());
@@ -347,11 +354,45 @@ fn name(
         }
         Err(_) => {
             let path = Bytes::from(path.as_path());
-            let gone = PathFile { path, deleted: true, mode: libc::S_IFSOCK, ..PathFile::default() };
-            socket.path = Some(scan.builder.path(gone).0);
+            let gone =
+                PathFile { path, namespace, deleted: true, mode: libc::S_IFSOCK, ..PathFile::default() };
+            let gone = scan.builder.path(gone).0;
+            match whereabouts(scan, d)? {
+                Whereabouts::Gone => socket.path = Some(gone),
+                Whereabouts::Renamed(row) => (socket.path, socket.renamed_from) = (Some(row), Some(gone)),
+                Whereabouts::Refused => return Ok(false),
+            }
         }
     }
     Ok(true)
+}
+
+/// What became of the file that a socket was bound to, if it is not where it was.
+enum Whereabouts {
+    /// It was removed.
+    Gone,
+    /// It has another name, by which the socket is reached: servers bind to a name of their own and rename it when they are ready.
+    Renamed(u32),
+    Refused,
+}
+
+fn whereabouts(scan: &mut Scan<'_>, d: &Description) -> Result<Whereabouts> {
+    let file = match sockets::bound_file(&d.file) {
+        Ok(file) => file,
+        Err(e) if e.errno() == Some(libc::EPERM) => {
+            let why = "its name was removed, or the file renamed: which of both, only CAP_NET_ADMIN is told";
+            return scan.refuse::<()>(d, why, "do it as root").map(|_| Whereabouts::Refused);
+        }
+        Err(e) => return Err(e.into()),
+    };
+    let failed = |e| Kernel::call(format!("look at the file of {}", d.name()), e);
+    if rustix::fs::fstat(&file).map_err(failed)?.st_nlink == 0 {
+        return Ok(Whereabouts::Gone);
+    }
+    let link = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()));
+    let link = link.map_err(|e| Kernel::file("/proc/self/fd", e))?;
+    let row = paths::path_file(scan.builder, link.as_os_str().as_bytes(), &file, Usage::Path, &d.name())?;
+    Ok(row.map_or(Whereabouts::Refused, Whereabouts::Renamed))
 }
 
 /// Whether a listening socket of the same name is inside the target.

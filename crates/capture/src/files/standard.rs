@@ -13,8 +13,8 @@ use stillpoint_image::{Bytes, Pipe};
 /// An object outside that carries standard streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Object {
-    /// A terminal, by device number: it may be open through several names.
-    Terminal(u64),
+    /// A terminal, by its devpts if it is in one, and device number: it may be open through several names.
+    Terminal(u64, u64),
     /// A pipe, FIFO or socket, by device and inode number.
     Inode(u64, u64),
 }
@@ -24,7 +24,9 @@ fn object(d: &Description) -> Option<Object> {
         return None;
     }
     match FileType::from_raw_mode(d.stat.st_mode) {
-        FileType::CharacterDevice if terminals::is_terminal(d) => Some(Object::Terminal(d.stat.st_rdev)),
+        FileType::CharacterDevice if terminals::is_terminal(d) => {
+            Some(Object::Terminal(terminals::system(d), d.stat.st_rdev))
+        }
         FileType::Fifo | FileType::Socket => Some(Object::Inode(d.stat.st_dev, d.stat.st_ino)),
         _ => None,
     }
@@ -83,7 +85,7 @@ impl Standard {
 
     /// Records the settings of the terminal, if the standard streams are on one.
     pub fn capture_terminal(&self, scan: &mut Scan<'_>) -> Result<()> {
-        let on_terminal = |d: &&Description| matches!(object(d), Some(o @ Object::Terminal(_)) if self.objects.contains_key(&o));
+        let on_terminal = |d: &&Description| matches!(object(d), Some(o @ Object::Terminal(..)) if self.objects.contains_key(&o));
         if let Some(d) = scan.all.iter().find(on_terminal) {
             scan.builder.image.terminal = Some(terminals::settings(&d.file)?);
         }

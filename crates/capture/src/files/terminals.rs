@@ -1,11 +1,14 @@
 //! Character devices: memory devices, terminals, pseudo-terminals.
+//!
+//! In each devpts terminals are numbered anew, and they have the same device numbers. So a terminal is told by its number only
+//! together with its devpts, where that is one of the program's own ([`home`]).
 
 use super::descriptions::Description;
 use super::{Scan, paths};
 use crate::Result;
 use rustix::fs::{FileType, major, minor};
 use std::os::fd::AsFd;
-use stillpoint_image::{Bytes, FileKind, Pty, Terminal, Usage};
+use stillpoint_image::{Bytes, FileKind, PathFile, Pty, Terminal, TerminalOwner, Usage};
 use stillpoint_linux::descriptors::{poll_now, readable};
 use stillpoint_linux::proc::Stat;
 use stillpoint_linux::tty;
@@ -18,7 +21,7 @@ const MEMORY_DEVICES: [u32; 5] = [3, 5, 7, 8, 9];
 /// Captures a character device that is not a standard stream.
 pub(crate) fn device(scan: &mut Scan<'_>, d: &Description) -> Result<Option<FileKind>> {
     let (major, minor) = (major(d.stat.st_rdev), minor(d.stat.st_rdev));
-    if major == MEMORY && MEMORY_DEVICES.contains(&minor) {
+    if is_of_memory(d.stat.st_rdev) {
         let row = paths::path_file(scan.builder, &d.link, &d.file, Usage::Path, &d.name())?;
         return Ok(row.map(FileKind::Path));
     }
@@ -40,6 +43,11 @@ pub(crate) fn device(scan: &mut Scan<'_>, d: &Description) -> Result<Option<File
     }
     let why = "it is a terminal that is neither a standard stream nor the controlling terminal";
     scan.refuse(d, why, "close it before the checkpoint")
+}
+
+/// Whether a character device is one without any state, such as `/dev/null`.
+pub(crate) fn is_of_memory(device: u64) -> bool {
+    major(device) == MEMORY && MEMORY_DEVICES.contains(&minor(device))
 }
 
 /// `/dev/tty`, or the controlling terminal by its own name.
@@ -64,19 +72,64 @@ pub(crate) fn is_terminal(d: &Description) -> bool {
         && major(d.stat.st_rdev) != MEMORY
         && !is_master(d)
         && (5, 0) != (major(d.stat.st_rdev), minor(d.stat.st_rdev))
-        && ((136..=143).contains(&major(d.stat.st_rdev)) || tty::window(&d.file).is_ok())
+        && (tty::slave_number(d.stat.st_rdev).is_some() || tty::window(&d.file).is_ok())
 }
 
 fn is_master(d: &Description) -> bool {
     (major(d.stat.st_rdev), minor(d.stat.st_rdev)) == (5, 2)
 }
 
+/// The file system that tells a terminal from those of the same number: the devpts that its slave is in.
+pub(crate) fn system(d: &Description) -> u64 {
+    if tty::slave_number(d.stat.st_rdev).is_some() { d.stat.st_dev } else { 0 }
+}
+
+/// The devpts of the program's own that a master or a slave belongs to, by device number; 0 if it is none of these.
+fn home(scan: &Scan<'_>, d: &Description) -> u64 {
+    let own = &scan.builder.terminals;
+    if own.is_empty() || own.contains_key(&d.stat.st_dev) || !is_master(d) {
+        return if own.contains_key(&d.stat.st_dev) { d.stat.st_dev } else { 0 };
+    }
+    // A multiplexer elsewhere leads to what is mounted beside it on `pts` (`devpts_ptmx_path` of the kernel).
+    let beside = || {
+        let views = &scan.builder.views;
+        let path = views.reach(views.of_file(&d.file).ok()?, &d.link);
+        Some(rustix::fs::stat(path.parent()?.join("pts")).ok()?.st_dev)
+    };
+    beside().filter(|device| own.contains_key(device)).unwrap_or(0)
+}
+
+/// Sessions that terminals in a devpts of the program's own control.
+pub(crate) fn own_sessions(scan: &Scan<'_>) -> Vec<u32> {
+    if scan.builder.terminals.is_empty() {
+        return Vec::new();
+    }
+    let own = masters(scan).filter(|m| home(scan, m) != 0);
+    own.filter_map(|m| tty::session(&m.file).ok().flatten()).collect()
+}
+
+/// Refuses terminals in a devpts of the program's own whose masters are elsewhere.
+pub(crate) fn refuse_strange(scan: &mut Scan<'_>) {
+    if !scan.builder.refusals.is_empty() {
+        return; // one of them may be of such a terminal
+    }
+    let all = scan.builder.terminals.iter().flat_map(|(home, all)| all.iter().map(|n| (*home, *n)));
+    let strange: Vec<_> = all.filter(|pty| !scan.ptys.contains_key(pty)).collect();
+    for (_, number) in strange {
+        let what = format!("terminal {number} in a devpts of the program's own");
+        scan.builder.refuse(
+            what,
+            "its master is outside the program",
+            "end who holds it before the checkpoint",
+        );
+    }
+}
+
 /// Number of the pseudo-terminal a description belongs to.
 fn number(d: &Description) -> Option<u32> {
     match major(d.stat.st_rdev) {
         5 => tty::number(&d.file).ok(),
-        m @ 136..=143 => Some((m - 136) * 256 + minor(d.stat.st_rdev)),
-        _ => None,
+        _ => tty::slave_number(d.stat.st_rdev),
     }
 }
 
@@ -89,7 +142,12 @@ fn masters<'a>(scan: &Scan<'a>) -> impl Iterator<Item = &'a Description> {
 
 /// Whether the master of a slave is inside the target.
 pub(crate) fn has_master(scan: &Scan<'_>, slave: &Description) -> bool {
-    !is_master(slave) && number(slave).is_some_and(|n| masters(scan).any(|m| number(m) == Some(n)))
+    !is_master(slave) && master_of(scan, slave).is_some()
+}
+
+fn master_of<'a>(scan: &Scan<'a>, slave: &Description) -> Option<&'a Description> {
+    let number = number(slave)?;
+    masters(scan).find(|m| self::number(m) == Some(number) && home(scan, m) == home(scan, slave))
 }
 
 fn master(scan: &mut Scan<'_>, d: &Description) -> Result<Option<FileKind>> {
@@ -104,22 +162,27 @@ fn slave(scan: &mut Scan<'_>, d: &Description) -> Result<Option<FileKind>> {
             "try again when the program has read it",
         );
     }
-    let master = masters(scan).find(|m| number(m) == number(d));
-    let Some(master) = master else {
+    let Some(master) = master_of(scan, d) else {
         return scan.refuse(d, "its master is outside the program", "");
     };
     Ok(pty(scan, master)?.map(FileKind::PtySlave))
 }
 
+/// The devpts that the slave of a master is in, by device number. A handle to its place does not open it.
+fn slaves_system(master: impl AsFd) -> Option<u64> {
+    let place = tty::open_slave(master, libc::O_PATH).ok()?;
+    Some(rustix::fs::fstat(place).ok()?.st_dev)
+}
+
 /// Row of a pseudo-terminal, from its master.
 fn pty(scan: &mut Scan<'_>, master: &Description) -> Result<Option<u32>> {
-    let number = tty::number(&master.file)?;
-    if let Some(&row) = scan.ptys.get(&number) {
+    let (home, number) = (home(scan, master), tty::number(&master.file)?);
+    if let Some(&row) = scan.ptys.get(&(home, number)) {
         return Ok(Some(row));
     }
-    let slave = format!("/dev/pts/{number}");
-    if let Some(holder) = scan.target.outsiders.holder(slave.as_bytes()) {
-        let why = format!("its slave {slave} is open in {holder}");
+    let device = tty::slave_device(number);
+    if let Some(holder) = scan.target.outsiders.terminal(slaves_system(&master.file), device) {
+        let why = format!("its slave /dev/pts/{number} is open in {holder}");
         return scan.refuse(master, why, "end that process before the checkpoint");
     }
     if readable(&master.file)? > 0 {
@@ -130,31 +193,60 @@ fn pty(scan: &mut Scan<'_>, master: &Description) -> Result<Option<u32>> {
         let why = "a change of its state was not yet read (packet mode)";
         return scan.refuse(master, why, "try again when the program has read it");
     }
-    let slave =
-        scan.all.iter().find(|d| is_terminal(d) && !d.is_path_handle() && self::number(d) == Some(number));
+    let is_slave = |d: &&Description| {
+        is_terminal(d)
+            && !d.is_path_handle()
+            && self::number(d) == Some(number)
+            && self::home(scan, d) == home
+    };
+    let slave = scan.all.iter().find(is_slave);
     let is_exclusive = |d: Option<&Description>| d.map_or(Ok(false), |d| tty::exclusive(&d.file));
     let exclusive = u32::from(is_exclusive(Some(master))?) | u32::from(is_exclusive(slave)?) << 1;
     let row = scan.builder.image.ptys.len() as u32;
-    let device = rustix::fs::makedev(136 + number / 256, number % 256);
-    let (session, foreground) = session_on(scan, device)?;
+    let on = on(scan, master, device)?;
+    let (session, foreground) = session_on(scan, on)?;
+    let multiplexer = (home != 0).then(|| multiplexer(scan, master)).transpose()?;
     scan.builder.image.ptys.push(Pty {
         number,
         terminal: settings(&master.file)?,
         locked: tty::locked(&master.file)?,
         packet_mode: tty::packet_mode(&master.file)?,
         hung_up: poll_now(&master.file, libc::POLLIN)? & libc::POLLHUP != 0,
-        controlling: scan.controls(device),
+        controlling: on.is_some(),
         session,
         foreground,
         exclusive: Some(exclusive).filter(|&sides| sides != 0),
+        multiplexer,
+        owner: slave.map(|d| TerminalOwner {
+            uid: d.stat.st_uid,
+            gid: d.stat.st_gid,
+            mode: d.stat.st_mode & 0o7777,
+        }),
     });
-    scan.ptys.insert(number, row);
+    scan.ptys.insert((home, number), row);
     Ok(Some(row))
 }
 
-/// The session of which a terminal is the controlling one, and the process group in its foreground, if they are the target's.
-fn session_on(scan: &Scan<'_>, device: u64) -> Result<(Option<u32>, Option<u32>)> {
-    let on = scan.stats().iter().position(|(stat, _)| u64::from(stat.tty) == device);
+/// Row of the file that was opened to make a pseudo-terminal.
+fn multiplexer(scan: &mut Scan<'_>, master: &Description) -> Result<u32> {
+    let namespace = scan.builder.views.of_file(&master.file)?;
+    let file = paths::describe(&master.link, &master.stat, Usage::Path);
+    Ok(scan.builder.path(PathFile { namespace, made_anew: true, ..file }).0)
+}
+
+/// A process of the target whose controlling terminal it is, by its place among the holders.
+fn on(scan: &Scan<'_>, master: &Description, device: u64) -> Result<Option<usize>> {
+    let is_on = |stat: &Stat| u64::from(stat.tty) == device;
+    if scan.builder.terminals.is_empty() {
+        return Ok(scan.stats().iter().position(|(stat, _)| is_on(stat)));
+    }
+    let session = tty::session(&master.file)?;
+    Ok(scan.stats().iter().position(|(stat, _)| is_on(stat) && Some(stat.session) == session))
+}
+
+/// The session of which a terminal is the controlling one, and the process group in its foreground, if they are the target's;
+/// `on`: one of its processes there.
+fn session_on(scan: &Scan<'_>, on: Option<usize>) -> Result<(Option<u32>, Option<u32>)> {
     let Some(process) = on else { return Ok((None, None)) };
     let (stat, status) = (&scan.stats()[process].0, scan.target.holders[process].process.status()?);
     let session = scan.builder.home.id(&status.ns_sid, stat.session);

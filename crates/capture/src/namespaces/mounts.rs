@@ -1,25 +1,27 @@
-//! What is in a mount namespace: the mounts that are around the program, and perhaps procfs of a pid namespace of its own.
-//!
-//! Any other difference is refused. So each path leads to the same file within and around it, but for those below `/proc`.
+//! What is in a mount namespace: most often the mounts that are around the program, and perhaps procfs of a pid namespace of its
+//! own. What else there is, is described mount by mount ([`Look`]).
 
-use super::{HINT, Own, name};
+use super::mounted::Look;
+use super::{Other, Own, When};
 use crate::attributes::target::named;
 use crate::{Builder, Result};
+use rustix::fs::makedev;
 use std::collections::HashMap;
+use std::sync::Arc;
 use stillpoint_image::{Namespace, Propagation};
+use stillpoint_linux::mounts::{self, View};
 use stillpoint_linux::proc::mounts::Mount;
 use stillpoint_linux::proc::{NamespaceKind, Proc};
 
 /// Options with which procfs is mounted (`unshare --mount-proc`, and most others).
 const PROC: &[u8] = b"rw,nosuid,nodev,noexec,relatime";
-/// So many differences are told.
-const FEW: usize = 5;
 
-/// Refuses processes that could not be put into theirs: it is entered by a process whose directories are its own alone.
+/// Refuses processes that could not be put into theirs: it is entered by a process whose directories are its own alone, and in it.
 pub(crate) fn check(builder: &mut Builder, pids: &[u32]) {
     let is_mount =
         |row: &u32| matches!(builder.image.namespaces.get(*row as usize), Some(Namespace::Mount { .. }));
-    let all = &builder.image.processes;
+    let image = &builder.image;
+    let all = &image.processes;
     let shares = |row: usize| {
         all[row].shares_fs.is_some() || all.iter().any(|other| other.shares_fs == Some(row as u32))
     };
@@ -28,59 +30,117 @@ pub(crate) fn check(builder: &mut Builder, pids: &[u32]) {
             || all.iter().any(|p| p.parent == Some(row as u32) && p.parent_thread.is_some())
     };
     let apart = |row: usize| all[row].threads.iter().any(|thread| thread.directories.is_some());
-    let inside = (0..all.len()).filter(|&row| all[row].namespaces.iter().any(is_mount));
-    let found: Vec<usize> = inside.filter(|&row| shares(row) || by_thread(row) || apart(row)).collect();
-    for row in found {
-        let why = "it is in a mount namespace of the program's own, and shares its directories with others, or has children of a \
-                   thread";
+    let mut found = Vec::new();
+    for (row, process) in all.iter().enumerate() {
+        let own = process.namespaces.iter().copied().find(is_mount);
+        if own.is_some() && (shares(row) || by_thread(row) || apart(row)) {
+            let why = "it is in a mount namespace of the program's own, and shares its directories with others, or has children \
+                       of a thread";
+            found.push((row, why));
+        }
+        let elsewhere = |path: u32| image.paths.get(path as usize).is_some_and(|path| path.namespace != own);
+        let root = image.paths.get(process.root as usize);
+        let is_changed = root.is_some_and(|root| root.path.0 != b"/");
+        if elsewhere(process.root) || is_changed && elsewhere(process.cwd) {
+            let why = "its root (chroot), or its current directory beside that, is in another mount namespace than it is";
+            found.push((row, why));
+        }
+    }
+    for (row, why) in found {
         builder.refuse(named(pids[row]), why, "");
     }
 }
 
-/// Describes a namespace. `pids`: pid namespaces of the program's own by their inode numbers, with their rows.
-pub(super) fn describe(builder: &mut Builder, own: &Own, pids: &[(u64, Option<u32>)]) -> Result<Namespace> {
+/// Describes a namespace; it may show some of the others of the program's own.
+pub(super) fn describe(
+    builder: &mut Builder,
+    own: &Own,
+    row: u32,
+    others: &[Other],
+    when: When,
+) -> Result<Namespace> {
     let around = Proc::process(builder.home.first.unwrap_or_else(std::process::id))?.mounts()?;
-    // Whoever has another root sees fewer.
-    let seen = own.pids.iter().filter_map(|&pid| Some((pid, Proc::process(pid).ok()?.mounts().ok()?)));
-    let Some((pid, within)) = seen.max_by_key(|(_, mounts)| mounts.len()) else {
-        return Ok(Namespace::Mount { propagation: Propagation::Private, proc: None });
+    let View { root, mounts: within } = match when {
+        When::Running => settled(own)?,
+        _ => mounts::view(&own.file)?,
     };
+    let root = Arc::new(root);
+    let plain = as_around(&around, &within, own, others, when);
+    let described = match plain {
+        Some((propagation, proc)) => {
+            if let Some((mount, _)) = proc {
+                builder.foreign.insert(makedev(mount.device.0, mount.device.1));
+            }
+            let proc = proc.and_then(|(_, row)| row);
+            Namespace::Mount { propagation, proc, mounts: None }
+        }
+        None => {
+            let look = Look { around: &around, within: &within, root: &root, own, others, row, when };
+            let (propagation, mounts) = look.describe(builder)?;
+            Namespace::Mount { propagation, proc: None, mounts: Some(mounts) }
+        }
+    };
+    if when != When::Running {
+        builder.views.add(row, root, within, own.pids.clone());
+    }
+    Ok(described)
+}
+
+/// A namespace whose mounts may change meanwhile. Their list is read piece by piece: one that began before a change and ended after it
+/// tells what has never been.
+fn settled(own: &Own) -> Result<View> {
+    const TRIES: usize = 10;
+    let mut seen = mounts::view(&own.file)?;
+    for _ in 0..TRIES {
+        let again = mounts::view(&own.file)?;
+        let is_settled = again.mounts == seen.mounts;
+        seen = again;
+        if is_settled {
+            break;
+        }
+    }
+    Ok(seen)
+}
+
+/// A procfs on `/proc`, and the row of the pid namespace that it shows.
+type OwnProc<'a> = Option<(&'a Mount, Option<u32>)>;
+
+/// What the mounts of a namespace share with those around it, and its procfs, if they are the same but for that.
+fn as_around<'a>(
+    around: &[Mount],
+    within: &'a [Mount],
+    own: &Own,
+    others: &[Other],
+    when: When,
+) -> Option<(Propagation, OwnProc<'a>)> {
     let mut differences = Vec::new();
-    let added = compare(&around, &within, &mut differences);
+    let added = compare(around, within, &mut differences);
     let mut of = None;
     for mount in added {
         let is_proc = mount.kind == b"proc" && mount.point == b"/proc" && mount.root == b"/";
-        let shows = is_proc.then(|| shown_by(pid)).flatten();
-        let known = shows.and_then(|id| pids.iter().find(|(known, _)| *known == id));
-        let is_plain = mount.options == PROC && mount.settings == b"rw" && !is_shared(mount);
-        match known.filter(|_| is_plain && of.is_none() && is_top(mount, &within)) {
-            Some((_, row)) => {
-                of = Some(*row);
-                builder.foreign.insert(rustix::fs::makedev(mount.device.0, mount.device.1));
+        let pids = || others.iter().filter(|other| other.space.kind == NamespaceKind::Pid);
+        let known = match when {
+            // To look into it would keep the program from unmounting it.
+            When::Running => pids().next().filter(|_| is_proc),
+            _ => {
+                let shows = own.pids.iter().find_map(|pid| is_proc.then(|| shown_by(*pid)).flatten());
+                pids().find(|other| Some(other.space.id) == shows)
             }
-            None => differences.push(format!("{} on {} is new", text(&mount.kind), text(&mount.point))),
-        }
+        };
+        let is_plain = mount.options == PROC && mount.settings == b"rw" && !is_shared(mount);
+        let known = known.filter(|_| is_plain && of.is_none() && is_top(mount, within))?;
+        of = Some((mount, known.row));
     }
-    let propagation = propagation(&around, &within, of.is_some());
-    if propagation.is_none() {
-        differences.push("what its mounts pass on to others, and receive from them".into());
-    }
-    if !differences.is_empty() {
-        let more = differences.len().saturating_sub(FEW);
-        differences.truncate(FEW);
-        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-        let why = format!("its mounts are not those around the program: {}{more}", differences.join(", "));
-        builder.refuse(name(NamespaceKind::Mount), why, HINT);
-    }
-    Ok(Namespace::Mount { propagation: propagation.unwrap_or(Propagation::Private), proc: of.flatten() })
+    let propagation = propagation(around, within, of.is_some())?;
+    differences.is_empty().then_some((propagation, of))
 }
 
-fn text(bytes: &[u8]) -> String {
+pub(super) fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-fn is_shared(mount: &Mount) -> bool {
-    mount.shared.is_some() || mount.master.is_some() || mount.is_special
+pub(super) fn is_shared(mount: &Mount) -> bool {
+    mount.shared.is_some() || mount.master.is_some() || mount.is_special || mount.is_unbindable
 }
 
 /// What a mount is, but for its number and what it shares with others.
@@ -132,7 +192,7 @@ type Peers = (Option<u64>, Option<u64>);
 /// What all mounts that are around it, too, have in common: that they pass nothing on, that they only receive, or that they share as
 /// those around. `has_more`: there is one that is not around it, and shares nothing.
 fn propagation(around: &[Mount], within: &[Mount], has_more: bool) -> Option<Propagation> {
-    if within.iter().any(|mount| mount.is_special) {
+    if within.iter().any(|mount| mount.is_special || mount.is_unbindable) {
         return None;
     }
     if within.iter().all(|mount| !is_shared(mount)) {

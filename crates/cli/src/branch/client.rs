@@ -9,6 +9,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::{Command, Stdio};
 use std::time::Duration;
+use stillpoint_capture::attributes::target::has_ended;
 use stillpoint_store::Store;
 
 /// How long an answer may take: the first snapshot of a large program that cannot have a twin is a copy.
@@ -21,11 +22,16 @@ pub fn ask(store: &Store, pid: u32, ask: &Ask) -> Result<Answer> {
             .hint("stillpoint snapshot takes one")
     };
     let may_start = matches!(ask, Ask::Snapshot { .. });
+    if matches!(ask, Ask::Snapshot { alone: false, .. }) && has_made_us(pid) {
+        let why = format!("process {pid} has started this very command, which cannot stop itself");
+        return Err(Failure::refused(why).hint("ask from elsewhere, or with --alone for the one process"));
+    }
     // One who is just about to leave does not answer.
     for _ in 0..3 {
         let place = Place::of(store, pid, start_time(pid)?)?;
         let stream = match UnixStream::connect(place.socket()) {
             Ok(stream) => stream,
+            Err(_) if !may_start && has_ended(pid) => return Err(ended(pid)),
             Err(_) if !may_start => return Err(none()),
             Err(_) => start(&place, store, pid)?,
         };
@@ -39,16 +45,34 @@ pub fn ask(store: &Store, pid: u32, ask: &Ask) -> Result<Answer> {
             Ok(None) if may_start => {}
             Err(e) if may_start && matches!(e.kind(), ErrorKind::ConnectionReset | ErrorKind::BrokenPipe) => {
             }
+            // It leaves when the program ends.
+            Ok(None) | Err(_) if has_ended(pid) => return Err(ended(pid)),
             Ok(None) => {
                 return Err(Failure::failed(format!("who kept the snapshots of process {pid} has ended")));
             }
             Err(e) => return Err(Failure::failed(format!("who keeps the snapshots of process {pid}: {e}"))),
         }
     }
-    if jobs::stat_of(pid).is_none_or(|stat| stat.state == b'Z') {
-        return Err(Failure::usage(format!("process {pid} has ended")));
+    if has_ended(pid) {
+        return Err(ended(pid));
     }
     Err(Failure::failed(format!("nobody could be started to keep snapshots of process {pid}")))
+}
+
+fn ended(pid: u32) -> Failure {
+    Failure::usage(format!("process {pid} has ended"))
+}
+
+/// Whether we are a descendant of a process.
+fn has_made_us(pid: u32) -> bool {
+    let mut above = jobs::stat_of(std::process::id()).map(|stat| stat.ppid);
+    while let Some(ancestor) = above.filter(|ancestor| *ancestor > 1) {
+        if ancestor == pid {
+            return true;
+        }
+        above = jobs::stat_of(ancestor).map(|stat| stat.ppid);
+    }
+    false
 }
 
 /// Starts one who keeps snapshots, and connects to them.

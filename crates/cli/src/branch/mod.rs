@@ -25,6 +25,9 @@ pub enum Ask {
     Snapshot {
         /// The user's name for it.
         name: Option<String>,
+        /// Of the one process, whatever others it has made.
+        #[serde(default)]
+        alone: bool,
     },
     /// Back to one.
     Rollback {
@@ -71,6 +74,8 @@ pub enum Answer {
         pages: u64,
         /// 0, or what the rollback gave.
         value: i64,
+        /// Of so many processes.
+        processes: usize,
     },
     /// The program is back.
     Rolled {
@@ -80,6 +85,8 @@ pub enum Answer {
         pause_ms: f64,
         /// Pages that were put back.
         pages: u64,
+        /// Of so many processes.
+        processes: usize,
         /// What is not as it was.
         notes: Vec<String>,
     },
@@ -115,6 +122,8 @@ pub struct Row {
     pub parent: Option<u64>,
     /// The program has gone on from it.
     pub current: bool,
+    /// Of so many processes.
+    pub processes: usize,
     /// When it was taken, nanoseconds since 1970.
     pub taken_ns: u64,
 }

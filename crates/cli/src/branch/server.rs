@@ -11,14 +11,21 @@ use std::collections::BTreeSet;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
-use std::time::{Duration, SystemTime};
-use stillpoint_branch::{Error, Id, Program};
+use std::time::{Duration, Instant, SystemTime};
+use stillpoint_branch::{Error, Id, Program, Rolled, Taken};
+use stillpoint_capture::Refusal;
+use stillpoint_capture::attributes::target::has_ended;
+use stillpoint_capture::freeze;
 use stillpoint_linux::descriptors::{pidfd_open, raise_descriptor_limit};
+use stillpoint_linux::local::{give_back_freed_memory, keep_freed_memory};
+use stillpoint_linux::proc::descendants;
 use stillpoint_store::Store;
 
 /// How long somebody who asks may take for it.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// How long it is waited for the first who asks.
+/// So much of the memory of pages that are not needed any more is kept for others, bytes.
+const KEPT: i32 = 32 << 20;
+/// How long it is waited for the first who asks, and for the next before memory that is kept for others is given back.
 const IDLE: Timespec = Timespec { tv_sec: 10, tv_nsec: 0 };
 
 /// Keeps snapshots, and does what is asked.
@@ -33,6 +40,42 @@ pub struct Keeper {
     program: Option<Program>,
     /// Snapshots that the program took itself: somebody in it waits for an answer there.
     of_its_own: BTreeSet<Id>,
+    /// What is still to be said of an answer to the program.
+    unsaid: Vec<u8>,
+    /// For how long a question of the program is waited for without sleeping.
+    turns: Turns,
+}
+
+/// Who asks.
+#[derive(Clone, Copy, PartialEq)]
+enum Asker {
+    /// The program itself.
+    Program,
+    /// Somebody else.
+    Other,
+}
+
+/// Whether the next question is waited for without sleeping: one who asks again and again, as soon as it has its answer, would
+/// wait for us to be woken, on another processor, for longer than it takes us to do much of what it asks for.
+#[derive(Debug, Default)]
+struct Turns {
+    /// Questions that came in time since one that did not.
+    in_time: u32,
+}
+
+impl Turns {
+    /// How long a question may take to be waited for without sleeping.
+    const LONG: Duration = Duration::from_micros(100);
+    /// So many questions must have come so fast.
+    const ENOUGH: u32 = 2;
+
+    fn patience(&self) -> Duration {
+        if self.in_time >= Self::ENOUGH { Self::LONG } else { Duration::ZERO }
+    }
+
+    fn note(&mut self, waited: Duration) {
+        self.in_time = if waited < 2 * Self::LONG { self.in_time.saturating_add(1) } else { 0 };
+    }
 }
 
 /// Whether there is more to do.
@@ -48,6 +91,7 @@ impl Keeper {
         let failed = |e: std::io::Error| Failure::failed(format!("keep snapshots of process {pid}: {e}"));
         let pidfd = pidfd_open(pid, 0)?;
         raise_descriptor_limit()?;
+        keep_freed_memory(KEPT);
         let (listener, own) = match is_its_own {
             false => (UnixListener::from(input), None),
             true => {
@@ -64,7 +108,17 @@ impl Keeper {
             }
         };
         let store = store.path().to_owned();
-        Ok(Keeper { pid, pidfd, store, listener, own, program: None, of_its_own: BTreeSet::new() })
+        Ok(Keeper {
+            pid,
+            pidfd,
+            store,
+            listener,
+            own,
+            program: None,
+            of_its_own: BTreeSet::new(),
+            unsaid: Vec::new(),
+            turns: Turns::default(),
+        })
     }
 
     /// Serves until the program ends, or its last snapshot is forgotten.
@@ -78,7 +132,8 @@ impl Keeper {
                 (_, true, _) => self.answer_a_caller(),
                 _ => Next::Leave,
             };
-            if next == Next::Leave {
+            // Who could not be let go runs on when we have ended.
+            if next == Next::Leave || freeze::keeps_somebody() {
                 break;
             }
         }
@@ -89,19 +144,29 @@ impl Keeper {
     }
 
     /// Whether the program has ended, somebody calls, the program has said something; nothing: all were silent for long.
-    fn wait(&self) -> Result<[bool; 3]> {
+    fn wait(&mut self) -> Result<[bool; 3]> {
         let mut sources = vec![self.pidfd.as_fd(), self.listener.as_fd()];
         sources.extend(self.own.as_ref().map(|line| line.stream().as_fd()));
         let mut polled: Vec<PollFd<'_>> =
             sources.iter().map(|&fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
-        let idle = (self.program.is_none() && self.own.is_none()).then_some(&IDLE);
+        let (is_unused, mut idle) = (self.program.is_none() && self.own.is_none(), Some(&IDLE));
+        let (began, at_once) = (Instant::now(), Timespec { tv_sec: 0, tv_nsec: 0 });
+        let patience = self.turns.patience();
         loop {
-            match poll(&mut polled, idle) {
+            let turns = began.elapsed() < patience;
+            match poll(&mut polled, if turns { Some(&at_once) } else { idle }) {
                 Err(rustix::io::Errno::INTR) => {}
                 Err(e) => return Err(Failure::failed(format!("poll: {e}"))),
+                // Others may want the processor.
+                Ok(0) if turns => std::thread::yield_now(),
+                Ok(0) if !is_unused => {
+                    give_back_freed_memory();
+                    idle = None;
+                }
                 Ok(_) => break,
             }
         }
+        self.turns.note(began.elapsed());
         let ready = |place: usize| polled.get(place).is_some_and(|p| !p.revents().is_empty());
         Ok([ready(0), ready(1), ready(2)])
     }
@@ -119,12 +184,8 @@ impl Keeper {
         }
         let mut line = Line::new(stream);
         let Ok(Some(ask)) = line.hear::<Ask>() else { return Next::GoOn };
-        let (answer, next) = self.act(&ask);
-        if let Answer::Rolled { snapshot, pause_ms, pages, .. } = answer
-            && let Ask::Rollback { value, .. } = ask
-        {
-            self.tell_the_program(snapshot, pause_ms, pages, value);
-        }
+        let (answer, next) = self.act(&ask, Asker::Other);
+        self.finish_saying();
         // One who has gone away needs no answer.
         let _ = line.say(&answer);
         next
@@ -138,25 +199,20 @@ impl Keeper {
             let is_over = self.program.as_ref().is_none_or(Program::is_over);
             return Ok(if is_over { Next::Leave } else { Next::GoOn });
         };
-        let (answer, next) = self.act(&ask);
-        match (&answer, &ask) {
-            // Who asked is no more. Whoever took the snapshot hears.
-            (Answer::Rolled { snapshot, pause_ms, pages, .. }, Ask::Rollback { value, .. }) => {
-                self.tell_the_program(*snapshot, *pause_ms, *pages, *value);
-            }
-            (Answer::Taken { snapshot, .. }, _) => {
-                self.of_its_own.insert(*snapshot);
-                self.say(&answer);
-            }
-            _ => self.say(&answer),
+        let (answer, next) = self.act(&ask, Asker::Program);
+        self.finish_saying();
+        // Of what was taken it has heard, and who asked for what was undone is no more.
+        if !matches!(answer, Answer::Taken { .. } | Answer::Rolled { .. }) {
+            self.say(&answer);
         }
         Ok(next)
     }
 
-    /// Tells whoever waits in the program that it is back.
-    fn tell_the_program(&self, snapshot: Id, pause_ms: f64, pages: u64, value: i64) {
-        if self.of_its_own.contains(&snapshot) {
-            self.say(&Answer::Taken { snapshot, pause_ms, pages, value });
+    /// Says what could not be said while the program stood still.
+    fn finish_saying(&mut self) {
+        let rest = std::mem::take(&mut self.unsaid);
+        if let Some(line) = self.own.as_ref().filter(|_| !rest.is_empty()) {
+            let _ = line.go_on(&rest);
         }
     }
 
@@ -167,11 +223,11 @@ impl Keeper {
     }
 
     /// Does what is asked.
-    fn act(&mut self, ask: &Ask) -> (Answer, Next) {
+    fn act(&mut self, ask: &Ask, asker: Asker) -> (Answer, Next) {
         let done = match ask {
-            Ask::Snapshot { name } => self.snapshot(name.clone()),
-            Ask::Rollback { snapshot, kill_children, .. } => {
-                self.rollback(snapshot.as_deref(), *kill_children)
+            Ask::Snapshot { name, alone } => self.snapshot(name.clone(), *alone, asker),
+            Ask::Rollback { snapshot, kill_children, value } => {
+                self.rollback(snapshot.as_deref(), *kill_children, *value)
             }
             Ask::List => Ok(Answer::List(self.list())),
             Ask::Forget { snapshot } => self.forget(snapshot.as_deref()),
@@ -194,30 +250,55 @@ impl Keeper {
         }
     }
 
-    fn snapshot(&mut self, name: Option<String>) -> Result<Answer, Error> {
-        let taken = match &mut self.program {
-            Some(program) => program.snapshot(name)?,
-            None => {
-                let (program, taken) = Program::begin(self.pid, name)?;
-                self.program = Some(program);
-                taken
-            }
-        };
-        Ok(Answer::Taken {
+    fn snapshot(&mut self, name: Option<String>, alone: bool, asker: Asker) -> Result<Answer, Error> {
+        // A program that asks itself knows what it has made, and the keeper may be a child of it.
+        let alone = alone || asker == Asker::Program;
+        let Keeper { pid, program, own, unsaid, of_its_own, .. } = self;
+        refuse_the_other_kind(*pid, program.as_ref(), alone)?;
+        let answer = |taken: &Taken| Answer::Taken {
             snapshot: taken.id,
             pause_ms: milliseconds(taken.pause),
             pages: taken.pages,
             value: 0,
-        })
+            processes: taken.processes,
+        };
+        let mut tell = |taken: &Taken| {
+            if asker == Asker::Program {
+                of_its_own.insert(taken.id);
+                say_at_once(own.as_ref(), &answer(taken), unsaid);
+            }
+        };
+        let taken = match program {
+            Some(program) => program.snapshot(name, tell)?,
+            None => {
+                let (begun, taken) = Program::begin(*pid, name, alone)?;
+                *program = Some(begun);
+                tell(&taken);
+                taken
+            }
+        };
+        Ok(answer(&taken))
     }
 
-    fn rollback(&mut self, which: Option<&str>, kill_children: bool) -> Result<Answer, Error> {
-        let (program, snapshot) = self.find(which)?;
-        let rolled = program.rollback(snapshot, kill_children)?;
+    fn rollback(&mut self, which: Option<&str>, kill_children: bool, value: i64) -> Result<Answer, Error> {
+        let (_, snapshot) = self.find(which)?;
+        let Keeper { program, own, unsaid, of_its_own, .. } = self;
+        let program = program.as_mut().ok_or_else(|| Error::Unknown(snapshot.to_string()))?;
+        // Whoever took the snapshot hears of it, if it was the program itself.
+        let tell = |rolled: &Rolled| {
+            if of_its_own.contains(&snapshot) {
+                let (pause_ms, pages, processes) =
+                    (milliseconds(rolled.pause), rolled.pages, rolled.processes);
+                let answer = Answer::Taken { snapshot, pause_ms, pages, value, processes };
+                say_at_once(own.as_ref(), &answer, unsaid);
+            }
+        };
+        let rolled = program.rollback(snapshot, kill_children, tell)?;
         Ok(Answer::Rolled {
             snapshot,
             pause_ms: milliseconds(rolled.pause),
             pages: rolled.pages,
+            processes: rolled.processes,
             notes: rolled.notes,
         })
     }
@@ -282,6 +363,7 @@ impl Keeper {
             name: state.name.clone(),
             parent: program.parent(snapshot),
             current: program.current() == snapshot,
+            processes: state.processes(),
             taken_ns: since(state.at),
         };
         program.snapshots().map(row).collect()
@@ -298,6 +380,16 @@ impl Keeper {
         };
         let target = format!("process {}", self.pid);
         match error {
+            // Whatever could not be read or done, this is why.
+            Error::Refused(_)
+            | Error::Capture(_)
+            | Error::Restore(_)
+            | Error::Kernel(_)
+            | Error::Failed(_)
+                if has_ended(self.pid) =>
+            {
+                Failure::usage(format!("{target} has ended"))
+            }
             Error::Refused(refusals) => {
                 let list = stillpoint_capture::list(&refusals);
                 Failure::refused(format!("cannot {verb} {target}, which runs on unharmed:\n{list}"))
@@ -310,6 +402,29 @@ impl Keeper {
             error => Failure::failed(error).within(&format!("{verb} {target}")),
         }
     }
+}
+
+/// Refuses a snapshot of the one process where there are those of all that it has made, and the other way round.
+fn refuse_the_other_kind(pid: u32, program: Option<&Program>, alone: bool) -> Result<(), Error> {
+    let Some(program) = program.filter(|program| program.is_alone() != alone) else { return Ok(()) };
+    let (why, hint) = match program.is_alone() {
+        true if descendants(&[pid]).is_empty() => return Ok(()),
+        true => (
+            "there are snapshots of it alone, without the processes that it has made",
+            "--alone takes another one",
+        ),
+        false => (
+            "there are snapshots of it with all processes that it has made",
+            "forget them first, or leave out --alone",
+        ),
+    };
+    Err(Error::Refused(vec![Refusal { what: format!("process {pid}"), why: why.into(), hint: hint.into() }]))
+}
+
+/// Says to the program as much of an answer as can be said while it stands still; the rest is left.
+fn say_at_once(line: Option<&Line>, answer: &Answer, unsaid: &mut Vec<u8>) {
+    // One who has hung up needs no answer.
+    *unsaid = line.and_then(|line| line.say_at_once(answer).ok()).unwrap_or_default();
 }
 
 /// The answer to what a command has told, if it has told it.

@@ -11,7 +11,7 @@ use std::os::unix::net::UnixListener;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
-use stillpoint_linux::supervise::Signals;
+use stillpoint_linux::supervise::{Received, Signals};
 use stillpoint_store::{Store, Trouble};
 
 /// One that ends sooner than this would end so again.
@@ -102,7 +102,7 @@ impl Beside {
         self.listener = None;
         self.errand.periodic.every = None;
         let failing = Some((crate::output::now_ns(), why.to_string()));
-        let _ = self.errand.store.set_trouble(&self.errand.job, &Trouble { failing, slow: None });
+        let _ = self.errand.store.set_trouble(&self.errand.job, &Trouble { failing, ..Trouble::default() });
     }
 
     /// The job has ended: whether it has, too. A checkpoint that the job has lived long enough for is brought to its end.
@@ -113,8 +113,8 @@ impl Beside {
     }
 
     /// Waits for its end after that of the job: a checkpoint that the job has lived long enough for is brought to its
-    /// end. A signal that would end us has no patience.
-    pub fn finish(self, signals: &Signals) {
+    /// end. A signal that would end us has no patience. `heard` is told of those that come.
+    pub fn finish(self, signals: &Signals, mut heard: impl FnMut(&Received)) {
         let Some(Process { mut child, pidfd, .. }) = self.process else { return };
         let _ = pidfd_send_signal(&pidfd, Signal::CONT); // whoever stopped it had the job in mind
         while matches!(child.try_wait(), Ok(None)) {
@@ -122,6 +122,7 @@ impl Beside {
             let mut polled = sources.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
             let _ = poll(&mut polled, None);
             while let Ok(Some(signal)) = signals.next() {
+                heard(&signal);
                 if signal.would_end_us() {
                     let _ = child.kill();
                     return; // it may hang in a system call; it does not outlive us
@@ -167,9 +168,11 @@ impl Errand {
             let value = [format!("{fd}=").as_bytes(), name].concat();
             option("--inherited", OsString::from_vec(value));
         }
-        let Periodic { every, keep, engine, buffer } = &self.periodic;
+        let Periodic { every, mtbf, keep, engine, buffer } = &self.periodic;
+        let time = |time: Duration| format!("{}ms", time.as_millis());
         let numbers = [
-            ("--every", every.map(|e| format!("{}ms", e.as_millis()))),
+            ("--every", every.map(|every| every.time().map_or("auto".into(), time))),
+            ("--mtbf", mtbf.map(time)),
             ("--keep", keep.map(|n| n.to_string())),
         ];
         let others =

@@ -1,14 +1,18 @@
 //! Where checkpoints are asked for, and the one thread that takes them, one after the other.
 
+use crate::chronicle::Taking;
 use crate::failure::{Failure, Result};
+use crate::pace::{FIRST, Pacer};
 use crate::progress::Counts;
-use crate::taken::{Asked, Taken, failure};
+use crate::taken::{Asked, Ending, Taken, failure};
+use std::io::{PipeWriter, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 use stillpoint_capture::Session;
-use stillpoint_store::{Store, Trouble};
+use stillpoint_store::history::Why;
+use stillpoint_store::{Every, Pace, Store, Trouble};
 
 /// Between two looks at a job whose memory is still being loaded.
 const TEND: Duration = Duration::from_millis(20);
@@ -114,23 +118,61 @@ pub struct Taker {
     /// Streams besides the standard ones that it was started with.
     pub inherited: Vec<(u32, Vec<u8>)>,
     /// How often the clock asks.
-    pub every: Option<Duration>,
+    pub every: Option<Every>,
     /// How many of the newest checkpoints stay when the clock has asked for one.
     pub keep: Option<usize>,
     /// What the user should know.
     pub trouble: Trouble,
+    /// Where the clock asks as often as pays.
+    pub pacing: Option<Pacing>,
+}
+
+/// How often checkpoints pay, and who waits to know it.
+#[derive(Debug)]
+pub struct Pacing {
+    /// Finds it out.
+    pub pacer: Pacer,
+    /// The last that was found out.
+    pub last: Option<Pace>,
+    /// Hears, after each checkpoint that the clock has asked for, how long it is to the next, nanoseconds.
+    pub clock: PipeWriter,
+}
+
+impl Pacing {
+    fn end(&mut self, store: &Store, job: &str, outcome: &Result<Taken>) {
+        if let Ok(taken) = outcome {
+            let pace = self.pacer.end(taken.paced());
+            // What changed little is not worth a write each time.
+            let alike = |last: &Pace| pace.interval_ns.abs_diff(last.interval_ns) < last.interval_ns / 20;
+            if !self.last.as_ref().is_some_and(alike) && store.set_pace(job, Some(&pace)).is_ok() {
+                self.last = Some(pace);
+            }
+        }
+        let interval = self.last.map_or(FIRST.as_nanos() as u64, |pace| pace.interval_ns);
+        let _ = self.clock.write_all(&interval.to_le_bytes()); // its reader is ours
+    }
 }
 
 impl Taker {
     fn work(mut self, orders: &Receiver<Order>, open: &AtomicUsize) {
         while let Some(order) = self.next(orders) {
             if !order.abandoned.load(Ordering::Relaxed) {
-                let outcome = self.take(&order.asked, &order.counts);
+                let why = if order.answer.is_some() { Why::Asked } else { Why::Periodic };
+                if let Some(pacing) = &mut self.pacing {
+                    pacing.pacer.begin();
+                }
+                let outcome = self.take(&order.asked, &order.counts, why);
                 match order.answer {
                     // Somebody who has gone meanwhile finds it in the store.
                     Some(answer) => drop(answer.send(outcome)),
-                    None => self.after_tick(outcome),
+                    None => {
+                        if let Some(pacing) = &mut self.pacing {
+                            pacing.end(&self.store, &self.job, &outcome);
+                        }
+                        self.after_tick(outcome);
+                    }
                 }
+                let _ = self.store.thin_history(&order.asked.job);
             }
             open.fetch_sub(1, Ordering::AcqRel);
         }
@@ -147,17 +189,26 @@ impl Taker {
         orders.recv().ok()
     }
 
-    fn take(&mut self, asked: &Asked, counts: &Counts) -> Result<Taken> {
+    fn take(&mut self, asked: &Asked, counts: &Counts, why: Why) -> Result<Taken> {
         let options = asked.options(self.inherited.clone());
-        let report = self.session.checkpoint(&self.store, &options, counts);
+        let taking = Taking::begin(why, self.interval());
+        let ending = Ending { progress: counts, store: &self.store, job: &self.job };
+        let report = self.session.checkpoint(&self.store, &options, &ending);
+        taking.note(&self.store, asked, &report);
         report.map(Taken::from).map_err(|e| failure(e, "checkpoint", &asked.target))
+    }
+
+    /// How often the clock asks at the time.
+    fn interval(&self) -> Option<Duration> {
+        let paced = self.pacing.as_ref().and_then(|pacing| pacing.last);
+        paced.map(|pace| Duration::from_nanos(pace.interval_ns)).or(self.every.and_then(Every::time))
     }
 
     /// Makes room, and writes down what went wrong: nobody waits for a word.
     fn after_tick(&mut self, outcome: Result<Taken>) {
         let mut now = self.trouble.clone();
         let pruned = outcome.and_then(|taken| {
-            if let Some(every) = self.every.filter(|&every| taken.wall() > every) {
+            if let Some(every) = self.every.and_then(Every::time).filter(|&every| taken.wall() > every) {
                 now.slow.get_or_insert_with(|| slow(taken.wall(), every));
             }
             let Some(keep) = self.keep else { return Ok(()) };

@@ -14,9 +14,10 @@ pub use beside::{Beside, Errand, inherited};
 use crate::args::Periodic;
 use crate::control::server::Clients;
 use crate::failure::{Failure, Result};
-use crate::periodic::Beat;
+use crate::pace::Pacer;
+use crate::periodic::Clock;
 use crate::taken::Asked;
-use desk::{Desk, Taker};
+use desk::{Desk, Pacing, Taker};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixListener;
@@ -52,18 +53,19 @@ pub struct Work {
 }
 
 impl Work {
-    /// Does it until the job ends or we are told to leave; what was begun is brought to an end.
-    pub fn serve(self, signals: &Signals) -> Result<()> {
-        let desk = Desk::open(self.taker())?;
+    /// Does it until the job ends or we are told to leave; what was begun is brought to an end. Tells whether the job has ended.
+    pub fn serve(self, signals: &Signals) -> Result<bool> {
+        let mut clock = Clock::new(self.periodic.every)?;
+        let desk = Desk::open(self.taker(&clock)?)?;
         let clients = Clients::default();
         if let Some(listener) = &self.listener {
             listener.set_nonblocking(true).map_err(|e| Failure::failed(format!("control socket: {e}")))?;
         }
-        let mut beat = self.periodic.every.map(|every| Beat::new(Instant::now(), every));
         loop {
             let mut sources = vec![self.pidfd.as_fd(), signals.as_fd()];
             sources.extend(self.listener.as_ref().map(AsFd::as_fd));
-            wait(&sources, beat.map(|b| b.left(Instant::now())))?;
+            sources.extend(clock.source());
+            wait(&sources, clock.left(Instant::now()))?;
             if has_ended(self.pidfd.as_fd()) || self.is_told_to_leave(signals)? {
                 break;
             }
@@ -71,7 +73,7 @@ impl Work {
                 clients.accept(listener, &desk);
             }
             // One that is late is not made up for: the next is soon enough.
-            if beat.as_mut().is_some_and(|b| b.ticks(Instant::now()) > 0) && desk.is_idle() {
+            if clock.ticks(Instant::now())? && desk.is_idle() {
                 desk.tick(self.periodic_checkpoint());
             }
         }
@@ -80,11 +82,13 @@ impl Work {
             // What cannot be given back now goes with the next that is pruned.
             let _ = self.store.end_rolling(&self.job);
         }
-        Ok(())
+        Ok(has_ended(self.pidfd.as_fd()))
     }
 
-    fn taker(&self) -> Taker {
-        Taker {
+    fn taker(&self, clock: &Clock) -> Result<Taker> {
+        let pacer = || Pacer::new(&self.store, &self.job, self.pid, self.periodic.mtbf);
+        let pacing = clock.hears()?.map(|clock| Pacing { pacer: pacer(), last: None, clock });
+        Ok(Taker {
             store: self.store.clone(),
             job: self.job.clone(),
             session: Session::new(self.pid),
@@ -92,7 +96,8 @@ impl Work {
             every: self.periodic.every,
             keep: self.periodic.keep.map(|n| usize::try_from(n).unwrap_or(usize::MAX)),
             trouble: Trouble::default(),
-        }
+            pacing,
+        })
     }
 
     fn periodic_checkpoint(&self) -> Asked {

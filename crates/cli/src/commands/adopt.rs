@@ -5,7 +5,7 @@ use crate::checkpointer::Work;
 use crate::commands::run::Record;
 use crate::detach::{Answer, Detached, background_stdio, detach};
 use crate::failure::{Failure, Result};
-use crate::jobs;
+use crate::{chronicle, jobs};
 use rustix::fd::OwnedFd;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde_json::json;
@@ -13,10 +13,12 @@ use std::process::ExitCode;
 use stillpoint_image::Bytes;
 use stillpoint_linux::proc::Proc;
 use stillpoint_linux::supervise::Signals;
-use stillpoint_store::{Running, Store};
+use stillpoint_store::history::What;
+use stillpoint_store::{Running, Store, Terms};
 
 /// Runs the command.
 pub fn run(common: &Common, args: &Adopt) -> Result<ExitCode> {
+    args.periodic.check()?;
     check_number(&args.pid)?;
     match detach()? {
         Detached::Front(answer) => {
@@ -69,14 +71,26 @@ impl Adopted {
         let id = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or_else(ended)?;
         let pidfd = pidfd_open(id, PidfdFlags::empty()).map_err(|_| ended())?;
         check(pid)?;
+        // It may be a job whose supervisor was killed.
+        let is_orphan = target.running.is_some();
+        let before = store.terms(&target.job).ok().flatten().filter(|_| is_orphan);
         let inherited = target.running.map(|orphan| forget(&store, &target.job, orphan)).transpose()?;
+        let is_same = args.name.as_ref().is_none_or(|name| *name == target.job);
         let name = args.name.clone().unwrap_or(target.job);
         let claim = jobs::claim(&store, &name)?;
         let signals = Signals::take()?;
         let command = Proc::process(pid)?.cmdline()?.into_iter().map(Bytes).collect();
         let running = jobs::running_record(pid, command, None, &args.periodic)?;
         let running = Running { adopted: true, inherited: inherited.unwrap_or_default(), ..running };
-        let record = Record::write(store, claim, running)?.with_control();
+        // What was saved before by way of the store is of this program, too, if it was this job.
+        let terms = jobs::terms(&store, &name, &args.periodic);
+        let terms = before.filter(|_| is_same).map_or(terms.clone(), |before| {
+            // Those who page it have not ended with its supervisor.
+            Terms { memory_limit: before.memory_limit, ..jobs::carried(before, terms) }
+        });
+        let begun = chronicle::started(&running);
+        let written = store.set_terms(claim.job(), &terms);
+        let record = Record::write(store, claim, running)?.with_control().with_event(begun).keeps(written);
         Ok(Self { record, signals, pid, pidfd, periodic: args.periodic.clone() })
     }
 
@@ -108,15 +122,21 @@ impl Adopted {
             heeds_signals: true,
         };
         let over = work.serve(&self.signals);
+        self.record.leave();
+        if let Ok(has_ended) = over {
+            // How, only its parent hears.
+            let end = if has_ended { What::End { code: None } } else { What::Release };
+            chronicle::tell(self.record.store(), self.record.job(), end);
+        }
         drop(self.record);
-        over.map(|()| ExitCode::SUCCESS)
+        over.map(|_| ExitCode::SUCCESS)
     }
 }
 
 /// A job whose supervisor was killed can be adopted like any other process. Returns what it was started with.
 fn forget(store: &Store, job: &str, orphan: Running) -> Result<Vec<(u32, Bytes)>> {
     let _claim = store.claim(job).map_err(jobs::store_failure)?;
-    store.clear_running(job).map_err(jobs::store_failure)?;
+    store.clear_running(job).and_then(|()| store.clear_terms(job)).map_err(jobs::store_failure)?;
     Ok(orphan.inherited)
 }
 

@@ -15,15 +15,18 @@ pub fn snapshot(common: &Common, args: &Snapshot) -> Result<ExitCode> {
     if args.name.as_ref().is_some_and(|name| name.parse::<u64>().is_ok() || name.is_empty()) {
         return Err(Failure::usage("--name: a number, or nothing, is no name"));
     }
-    let (pid, answer) = ask(common, &args.target, &Ask::Snapshot { name: args.name.clone() })?;
-    let Answer::Taken { snapshot, pause_ms, pages, .. } = answer else { return Err(strange()) };
+    let asked = Ask::Snapshot { name: args.name.clone(), alone: args.alone };
+    let (pid, answer) = ask(common, &args.target, &asked)?;
+    let Answer::Taken { snapshot, pause_ms, pages, processes, .. } = answer else { return Err(strange()) };
     match common.json {
         true => output::json(&json!({
             "pid": pid, "snapshot": snapshot, "name": args.name, "pause_ms": rounded(pause_ms), "pages": pages,
+            "processes": processes,
         }))?,
-        false => output::line(&format!(
-            "snapshot {snapshot} of process {pid}: it stood still for {pause_ms:.2} ms"
-        ))?,
+        false => {
+            let (who, they) = those(pid, processes);
+            output::line(&format!("snapshot {snapshot} of {who}: {they} stood still for {pause_ms:.2} ms"))?;
+        }
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -33,15 +36,19 @@ pub fn rollback(common: &Common, args: &Rollback) -> Result<ExitCode> {
     let (kill_children, value) = (args.kill_children, args.value);
     let asked = Ask::Rollback { snapshot: args.of.which.1.clone(), kill_children, value };
     let (pid, answer) = ask(common, &args.of.which.0, &asked)?;
-    let Answer::Rolled { snapshot, pause_ms, pages, notes } = answer else { return Err(strange()) };
+    let Answer::Rolled { snapshot, pause_ms, pages, processes, notes } = answer else {
+        return Err(strange());
+    };
     if common.json {
         output::json(&json!({
-            "pid": pid, "snapshot": snapshot, "pause_ms": rounded(pause_ms), "pages": pages, "notes": notes,
+            "pid": pid, "snapshot": snapshot, "pause_ms": rounded(pause_ms), "pages": pages,
+            "processes": processes, "notes": notes,
         }))?;
         return Ok(ExitCode::SUCCESS);
     }
+    let ((who, they), are) = (those(pid, processes), if processes > 1 { "are" } else { "is" });
     output::line(&format!(
-        "process {pid} is back at snapshot {snapshot}: {pages} pages, it stood still for {pause_ms:.2} ms"
+        "{who} {are} back at snapshot {snapshot}: {pages} pages, {they} stood still for {pause_ms:.2} ms"
     ))?;
     notes.iter().for_each(|note| output::note(note));
     Ok(ExitCode::SUCCESS)
@@ -97,6 +104,15 @@ fn ask(common: &Common, target: &str, asked: &Ask) -> Result<(u32, Answer)> {
     let store = jobs::open_store(common.store.as_deref())?;
     let pid = jobs::target(&store, target)?.pid;
     Ok((pid, client::ask(&store, pid, asked)?))
+}
+
+/// Whom a snapshot is of: a name for them, and a word.
+fn those(pid: u32, processes: usize) -> (String, &'static str) {
+    match processes {
+        0 | 1 => (format!("process {pid}"), "it"),
+        2 => (format!("process {pid} and its child"), "they"),
+        _ => (format!("process {pid} and {} others of it", processes - 1), "they"),
+    }
 }
 
 fn strange() -> Failure {

@@ -1,15 +1,18 @@
 //! `stillpoint checkpoint`: a running program is written to the store.
 
 use crate::args::{Checkpoint, Common};
+use crate::chronicle::Taking;
+use crate::commands::export::files;
 use crate::control::client::{Asking, ask};
-use crate::failure::Result;
+use crate::failure::{Failure, Result};
 use crate::jobs::Target;
 use crate::progress::Bar;
-use crate::taken::{Asked, Taken, failure};
+use crate::taken::{Asked, Ending, Taken, failure};
 use crate::{jobs, output};
 use std::process::ExitCode;
 use stillpoint_capture::Engine;
 use stillpoint_store::Store;
+use stillpoint_store::history::Why;
 
 /// Runs the command.
 pub fn run(common: &Common, args: &Checkpoint) -> Result<ExitCode> {
@@ -31,6 +34,7 @@ pub fn run(common: &Common, args: &Checkpoint) -> Result<ExitCode> {
     if args.incremental && !taken.incremental {
         taken.notes.push(why_complete(&target, &asked, &taken));
     }
+    let portable = if args.portable { make_portable(&store, &asked.job, &mut taken) } else { Ok(()) };
     if let Some(keep) = args.keep {
         // The checkpoint is there, whatever becomes of the others.
         if let Err(e) = super::remove::roll(&store, &asked.job, keep) {
@@ -42,7 +46,17 @@ pub fn run(common: &Common, args: &Checkpoint) -> Result<ExitCode> {
         taken.story.iter().for_each(|line| output::note(line));
     }
     taken.answer(&asked, target.pid, store.path()).tell(common.json, false)?;
-    Ok(ExitCode::SUCCESS)
+    portable.map(|()| ExitCode::SUCCESS)
+}
+
+/// Keeps copies of the program's files with a checkpoint that is there, whatever becomes of them.
+fn make_portable(store: &Store, job: &str, taken: &mut Taken) -> Result<()> {
+    let (count, bytes) = stillpoint_archive::make_portable(store, job, taken.id()).map_err(|e| match e {
+        stillpoint_archive::Error::Store(e) => jobs::store_failure(e),
+        e => Failure::refused(format!("{job}@{} is there, but without its files:\n{e}", taken.id())),
+    })?;
+    taken.notes.push(format!("the store has its {}, {}", files(count), output::bytes(bytes)));
+    Ok(())
 }
 
 /// Takes the checkpoint: through the job's supervisor, which knows what changed since the last one, else by ourselves.
@@ -57,7 +71,11 @@ fn take(store: &Store, target: &Target, asked: &Asked, bar: &Bar) -> Result<Take
         Asking::Deaf(note) => Some(note),
     };
     let inherited = target.inherited();
-    let report = stillpoint_capture::checkpoint(target.pid, store, &asked.options(inherited), bar);
+    let taking = Taking::begin(Why::Asked, None);
+    let ending = Ending { progress: bar, store, job: &target.job };
+    let report = stillpoint_capture::checkpoint(target.pid, store, &asked.options(inherited), &ending);
+    taking.note(store, asked, &report);
+    let _ = store.thin_history(&asked.job);
     let mut taken = Taken::from(report.map_err(|e| failure(e, "checkpoint", &asked.target))?);
     taken.notes.extend(note);
     Ok(taken)

@@ -1,5 +1,6 @@
 //! `stillpoint restore --clone`, and [`super::fork`]: many programs from one checkpoint, beside each other and beside the original,
-//! each in a pid namespace of its own in which it has its old process ids.
+//! each in a pid namespace of its own in which it has its old process ids. (Twins may also be in our own, where they get new ones; then what
+//! is said here of process 1 goes for a process of ours beside each twin.)
 //!
 //! 1. We split off process 1 of each namespace; each rebuilds its clone, all at the same time.
 //! 2. A clone whose memory is to come later hands over what follows that memory, and waits. When all have, we start the page
@@ -10,16 +11,17 @@
 //!    seen who still loads their memory.
 
 use super::private::{heard_end, last_word};
-use super::restore::{Again, Back, Name, Origin, failure, start_pump};
+use super::restore::{Again, Back, Name, Origin, failure, load, start_pump};
 use super::run::Record;
 use crate::args::{Common, Files, Periodic, Restore};
 use crate::checkpointer::Beside;
 use crate::detach::{Answer, in_background};
 use crate::failure::{Failure, Result};
+use crate::lives::with_restore;
 use crate::loading::{Loading, Tell};
-use crate::supervise::{ABANDONED, End, GiveUp, Supervisor, is_for_job, let_go, stop_at, wait_for};
+use crate::supervise::{ABANDONED, End, GiveUp, Requests, Supervisor, is_for_job, let_go, stop_at, wait_for};
 use crate::terminal;
-use crate::{jobs, output};
+use crate::{chronicle, jobs, output};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use rustix::process::{Signal, pidfd_send_signal};
@@ -28,15 +30,19 @@ use serde_json::{Value, json};
 use std::io::{PipeReader, PipeWriter, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::process::ExitCode;
-use stillpoint_image::{Meta, PAGE};
+use stillpoint_image::{Bytes, Meta, PAGE};
 use stillpoint_linux::descriptors::{duplicate_from, null, pidfd_open, raise_descriptor_limit};
 use stillpoint_linux::fdinfo::Folders;
 use stillpoint_linux::headroom::headroom;
 use stillpoint_linux::passing;
 use stillpoint_linux::proc::Proc;
 use stillpoint_linux::spawn::reap;
-use stillpoint_linux::supervise::{Change, Child, Private, Signals, forward, private_namespace, wait};
-use stillpoint_restore::{Coming, Error, Lazily, Pager, Place, Restored, Stdio, Template, Waiting};
+use stillpoint_linux::supervise::{
+    Change, Child, Private, Signals, forward, private_namespace, second, wait,
+};
+use stillpoint_restore::files::{check_alone, in_common, set_apart};
+use stillpoint_restore::{Coming, Error, Ids, Lazily, Pager, Place, Restored, Stdio, Template, Waiting};
+use stillpoint_store::history::What;
 use stillpoint_store::{Checkpoint, Claim, Store};
 
 /// Runs the command.
@@ -290,11 +296,13 @@ impl Host {
     }
 
     /// Supervises the clone to its end. Returns the exit code.
-    fn supervise(self, restored: Restored, signals: Signals) -> Result<i32> {
+    fn supervise(self, restored: Restored, signals: Signals, ids: Ids) -> Result<i32> {
         let Restored { pid, pidfd, stdin_pump, .. } = restored;
         let_go(stdin_pump.is_some())?;
         stdin_pump.map(start_pump).transpose()?;
-        Ok(last_word(Supervisor::new(signals, pid, pidfd).with_orphans().watch()?, self.line))
+        let supervisor = Supervisor::new(signals, pid, pidfd);
+        let supervisor = if ids == Ids::Same { supervisor.with_orphans() } else { supervisor };
+        Ok(last_word(supervisor.watch()?, self.line))
     }
 }
 
@@ -344,26 +352,39 @@ impl Flock {
     fn revive(common: &Common, args: &Restore, stdio: Stdio, relay: Option<BorrowedFd<'_>>) -> Result<Self> {
         let store = jobs::open_store(common.store.as_deref())?;
         let name = &args.checkpoint;
-        let checkpoint = store.load(&name.job, name.id).map_err(jobs::store_failure)?;
+        let (checkpoint, stand_ins) = load(&store, name)?;
         let origin = Origin::of(&checkpoint.image.meta);
-        Self::rebuild(store, checkpoint, origin, args, stdio, relay)
+        let mut flock = Self::rebuild(store, checkpoint, origin, (args, Ids::Same), stdio, relay)?;
+        flock.clones.iter_mut().for_each(|clone| clone.back.notes.extend(stand_ins.clone()));
+        Ok(flock)
     }
 
     /// Brings all clones back, or none; they become jobs of the store. While they are not complete, a signal (or the end of whoever
     /// listens at `relay`) ends us, and what there is of them with us.
     pub(super) fn rebuild(
         store: Store,
-        checkpoint: Checkpoint,
+        mut checkpoint: Checkpoint,
         mut origin: Origin,
-        args: &Restore,
+        (args, ids): (&Restore, Ids),
         stdio: Stdio,
         relay: Option<BorrowedFd<'_>>,
     ) -> Result<Self> {
         let signals = Signals::take()?;
         raise_descriptor_limit()?;
-        let again =
-            Again { store: &store, checkpoint: &checkpoint, origin: &origin, args, stdio, quiet: true };
         let count = args.count.unwrap_or(1) as usize;
+        check_alone(&checkpoint.image, count).map_err(|e| failure(e, &origin))?;
+        set_apart(&mut checkpoint.image).map_err(|e| failure(e, &origin))?;
+        let shared = note_of(&in_common(&checkpoint.image));
+        let again = Again {
+            store: &store,
+            checkpoint: &checkpoint,
+            origin: &origin,
+            job: origin.job(),
+            args,
+            stdio,
+            ids,
+            quiet: true,
+        };
         check_room(&origin, &checkpoint.image.meta, count)?;
         let of = |e: Error| failure(e, &origin);
         let template = match args.eager || checkpoint.image.processes.len() > 1 {
@@ -374,7 +395,12 @@ impl Flock {
         let mut births = Births::default();
         for number in 0..count {
             let (ours, theirs) = UnixStream::pair().map_err(|e| Failure::failed(format!("socket: {e}")))?;
-            match private_namespace() {
+            let split = match ids {
+                Ids::Same => private_namespace(),
+                Ids::New => second(),
+            };
+            match split {
+                Err(e) if ids == Ids::New => return Err(e.into()),
                 Err(e) => return Err(not_to_be_had(origin.of_many(), &e)),
                 Ok(Private::Outside(child)) => births.0.push(Birth {
                     child,
@@ -397,7 +423,7 @@ impl Flock {
                     // Nothing of the checkpoint is kept open longer than it is needed.
                     drop((template, checkpoint));
                     let code = match restored {
-                        Ok(Some(restored)) => host.supervise(restored, signals).ok(),
+                        Ok(Some(restored)) => host.supervise(restored, signals, ids).ok(),
                         _ => None,
                     };
                     std::process::exit(code.unwrap_or(crate::failure::FAILED.into()))
@@ -427,7 +453,9 @@ impl Flock {
         for (number, birth) in std::mem::take(&mut births.0).into_iter().enumerate() {
             let (job, record) = records.remove(0);
             let mut back = birth.back.unwrap_or_default();
-            back.private_pid = Some(std::mem::replace(&mut back.pid, birth.pid.unwrap_or_default()));
+            let inside = std::mem::replace(&mut back.pid, birth.pid.unwrap_or_default());
+            back.private_pid = (ids == Ids::Same).then_some(inside);
+            back.notes.extend(shared.clone());
             let record =
                 record.map_err(|e| back.notes.push(format!("stillpoint ls will not show {job}: {}", e.what)));
             let record = record.ok();
@@ -488,6 +516,18 @@ pub(super) fn not_to_be_had(name: &str, why: &stillpoint_linux::Error) -> Failur
         .hint("stillpoint doctor tells which privileges are missing")
 }
 
+/// A remark on files that are mapped shared, if there are any.
+fn note_of(files: &[&Bytes]) -> Option<String> {
+    let (first, rest) = files.split_first()?;
+    let (what, is, it) = match rest.len() {
+        0 => (first.to_string(), "is", "it"),
+        n => (format!("{first} and {n} more"), "are", "them"),
+    };
+    Some(format!(
+        "{what} {is} mapped shared: the program and its copies read what any of them writes to {it}"
+    ))
+}
+
 /// In the end each has all of its memory to itself. Were there too little, the kernel would kill them, or others.
 fn check_room(origin: &Origin, meta: &Meta, count: usize) -> Result<()> {
     let needed = meta.pages * PAGE * count as u64;
@@ -527,8 +567,24 @@ fn write_records(
         let job = claim.job().to_string();
         let pid = birth.pid.unwrap_or_default();
         let running = jobs::running_record(pid, meta.command.clone(), from, &again.args.periodic);
+        let terms = with_restore(jobs::terms(store, &job, &again.args.periodic), again.args);
+        // A copy that nobody saves has nothing of its own to go on from.
+        let is_saved = again.args.periodic.every.is_some();
+        let written = is_saved.then(|| store.set_terms(&job, &terms));
         let record = running.and_then(|running| Record::write(store.clone(), claim, running));
-        (job, record.map(Record::with_control))
+        let begun = |r: &Record| match from {
+            None => chronicle::started(r.running()),
+            Some(_) => What::Restore(chronicle::back(r.running(), Some(again.origin.job().into()), None)),
+        };
+        let record = record.map(|record| {
+            let begun = begun(&record);
+            let record = record.with_control().with_event(begun);
+            match written {
+                Some(written) => record.keeps(written),
+                None => record,
+            }
+        });
+        (job, record)
     };
     claims.into_iter().zip(&births.0).map(record).collect()
 }
@@ -588,7 +644,9 @@ impl Wards {
             self.leaving.retain_mut(|(checkpointer, _)| !checkpointer.has_left());
             if self.wards.is_empty() {
                 self.loading.take().into_iter().for_each(Loading::finish);
-                self.leaving.into_iter().for_each(|(checkpointer, _)| checkpointer.finish(&self.signals));
+                self.leaving
+                    .into_iter()
+                    .for_each(|(checkpointer, _)| checkpointer.finish(&self.signals, |_| ()));
                 return Ok(self.end);
             }
             self.give_up_abandoned();
@@ -641,6 +699,9 @@ impl Wards {
             if self.end == End::Exited(0) {
                 self.end = end;
             }
+            ward.record.iter_mut().for_each(|record| {
+                record.note_end((end, Requests::default()));
+            });
             // A checkpoint that was begun is brought to its end under the name of the clone.
             self.leaving.extend(ward.checkpointer.map(|checkpointer| (checkpointer, ward.record)));
         }

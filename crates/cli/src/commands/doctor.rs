@@ -78,9 +78,16 @@ fn own_features() -> Vec<Feature> {
             probe::set_mm_map(),
         ),
         tried(
+            "PR_SET_MM_MAP, executable",
+            Required,
+            "what is restored, or a twin, is of the same executable",
+            ROOT_HINT,
+            probe::set_executable(),
+        ),
+        tried(
             "pid namespaces",
             Optional,
-            "restore while the old process id is taken",
+            "isolated twins; restore while the old process id is taken",
             "run as root, or with CAP_SYS_ADMIN",
             probe::pid_namespace(),
         ),

@@ -2,66 +2,64 @@
 //!
 //! 1. A checkpoint of it is taken into a store of its own, in memory where there is room. The program runs on.
 //! 2. That checkpoint is opened and its store removed: what is open stays readable, and nobody else finds it.
-//! 3. The twins are clones of it ([`super::clones`]).
+//! 3. The twins are clones of it ([`super::clones`]). Those that are not isolated have other ids than the program: for them an instant is
+//!    taken at which no lock of the C library knows its owner by one ([`owners`]).
 
 use super::clones::{Flock, not_to_be_had};
 use super::restore::Origin;
-use crate::args::{CheckpointName, Common, DEFAULT_BUFFER, EAGER_BELOW, Files, Fork, Restore, Tcp};
+use crate::args::{Common, DEFAULT_BUFFER, Files, Fork, Restore};
 use crate::detach::in_background;
 use crate::failure::{Failure, Result};
 use crate::jobs::{self, Target};
 use crate::progress::Bar;
 use crate::{taken, units};
-use rustix::fd::AsFd;
+use rustix::fd::{AsFd, OwnedFd};
 use rustix::fs::{FlockOperation, Mode, OFlags, flock};
+use rustix::io::Errno;
 use std::fs::{DirBuilder, File};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
+use stillpoint_capture::attributes::target::has_ended;
 use stillpoint_capture::{Engine, Options};
 use stillpoint_linux::descriptors::{duplicate_from, null, pidfd_open};
 use stillpoint_linux::headroom::headroom;
 use stillpoint_linux::probe;
 use stillpoint_linux::proc::Proc;
-use stillpoint_restore::Stdio;
+use stillpoint_restore::{Ids, Stdio, owners};
 use stillpoint_store::{Checkpoint, Store};
 
 /// Runs the command.
 pub fn run(common: &Common, args: &Fork) -> Result<ExitCode> {
-    if !args.isolated {
-        return Err(Failure::refused(
-            "a twin in this pid namespace would need other process ids, and the C library and the mutexes of a running program \
-             remember those it has",
-        )
-        .hint("with --isolated each twin has a pid namespace of its own"));
-    }
+    args.periodic.check()?;
+    let ids = if args.isolated { Ids::Same } else { Ids::New };
     let began = Instant::now();
     let store = jobs::open_store(common.store.as_deref())?;
     let target = jobs::target(&store, &args.target)?;
     // Before the program is stopped.
-    probe::pid_namespace().map_err(|e| not_to_be_had("twins", &e))?;
-    let clones = Restore {
-        checkpoint: CheckpointName { job: NAME.into(), id: None },
-        detach: true,
-        eager: false,
-        eager_below: units::size(EAGER_BELOW).map_err(Failure::failed)?,
-        limit_bandwidth: None,
-        clone: true,
-        count: args.count,
-        files: Files::Keep,
-        tcp: Tcp::Established,
-        pid: None,
-        periodic: args.periodic.clone(),
-    };
+    match ids {
+        Ids::Same => probe::pid_namespace().map_err(|e| not_to_be_had("isolated twins", &e))?,
+        Ids::New => probe::set_executable().map_err(|e| {
+            Failure::refused(format!("a twin cannot be given the executable of the program: {e}"))
+                .hint("run as root, or give stillpoint CAP_CHECKPOINT_RESTORE")
+        })?,
+    }
+    let plain = Restore::plain(NAME, &args.periodic)?;
+    let clones = Restore { detach: true, clone: true, count: args.count, files: Files::Keep, ..plain };
     in_background(
         common.json,
         |relay| {
-            let (checkpoint, pause) = instant(&store, &target, args)?;
+            let program = program(target.pid)?;
+            let (checkpoint, pause) = match ids {
+                Ids::Same => instant(&store, &target, args)?,
+                Ids::New => fitting_instant(&store, &target, args)?,
+            };
             let job = target.job.clone();
             let origin = Origin::Program { job, pause, began, made: Duration::ZERO };
-            speak_like(&target)?;
-            Flock::rebuild(store, checkpoint, origin, &clones, Stdio::Current, Some(relay))
+            speak_like(&target, &program)?;
+            drop(program);
+            Flock::rebuild(store, checkpoint, origin, (&clones, ids), Stdio::Current, Some(relay))
         },
         |flock, tell| flock.supervise(None, common.json, tell),
     )
@@ -70,9 +68,48 @@ pub fn run(common: &Common, args: &Fork) -> Result<ExitCode> {
 /// The only job of the store of one instant. Nobody can name it: to people, a number is a process id.
 const NAME: &str = "0";
 
+/// How often, and for how long, another instant is taken if at one the program cannot be had under other ids; and what lies between two.
+const INSTANTS: u32 = 20;
+const LONG: Duration = Duration::from_secs(10);
+const BETWEEN: Duration = Duration::from_millis(7);
+
+/// The program at an instant at which it can be had under other ids; and for how long it was stopped for all that were looked at.
+fn fitting_instant(store: &Store, target: &Target, args: &Fork) -> Result<(Checkpoint, Duration)> {
+    let (began, mut stopped) = (Instant::now(), Duration::ZERO);
+    for number in 1.. {
+        let (checkpoint, pause) = instant(store, target, args)?;
+        stopped += pause;
+        let of = |e| Failure::failed(format!("cannot look for locks: {e}"));
+        let found = owners::look(&checkpoint).map_err(of)?;
+        let is_last = number >= INSTANTS || began.elapsed() > LONG;
+        if found.locks.is_empty() && (is_last || !found.may_be_taken) {
+            return Ok((checkpoint, stopped));
+        }
+        if is_last {
+            let what = found.locks.iter().map(|lock| format!("\n  {lock}")).collect::<String>();
+            let target = &args.target;
+            let moments = match number {
+                1 => "at the moment that was looked at it was not".into(),
+                _ => format!("at none of {number} moments was it"),
+            };
+            return Err(Failure::refused(format!(
+                "cannot fork {target}, which runs on unharmed: {moments} without locks that know their owners by thread ids, and a \
+                 twin beside it has others:{what}"
+            ))
+            .hint("with --isolated twins keep their ids, and all locks their owners"));
+        }
+        std::thread::sleep(BETWEEN);
+    }
+    Err(Failure::failed("no moment was looked at"))
+}
+
 /// The program as it is now, readable as long as it is held; and for how long it was stopped.
 fn instant(store: &Store, target: &Target, args: &Fork) -> Result<(Checkpoint, Duration)> {
-    let status = Proc::process(target.pid)?.status()?;
+    let status = Proc::process(target.pid).and_then(|program| program.status());
+    let status = match status {
+        Err(stillpoint_linux::Error::Gone(_)) => return Err(ended(target.pid)),
+        status => status?,
+    };
     let folder = Folder::make(store, status.rss, args.count.unwrap_or(1).into())?;
     let of_instant = Store::open(&folder.path).map_err(jobs::store_failure)?;
     let options = Options {
@@ -91,15 +128,31 @@ fn instant(store: &Store, target: &Target, args: &Fork) -> Result<(Checkpoint, D
     Ok((checkpoint, report.pause))
 }
 
-/// Lets our standard output and error lead where the program's do, for its twins; there is no input for them.
-fn speak_like(target: &Target) -> Result<()> {
+/// The program, whoever has its id when its instant has been taken.
+fn program(pid: u32) -> Result<OwnedFd> {
+    match pidfd_open(pid, 0) {
+        Err(e) if e.errno() == Some(Errno::SRCH.raw_os_error()) => Err(ended(pid)),
+        program => Ok(program?),
+    }
+}
+
+/// Lets our standard output and error lead where the program's do, for its twins; there is no input for them. Where they would lead is
+/// not known any more if it has ended.
+fn speak_like(target: &Target, program: &OwnedFd) -> Result<()> {
     let failed = |e| Failure::failed(format!("dup2: {e}"));
-    let program = pidfd_open(target.pid, 0)?;
+    let streams = [1, 2].map(|number| duplicate_from(program.as_fd(), number));
+    if has_ended(target.pid) {
+        return Err(ended(target.pid));
+    }
     // What it has closed leads nowhere.
-    let stream = |number| duplicate_from(program.as_fd(), number).or_else(|_| null());
+    let [output, error] = streams.map(|stream| stream.or_else(|_| null()));
     rustix::stdio::dup2_stdin(null()?).map_err(failed)?;
-    rustix::stdio::dup2_stdout(stream(1)?).map_err(failed)?;
-    rustix::stdio::dup2_stderr(stream(2)?).map_err(failed)
+    rustix::stdio::dup2_stdout(output?).map_err(failed)?;
+    rustix::stdio::dup2_stderr(error?).map_err(failed)
+}
+
+fn ended(pid: u32) -> Failure {
+    Failure::usage(format!("process {pid} ended"))
 }
 
 /// A folder for the store of one instant. It is removed when this is dropped; after us it is removed by the next who makes one.

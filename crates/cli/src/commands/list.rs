@@ -2,12 +2,14 @@
 
 use crate::args::{Common, Ls};
 use crate::failure::{Failure, Result};
+use crate::jobs::State;
+use crate::pace::why;
 use crate::{jobs, output};
 use serde_json::{Value, json};
 use std::process::ExitCode;
 use std::time::Duration;
 use stillpoint_image::{Bytes, Meta, PAGE};
-use stillpoint_store::{Running, Store, Summary, Trouble};
+use stillpoint_store::{Every, Pace, Running, Store, Summary, Trouble};
 
 /// Widest command line in a table.
 const COMMAND_WIDTH: usize = 48;
@@ -36,8 +38,14 @@ fn rows(store: &Store, job: &str) -> Result<Vec<Row>> {
 /// A job of a list.
 struct Job {
     name: String,
+    state: State,
     running: Option<Running>,
     trouble: Trouble,
+    pace: Option<Pace>,
+    /// Checkpoints that it does not go on from after a crash.
+    passed: Vec<u64>,
+    /// How often checkpoints are taken.
+    every: Option<Every>,
     rows: Vec<Row>,
 }
 
@@ -60,19 +68,37 @@ impl Job {
     fn as_json(&self) -> Value {
         json!({
             "job": self.name,
+            "state": match self.state {
+                State::Runs(_) => "running",
+                State::Restarts(_) => "restarting",
+                State::Resumable(..) => "resumable",
+                State::Ends | State::Ended => "ended",
+            },
+            "passed_over": self.passed,
+            "resumable_from": match &self.state {
+                State::Resumable(_, (job, id)) => json!({"job": job, "id": id}),
+                _ => Value::Null,
+            },
             "running": self.running.as_ref().map(|r| json!({
                 "pid": r.pid,
                 "supervisor_pid": r.supervisor_pid,
                 "since": output::utc(r.since_ns),
                 "restored_from": r.restored_from,
                 "adopted": r.adopted,
-                "every_s": r.every_ns.map(|ns| ns as f64 / 1e9),
+                "every_s": r.every_ns.or(self.pace.map(|pace| pace.interval_ns)).map(|ns| ns as f64 / 1e9),
+                "auto": self.pace.as_ref().map(pace_json),
                 "keep": r.keep,
+                "crashes": r.crashes,
+                "last_crash": r.crash.as_ref().map(|(when_ns, what)| json!({
+                    "at": output::utc(*when_ns),
+                    "signal": what,
+                })),
                 "failing": self.trouble.failing.as_ref().map(|(since_ns, what)| json!({
                     "since": output::utc(*since_ns),
                     "what": what,
                 })),
                 "slow": self.trouble.slow,
+                "paging": self.trouble.paging,
             })),
             "checkpoints": self.rows.len(),
             "newest": self.newest().map(meta_json),
@@ -84,7 +110,20 @@ impl Job {
     fn as_row(&self) -> Vec<String> {
         vec![
             self.name.clone(),
-            self.running.as_ref().map_or("-".into(), |r| r.pid.to_string()),
+            match &self.state {
+                State::Runs(running) => running.pid.to_string(),
+                State::Restarts(_) => "restarts".into(),
+                State::Resumable(..) => "resumable".into(),
+                State::Ends | State::Ended => "-".into(),
+            },
+            match (self.every, &self.pace) {
+                (Some(Every::Time(time)), _) => output::short(time),
+                (Some(Every::Auto), Some(pace)) => {
+                    format!("auto {}", output::short(Duration::from_nanos(pace.interval_ns)))
+                }
+                (Some(Every::Auto), None) => "auto".into(),
+                (None, _) => "-".into(),
+            },
             self.rows.len().to_string(),
             self.newest().map_or("-".into(), |m| output::age(m.taken_ns)),
             output::bytes(self.stored()),
@@ -96,11 +135,15 @@ impl Job {
 fn list_jobs(common: &Common, store: &Store) -> Result<()> {
     let mut list = Vec::new();
     for name in store.jobs().map_err(jobs::store_failure)? {
-        let running = jobs::running(store, &name)?;
+        let state = jobs::state(store, &name)?;
+        let running = if let State::Runs(running) = &state { Some(running.clone()) } else { None };
         let trouble = trouble(store, &name, running.as_ref());
-        let job = Job { running, trouble, rows: rows(store, &name)?, name };
+        let pace = pace(store, &name, running.as_ref());
+        let every = running.as_ref().and_then(|_| store.terms(&name).ok().flatten()?.every);
+        let passed = passed_over(store, &name);
+        let job = Job { state, running, trouble, pace, passed, every, rows: rows(store, &name)?, name };
         // A job that ended and left nothing is no job any more.
-        if job.running.is_some() || !job.rows.is_empty() {
+        if !matches!(job.state, State::Ends | State::Ended) || !job.rows.is_empty() {
             list.push(job);
         }
     }
@@ -111,10 +154,47 @@ fn list_jobs(common: &Common, store: &Store) -> Result<()> {
         output::note(&format!("no jobs in {}", store.path().display()));
         return Ok(());
     }
-    let header = ["JOB", "PROCESS", "CHECKPOINTS", "NEWEST", "STORED", "COMMAND"];
-    output::line(&output::table(&header, list.iter().map(Job::as_row).collect(), &[1, 2, 4]))?;
-    list.iter().for_each(|job| tell_trouble(&job.name, &job.trouble));
+    let header = ["JOB", "PROCESS", "EVERY", "CHECKPOINTS", "NEWEST", "STORED", "COMMAND"];
+    output::line(&output::table(&header, list.iter().map(Job::as_row).collect(), &[1, 2, 3, 5]))?;
+    for job in &list {
+        tell_trouble(&job.name, &job.trouble);
+        tell_state(&job.name, &job.state);
+        tell_passed(&job.name, &job.passed);
+    }
     Ok(())
+}
+
+/// Checkpoints of a job that it does not go on from after a crash, because it crashed again from there.
+pub fn passed_over(store: &Store, job: &str) -> Vec<u64> {
+    let terms = store.terms(job).ok().flatten();
+    terms.map(|terms| terms.passed_over(store, job).to_vec()).unwrap_or_default()
+}
+
+fn tell_passed(job: &str, passed: &[u64]) {
+    if !passed.is_empty() {
+        let names = jobs::named(job, passed);
+        output::note(&format!("{job}: {names}: passed over, as it crashed again from there"));
+    }
+}
+
+/// That a job has crashed, or was cut off, and what becomes of it.
+fn tell_state(job: &str, state: &State) {
+    match state {
+        State::Runs(running) => {
+            let Some((when_ns, what)) = &running.crash else { return };
+            let times =
+                if running.crashes == 1 { "once".into() } else { format!("{} times", running.crashes) };
+            output::note(&format!("{job}: it crashed {times}, last by {what}, {}", output::age(*when_ns)));
+        }
+        State::Restarts(running) => {
+            let what = running.crash.as_ref().map_or("a signal", |(_, what)| what);
+            output::note(&format!("{job}: {what} killed it, and it is about to be brought back"));
+        }
+        State::Resumable(_, (of, id)) => output::note(&format!(
+            "{job}: it was cut off while it ran; stillpoint resume {job} lets it go on from {of}@{id}"
+        )),
+        State::Ends | State::Ended => {}
+    }
 }
 
 /// What is wrong with the checkpoints of a job that runs.
@@ -122,11 +202,37 @@ fn trouble(store: &Store, job: &str, running: Option<&Running>) -> Trouble {
     running.and_then(|_| store.trouble(job).ok()).unwrap_or_default()
 }
 
+/// How often checkpoints of a job that runs pay, if that was asked for.
+fn pace(store: &Store, job: &str, running: Option<&Running>) -> Option<Pace> {
+    running.and_then(|_| store.pace(job).ok().flatten())
+}
+
+/// How often checkpoints pay, for programs.
+pub fn pace_json(pace: &Pace) -> Value {
+    let s = |ns: u64| ns as f64 / 1e9;
+    json!({
+        "interval_s": s(pace.interval_ns),
+        "cost_s": s(pace.pause_ns + pace.faults_ns + pace.delay_ns),
+        "pause_s": s(pace.pause_ns),
+        "faults_s": s(pace.faults_ns),
+        "delay_s": s(pace.delay_ns),
+        "write_s": s(pace.write_ns),
+        "bounded_by_write": pace.bounded,
+        "mtbf_s": s(pace.mtbf_ns),
+        "mtbf_given": pace.given,
+        "failures": pace.failures,
+        "observed_s": s(pace.observed_ns),
+    })
+}
+
 fn tell_trouble(job: &str, trouble: &Trouble) {
     if let Some((since_ns, what)) = &trouble.failing {
         output::note(&format!("{job}: periodic checkpoints fail since {}: {what}", output::utc(*since_ns)));
     }
     if let Some(what) = &trouble.slow {
+        output::note(&format!("{job}: {what}"));
+    }
+    if let Some(what) = &trouble.paging {
         output::note(&format!("{job}: {what}"));
     }
 }
@@ -145,6 +251,11 @@ fn list_checkpoints(common: &Common, store: &Store, job: &str) -> Result<()> {
         return output::json(&rows.iter().map(value).collect());
     }
     tell_trouble(job, &trouble(store, job, running.as_ref()));
+    tell_state(job, &jobs::state(store, job)?);
+    tell_passed(job, &passed_over(store, job));
+    if let Some(pace) = pace(store, job, running.as_ref()) {
+        output::note(&format!("{job}: checkpoints as often as pays, {}", why(&pace)));
+    }
     if rows.is_empty() {
         output::note(&format!("job {job} has no checkpoint yet"));
         return Ok(());

@@ -36,12 +36,7 @@ impl Inside {
 }
 
 /// Splits off process 1 of a new namespace, which restores the program there and tells us about it.
-pub(super) fn revive(
-    again: &Again<'_>,
-    job: &str,
-    signals: Signals,
-    relay: Option<BorrowedFd<'_>>,
-) -> Result<Revived> {
+pub(super) fn revive(again: &Again<'_>, signals: Signals, relay: Option<BorrowedFd<'_>>) -> Result<Revived> {
     // Process 1 lends our terminal, which we get back.
     let settings = (again.stdio == Stdio::Current).then(terminal::Settings::keep).flatten();
     let lends = again.stdio == Stdio::Current && is_in_front();
@@ -61,7 +56,7 @@ pub(super) fn revive(
         Ok(Private::Inside) => {
             drop(reader);
             let lends = Lends { settings: settings.as_ref(), foreground: lends };
-            let code = inside(again, job, signals, writer, &lends).unwrap_or(crate::failure::FAILED.into());
+            let code = inside(again, signals, writer, &lends).unwrap_or(crate::failure::FAILED.into());
             std::process::exit(code)
         }
         Ok(Private::Outside(child)) => {
@@ -73,7 +68,7 @@ pub(super) fn revive(
             let word: Word = serde_json::from_str(&word).map_err(|_| {
                 Failure::failed("the restore in a private pid namespace ended without a word")
             })?;
-            outside(again, job, signals, child, line, word, settings)
+            outside(again, signals, child, line, word, settings)
         }
     }
 }
@@ -111,7 +106,6 @@ impl Word {
 
 fn outside(
     again: &Again<'_>,
-    job: &str,
     signals: Signals,
     child: Child,
     line: Inside,
@@ -140,28 +134,24 @@ fn outside(
         lent: Lent { foreground, settings },
         stdin_pump: None,
         pager: None,
+        paging: None,
         inside: Some(line),
         record: None,
         signals,
         meta: again.checkpoint.image.meta.clone(),
-        job: job.to_string(),
+        job: again.job.to_string(),
         periodic: again.args.periodic.clone(),
+        beside: None,
     })
 }
 
 /// Process 1: restores the program, tells the outside, and supervises it to its end. Returns its exit code.
-fn inside(
-    again: &Again<'_>,
-    job: &str,
-    signals: Signals,
-    line: PipeWriter,
-    lends: &Lends<'_>,
-) -> Result<i32> {
+fn inside(again: &Again<'_>, signals: Signals, line: PipeWriter, lends: &Lends<'_>) -> Result<i32> {
     let inherited = inherited_streams()?;
     let watch = GiveUp::watch(&signals, None)?;
     let restored = again.restore(&mut |pid| lends.to(pid, &again.checkpoint.image));
     drop(watch);
-    let restored = match restored {
+    let (mut r, paging) = match restored {
         Ok(restored) => restored,
         Err(e) => {
             let Failure { code, what, hint } = failure(e, again.origin);
@@ -169,8 +159,7 @@ fn inside(
             return Ok(code.into());
         }
     };
-    let mut r = restored;
-    let (mut notes, listener) = (std::mem::take(&mut r.notes), control::listen(again.store, job));
+    let (mut notes, listener) = (std::mem::take(&mut r.notes), control::listen(again.store, again.job));
     let listener = listener.map_err(|e| notes.push(all_complete(&e))).ok();
     let mut back = Back::of(&r, notes);
     let mut loading = r.pager.take().map(|pager| (pager, None));
@@ -191,11 +180,11 @@ fn inside(
     let loading = loading.map(|(pager, tell)| Loading::watch(pager, tell).on(on));
     let_go(r.stdin_pump.is_some())?;
     r.stdin_pump.map(start_pump).transpose()?;
-    let (store, job) = (again.store.clone(), job.to_string());
+    let (store, job) = (again.store.clone(), again.job.to_string());
     let errand = Errand { store, job, pid: r.pid, inherited, periodic: again.args.periodic.clone() };
     let checkpointer = Beside::new(errand, listener);
     let supervisor = Supervisor::new(signals, r.pid, r.pidfd).with_checkpointer(Some(checkpointer));
-    let supervisor = supervisor.with_loading(loading);
+    let supervisor = supervisor.with_loading(loading).with_paging(paging);
     Ok(last_word(supervisor.with_orphans().watch()?, line))
 }
 

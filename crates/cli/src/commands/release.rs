@@ -25,6 +25,7 @@ pub fn run(common: &Common, args: &Release) -> Result<ExitCode> {
     if store.running(job).is_ok_and(|now| now.as_ref() == Some(&running)) {
         store.clear_running(job).map_err(jobs::store_failure)?;
     }
+    store.clear_terms(job).map_err(jobs::store_failure)?;
     match common.json {
         true => output::json(&json!({"job": job, "pid": running.pid}))?,
         false => output::line(&format!("process {} is no job any more", running.pid))?,

@@ -1,16 +1,18 @@
 //! `stillpoint restore`: a program comes back from the store.
 
-use crate::args::{Common, Files, Periodic, Restore, Tcp};
+use crate::args::{CheckpointName, Common, EAGER_BELOW, Files, Periodic, Restore, Tcp};
 use crate::checkpointer::Beside;
 use crate::commands::clones;
 use crate::commands::private::{self, Inside};
 use crate::commands::run::Record;
 use crate::detach::{Answer, in_background};
 use crate::failure::{Failure, Result};
+use crate::lives::{Lives, with_restore};
 use crate::loading::{Loading, Tell, figures};
+use crate::paging::{self, Paging};
 use crate::progress::Bar;
-use crate::supervise::{Foreground, GiveUp, Supervisor, let_go};
-use crate::{jobs, output, terminal};
+use crate::supervise::{End, Foreground, GiveUp, Requests, Supervisor, let_go};
+use crate::{chronicle, jobs, output, terminal, units};
 use rustix::fd::{BorrowedFd, OwnedFd};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -19,16 +21,22 @@ use std::io::{Read, Write};
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
+use stillpoint_capture::attributes::target::has_ended;
 use stillpoint_image::tree::in_front;
 use stillpoint_image::{Image, Meta, Range};
+use stillpoint_linux::host::boot_id;
 use stillpoint_linux::supervise::{Child, Signals};
+use stillpoint_pager::Restoring;
+use stillpoint_restore::files::{stand_in, stay_apart};
 use stillpoint_restore::{
-    Coming, Error, FilesPolicy, Heard, Lazily, Options, Pager, Restored, Stdio, TcpPolicy, restore,
+    Coming, Error, FilesPolicy, Heard, Ids, Lazily, Options, Pager, Restored, Stdio, TcpPolicy, restore,
 };
-use stillpoint_store::{Checkpoint, Claim, Sources, Store, TouchSet};
+use stillpoint_store::history::{Back as CameBack, What};
+use stillpoint_store::{Checkpoint, Claim, Running, Sources, Store, Terms, TouchSet};
 
 /// Runs the command.
 pub fn run(common: &Common, args: &Restore) -> Result<ExitCode> {
+    args.periodic.check()?;
     if args.clone {
         return clones::run(common, args);
     }
@@ -37,12 +45,39 @@ pub fn run(common: &Common, args: &Restore) -> Result<ExitCode> {
     }
     in_background(
         common.json,
-        |relay| Revived::revive(common, args, Stdio::Null, Some(relay)),
-        |revived, tell| revived.supervise(None, common.json, tell),
+        |relay| {
+            let lives = args.restart.map(|most| Lives::begin(most, Stdio::Null)).transpose()?;
+            Revived::revive(common, args, Stdio::Null, Some(relay)).map(|revived| (revived, lives))
+        },
+        |(revived, lives), tell| {
+            revived.supervise(lives.map(|l| l.of_restored(args)), None, common.json, tell)
+        },
     )
 }
 
+impl Restore {
+    /// A restore without any options.
+    pub(crate) fn plain(job: &str, periodic: &Periodic) -> Result<Self> {
+        Ok(Self {
+            checkpoint: CheckpointName { job: job.to_string(), id: None },
+            detach: false,
+            eager: false,
+            eager_below: units::size(EAGER_BELOW).map_err(Failure::failed)?,
+            limit_bandwidth: None,
+            clone: false,
+            count: None,
+            files: Files::Rollback,
+            tcp: Tcp::Established,
+            pid: None,
+            restart: None,
+            memory_limit: None,
+            periodic: periodic.clone(),
+        })
+    }
+}
+
 fn in_foreground(common: &Common, args: &Restore) -> Result<ExitCode> {
+    let lives = args.restart.map(|most| Lives::begin(most, Stdio::Current)).transpose()?;
     let mut revived = Revived::revive(common, args, Stdio::Current, None)?;
     let pump = revived.stdin_pump.take();
     // Standard output belongs to the program. Of what belongs to it we keep nothing longer than there is something to say.
@@ -52,9 +87,12 @@ fn in_foreground(common: &Common, args: &Restore) -> Result<ExitCode> {
         let _ = stderr.as_mut().map(|stderr| stderr.write_all(answer.lines(json).as_bytes()));
     };
     let line = terminal::Line::on_stderr(!json);
-    let_go(pump.is_some())?;
+    match &lives {
+        Some(lives) => lives.put_by()?,
+        None => let_go(pump.is_some())?,
+    }
     pump.map(start_pump).transpose()?;
-    revived.supervise(line, json, tell)
+    revived.supervise(lives.map(|lives| lives.of_restored(args)), line, json, tell)
 }
 
 /// Copies what is left of our standard input into the pipe that the program reads.
@@ -69,14 +107,16 @@ pub(super) fn start_pump(pipe: OwnedFd) -> Result<()> {
 }
 
 /// A program that has come back.
-pub(super) struct Revived {
+pub(crate) struct Revived {
     /// What there is to supervise: the program, or process 1 of the pid namespace it lives in.
     pub(super) child: Child,
-    pub(super) back: Back,
+    pub(crate) back: Back,
     pub(super) lent: Lent,
     pub(super) stdin_pump: Option<OwnedFd>,
     /// Loads what is not there yet.
     pub(super) pager: Option<Pager>,
+    /// Keeps its memory within a limit.
+    pub(super) paging: Option<Paging>,
     /// Tells how the program in a private pid namespace ended.
     pub(super) inside: Option<Inside>,
     pub(super) record: Option<Record>,
@@ -84,6 +124,28 @@ pub(super) struct Revived {
     pub(super) meta: Meta,
     pub(super) job: String,
     pub(super) periodic: Periodic,
+    /// Takes its checkpoints.
+    pub(super) beside: Option<Beside>,
+}
+
+/// The record of a program that was brought back.
+fn record_of(pid: u32, checkpoint: &Checkpoint, periodic: &Periodic) -> Result<Running> {
+    let meta = &checkpoint.image.meta;
+    jobs::running_record(pid, meta.command.clone(), Some(meta.id), periodic)
+}
+
+/// What a program that may have further lives has read of its standard input cannot be read again.
+fn check_input(checkpoint: &Checkpoint, args: &Restore) -> Result<()> {
+    let meta = &checkpoint.image.meta;
+    let has_unread = checkpoint.image.pipes.iter().any(|p| p.stdio == Some(0) && !p.data.is_empty());
+    match args.restart {
+        Some(_) if has_unread => Err(Failure::refused(format!(
+            "--restart: standard input of {}@{} is a pipe with unread data, and what it has read of it cannot be read again",
+            meta.job, meta.id
+        ))
+        .hint("restore it without --restart")),
+        _ => Ok(()),
+    }
 }
 
 impl Revived {
@@ -92,28 +154,47 @@ impl Revived {
     fn revive(common: &Common, args: &Restore, stdio: Stdio, relay: Option<BorrowedFd<'_>>) -> Result<Self> {
         let store = jobs::open_store(common.store.as_deref())?;
         let name = &args.checkpoint;
-        let checkpoint = store.load(&name.job, name.id).map_err(jobs::store_failure)?;
+        let (mut checkpoint, stand_ins) = load(&store, name)?;
+        stay_apart_if_it_runs(&store, &mut checkpoint.image, args)?;
         let (claim, mut notes) = claim(&store, &name.job)?;
+        notes.extend(stand_ins);
+        let quiet = common.json;
+        Self::revive_as(&store, claim, &checkpoint, args, stdio, relay, quiet, notes, None, What::Restore)
+    }
+
+    /// The same for a checkpoint that has been loaded, under this name; a job that goes on has terms from before.
+    #[allow(clippy::too_many_arguments, reason = "each is another thing that is known by now")]
+    pub(super) fn revive_as(
+        store: &Store,
+        claim: Claim,
+        checkpoint: &Checkpoint,
+        args: &Restore,
+        stdio: Stdio,
+        relay: Option<BorrowedFd<'_>>,
+        quiet: bool,
+        mut notes: Vec<String>,
+        before: Option<Terms>,
+        how: fn(CameBack) -> What,
+    ) -> Result<Self> {
+        check_input(checkpoint, args)?;
         let signals = Signals::take()?;
         let job = claim.job().to_string();
+        let from = Some((checkpoint.image.meta.job.clone(), checkpoint.image.meta.id));
+        let terms = Terms { from, ..with_restore(jobs::terms(store, &job, &args.periodic), args) };
+        let terms = before.map_or(terms.clone(), |before| jobs::carried(before, terms));
         let origin = Origin::of(&checkpoint.image.meta);
-        let again = Again {
-            store: &store,
-            checkpoint: &checkpoint,
-            origin: &origin,
-            args,
-            stdio,
-            quiet: common.json,
-        };
+        store.clear_paging_trouble(&job).map_err(jobs::store_failure)?;
+        let again =
+            Again { store, checkpoint, origin: &origin, job: &job, args, stdio, ids: Ids::Same, quiet };
         let mut watch = Some(GiveUp::watch(&signals, relay)?);
         let mut lent = Lent::default();
-        let record_of = |pid| {
-            let command = checkpoint.image.meta.command.clone();
-            jobs::running_record(pid, command, Some(checkpoint.image.meta.id), &args.periodic)
-        };
-        // Whoever hears of the program by something it does finds it in the store.
+        let record_of = |pid| record_of(pid, checkpoint, &args.periodic);
+        // Whoever hears of the program by something it does finds it in the store, with the terms, which end with it.
+        let mut written = None;
+        let was_cut_off = matches!(store.terms(&job), Ok(Some(_)));
         let restored = again.restore(&mut |pid| {
-            let _ = record_of(pid).map(|record| store.set_running(claim.job(), &record));
+            written = Some(store.set_terms(&job, &terms));
+            let _ = record_of(pid).map(|record| store.set_running(&job, &record));
             // From now on a signal waits until the program is supervised: the terminal is to be given back.
             watch = None;
             if stdio == Stdio::Current {
@@ -121,48 +202,106 @@ impl Revived {
             }
         });
         drop(watch);
-        let mut revived = match restored {
-            Err(Error::PidTaken(_)) if args.pid.is_none() => private::revive(&again, &job, signals, relay)?,
-            other => {
-                let r = other.map_err(|e| failure(e, &origin))?;
-                let back = Back::of(&r, r.notes.clone());
-                let child = Child { pid: r.pid, pidfd: r.pidfd };
-                Self {
-                    child,
-                    back,
-                    lent,
-                    stdin_pump: r.stdin_pump,
-                    pager: r.pager,
-                    inside: None,
-                    record: None,
-                    signals,
-                    meta: checkpoint.image.meta.clone(),
-                    job: job.clone(),
-                    periodic: args.periodic.clone(),
-                }
-            }
+        let revived = match restored {
+            Err(Error::PidTaken(_)) if args.pid.is_none() => private::revive(&again, signals, relay),
+            other => again.revived(other, signals, lent),
         };
+        let mut revived = revived.inspect_err(|_| {
+            if !was_cut_off {
+                let _ = store.clear_terms(&job);
+            }
+        })?;
+        // In a private pid namespace nobody has heard of it yet.
+        let written = written.unwrap_or_else(|| store.set_terms(&job, &terms));
         let record = record_of(revived.back.pid);
         let record = record.and_then(|running| Record::write(store.clone(), claim, running));
         // The program runs already: it is worth more than its record.
         let record =
             record.map_err(|e| notes.push(format!("stillpoint ls will not show it: {}", e.what))).ok();
+        let took = Duration::from_secs_f64(revived.back.running_ms / 1e3);
+        if let Some(record) = &record {
+            let other = (origin.job() != job).then(|| origin.job().to_string());
+            chronicle::tell(store, &job, how(chronicle::back(record.running(), other, Some(took))));
+        }
         // Process 1 of a private pid namespace has opened the socket already.
         let is_inside = revived.inside.is_some();
+        let record = record.map(|record| record.keeps(written));
         revived.record = record.map(|r| if is_inside { r } else { r.with_control() });
         notes.extend(revived.record.iter().flat_map(|r| r.notes.clone()));
         revived.back.notes.splice(0..0, notes);
         Ok(revived)
     }
 
+    /// Brings a job back whose last life has ended, where that was, as whose record remains.
+    pub(crate) fn again(
+        checkpoint: &Checkpoint,
+        args: &Restore,
+        stdio: Stdio,
+        record: &mut Record,
+        before: Running,
+        signals: Signals,
+    ) -> Result<Self> {
+        check_input(checkpoint, args)?;
+        let (store, job) = (record.store().clone(), record.job().to_string());
+        let origin = Origin::of(&checkpoint.image.meta);
+        let (store, origin, job, ids, quiet) = (&store, &origin, &*job, Ids::Same, true);
+        let again = Again { store, checkpoint, origin, job, args, stdio, ids, quiet };
+        let mut lent = Lent::default();
+        let running = |pid| {
+            let now: Running = record_of(pid, checkpoint, &args.periodic)?;
+            let (crashes, crash) = (before.crashes, before.crash.clone());
+            Ok::<_, Failure>(Running { crashes, crash, inherited: before.inherited.clone(), ..now })
+        };
+        let restored = again.restore(&mut |pid| {
+            let _ = running(pid).map(|running| store.set_running(job, &running));
+            if stdio == Stdio::Current {
+                lent = Lent::to(pid, &checkpoint.image);
+            }
+        });
+        let mut revived = match restored {
+            Err(Error::PidTaken(_)) if args.pid.is_none() => private::revive(&again, signals, None)?,
+            other => again.revived(other, signals, lent)?,
+        };
+        record.runs_as(running(revived.back.pid)?)?;
+        if revived.inside.is_none() {
+            record.listen();
+            revived.beside = Some(record.checkpointer(revived.child.pid, &args.periodic));
+        }
+        Ok(revived)
+    }
+
     /// Supervises the program to its end, and ends like it. `tell` hears that it is back; with `json`, which has more to
-    /// tell, when all of its memory is.
-    fn supervise(
+    /// tell, when all of its memory is. If it crashes, it may have further lives.
+    pub(super) fn supervise(
         mut self,
+        lives: Option<Lives>,
         line: Option<terminal::Line>,
         json: bool,
         tell: impl FnOnce(Answer) + 'static,
     ) -> Result<ExitCode> {
+        let signals = self.signals.try_clone()?;
+        self.beside = self.checkpointer();
+        let (mut record, periodic) = (self.record.take(), self.periodic.clone());
+        let life = self.live(line, lives.is_some(), json, tell);
+        let end = match (lives, &mut record) {
+            (Some(lives), Some(record)) => {
+                life.and_then(|life| lives.outlive(life, record, &signals, &periodic))
+            }
+            (_, Some(record)) => life.map(|life| record.note_end(life)),
+            (_, None) => life.map(|(end, _)| end),
+        };
+        drop(record);
+        end?.follow()
+    }
+
+    /// Supervises it to the end of this life.
+    pub(crate) fn live(
+        mut self,
+        line: Option<terminal::Line>,
+        adopts: bool,
+        json: bool,
+        tell: impl FnOnce(Answer) + 'static,
+    ) -> Result<(End, Requests)> {
         let loading = match (self.pager.take(), json) {
             (Some(pager), true) => {
                 let (mut back, name, coming) = (self.back.clone(), self.name(), pager.coming.clone());
@@ -177,16 +316,15 @@ impl Revived {
                 pager.map(|pager| Loading::watch(pager, None).on(line))
             }
         };
-        let checkpointer = self.checkpointer();
         let Child { pid, pidfd } = self.child;
         let supervisor = Supervisor::new(self.signals, pid, pidfd);
         let supervisor = supervisor.with_terminal(self.lent.foreground);
-        let supervisor = supervisor.with_checkpointer(checkpointer).with_loading(loading);
-        let end = supervisor.watch();
-        let end = end.map(|end| self.inside.map_or(end, |inside| inside.end(end)));
+        let supervisor = if adopts { supervisor.with_orphans() } else { supervisor };
+        let supervisor = supervisor.with_checkpointer(self.beside.take()).with_loading(loading);
+        let supervisor = supervisor.with_paging(self.paging.take());
+        let life = supervisor.watch_requests();
         drop(self.lent.settings);
-        drop(self.record);
-        end?.follow()
+        life.map(|(end, requests)| (self.inside.map_or(end, |inside| inside.end(end)), requests))
     }
 
     /// Who takes its checkpoints; process 1 of a private pid namespace has its own.
@@ -245,6 +383,13 @@ impl Origin {
         Origin::Checkpoint { job: meta.job.clone(), id: meta.id }
     }
 
+    /// The job that it is of.
+    pub(super) fn job(&self) -> &str {
+        match self {
+            Origin::Checkpoint { job, .. } | Origin::Program { job, .. } => job,
+        }
+    }
+
     /// What many of it are called.
     pub(super) fn of_many(&self) -> &'static str {
         match self {
@@ -281,15 +426,15 @@ impl Display for Origin {
 
 /// What a restore brought back; it also travels from inside a private pid namespace to the outside.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub(super) struct Back {
-    pub(super) pid: u32,
+pub(crate) struct Back {
+    pub(crate) pid: u32,
     pub(super) private_pid: Option<u32>,
     pages: u64,
     skeleton_ms: f64,
     running_ms: f64,
     /// How its memory was loaded.
     figures: Value,
-    pub(super) notes: Vec<String>,
+    pub(crate) notes: Vec<String>,
 }
 
 impl Back {
@@ -353,21 +498,92 @@ pub(super) struct Again<'a> {
     pub(super) store: &'a Store,
     pub(super) checkpoint: &'a Checkpoint,
     pub(super) origin: &'a Origin,
+    /// The job that it is to be.
+    pub(super) job: &'a str,
     pub(super) args: &'a Restore,
     pub(super) stdio: Stdio,
+    pub(super) ids: Ids,
     pub(super) quiet: bool,
 }
 
 impl Again<'_> {
-    pub(super) fn restore(&self, ready: &mut dyn FnMut(u32)) -> std::result::Result<Restored, Error> {
+    /// What came of it, in this pid namespace.
+    fn revived(
+        &self,
+        restored: std::result::Result<(Restored, Option<Paging>), Error>,
+        signals: Signals,
+        lent: Lent,
+    ) -> Result<Revived> {
+        let (r, paging) = restored.map_err(|e| failure(e, self.origin))?;
+        Ok(Revived {
+            back: Back::of(&r, r.notes.clone()),
+            child: Child { pid: r.pid, pidfd: r.pidfd },
+            lent,
+            stdin_pump: r.stdin_pump,
+            pager: r.pager,
+            paging,
+            inside: None,
+            record: None,
+            signals,
+            meta: self.checkpoint.image.meta.clone(),
+            job: self.job.to_string(),
+            periodic: self.args.periodic.clone(),
+            beside: None,
+        })
+    }
+
+    /// Restores it; also those who keep its memory within a limit, where that was asked for.
+    pub(super) fn restore(
+        &self,
+        ready: &mut dyn FnMut(u32),
+    ) -> std::result::Result<(Restored, Option<Paging>), Error> {
         let mut ready = |pid| {
             ready(pid);
             Ok(())
         };
-        match self.args.eager {
-            true => self.rebuild(Lazily::Not, &mut ready),
-            false => self.with_heard(|heard| self.rebuild(Lazily::Alone(heard), &mut ready)),
-        }
+        let restored = match (self.args.memory_limit, self.args.eager) {
+            (Some(limit), _) => return self.restore_within(limit, &mut ready),
+            (None, true) => self.rebuild(Lazily::Not, &mut ready),
+            (None, false) => self.with_heard(|heard| self.rebuild(Lazily::Alone(heard), &mut ready)),
+        };
+        restored.map(|restored| (restored, None))
+    }
+
+    /// What is in the checkpoint counts as paged out, and stays where it is; where that cannot be, all of it is loaded first.
+    fn restore_within(
+        &self,
+        limit: u64,
+        ready: &mut dyn FnMut(u32) -> stillpoint_restore::Result<()>,
+    ) -> std::result::Result<(Restored, Option<Paging>), Error> {
+        let (store, job, reader) = (self.store, self.job, &self.checkpoint.reader);
+        let pinned = match self.args.eager {
+            true => Ok(None),
+            false => store.pin(job, reader).map_err(|e| e.to_string()).and_then(|pinned| {
+                pinned
+                    .map(Some)
+                    .ok_or_else(|| "its checkpoint is that of another job, or is being rewritten".into())
+            }),
+        };
+        let (mut restored, pagers) = match pinned {
+            Ok(Some(pinned)) => {
+                let restoring = Restoring::new(store, job, limit, paging::heard(store, job), reader, pinned);
+                let restored = self.rebuild(Lazily::Paged(&restoring), ready)?;
+                (restored, restoring.pagers())
+            }
+            not => {
+                let mut restored = self.rebuild(Lazily::Not, ready)?;
+                let note =
+                    |why| format!("all of its memory was loaded before it is kept within its limit: {why}");
+                restored.notes.extend(not.err().map(note));
+                (restored, None)
+            }
+        };
+        let paging = match pagers {
+            Some(pagers) => Ok(Paging::watch(pagers)),
+            None => Paging::begin(store, job, restored.pid, limit),
+        };
+        let paging = paging.map_err(|why| restored.notes.push(why)).ok();
+        Ok((restored, paging))
     }
 
     /// The restore itself.
@@ -401,33 +617,101 @@ impl Again<'_> {
     }
 
     pub(super) fn options(&self) -> Options {
-        options(self.args, self.stdio)
+        options(self.args, self.stdio, self.ids)
     }
 }
 
-fn options(args: &Restore, stdio: Stdio) -> Options {
-    let files = match args.files {
+fn files_policy(args: &Restore) -> FilesPolicy {
+    match args.files {
         Files::Rollback => FilesPolicy::Rollback,
         Files::Keep => FilesPolicy::Keep,
         Files::Refuse => FilesPolicy::Refuse,
-    };
+    }
+}
+
+fn options(args: &Restore, stdio: Stdio, ids: Ids) -> Options {
     let tcp = match args.tcp {
         Tcp::Established => TcpPolicy::Established,
         Tcp::Close => TcpPolicy::Close,
     };
     Options {
-        files,
+        files: files_policy(args),
         tcp,
         stdio,
-        eager_below: args.eager_below,
+        // What is loaded first is to be within the limit, with some room.
+        eager_below: args.memory_limit.map_or(args.eager_below, |limit| args.eager_below.min(limit / 2)),
         limit: args.limit_bandwidth,
         is_followed: true,
+        ids,
     }
+}
+
+/// A checkpoint to be restored, with its own copies of files where they are needed.
+pub(super) fn load(store: &Store, name: &CheckpointName) -> Result<(Checkpoint, Option<String>)> {
+    let mut checkpoint = store.load(&name.job, name.id).map_err(jobs::store_failure)?;
+    let note = use_copies(store, &mut checkpoint)?;
+    Ok((checkpoint, note))
+}
+
+/// Nothing that a program uses is changed by its own past.
+fn stay_apart_if_it_runs(store: &Store, image: &mut Image, args: &Restore) -> Result<()> {
+    let Some(pid) = still_runs(store, image)? else { return Ok(()) };
+    stay_apart(image, files_policy(args)).map_err(|e| {
+        let what = Origin::of(&image.meta);
+        match e {
+            Error::Refused(_) => failure(e, &format!("{what} while the program still runs (process {pid})"))
+                .hint("end it first, or take files as they are (--clone, or --files keep)"),
+            e => failure(e, &what),
+        }
+    })
+}
+
+/// The process of a job, if it runs. One that has been killed is waited for: until its last thread is gone, its ports and files are in
+/// use.
+fn running(store: &Store, job: &str) -> Result<Option<Running>> {
+    const PATIENCE: Duration = Duration::from_secs(10);
+    let began = Instant::now();
+    loop {
+        match jobs::running(store, job)? {
+            Some(record) if has_ended(record.pid) && began.elapsed() < PATIENCE => {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            found => return Ok(found),
+        }
+    }
+}
+
+/// The process of a checkpoint's program that runs now: as the job, or under its old id.
+fn still_runs(store: &Store, image: &Image) -> Result<Option<u32>> {
+    if let Some(record) = running(store, &image.meta.job)? {
+        return Ok(Some(record.pid));
+    }
+    let first = image.processes.first().filter(|_| image.meta.host.boot_id == boot_id());
+    let runs = first.filter(|process| {
+        let executable = std::fs::read_link(format!("/proc/{}/exe", process.pid));
+        let then = image.paths.get(process.exe as usize);
+        then.is_some_and(|then| executable.is_ok_and(|now| now == then.path.as_path()))
+    });
+    Ok(runs.map(|process| process.pid))
+}
+
+/// Copies of files that a checkpoint brought along stand in for what is not here, or not as it was: a remark says so.
+pub(crate) fn use_copies(store: &Store, checkpoint: &mut Checkpoint) -> Result<Option<String>> {
+    let origin = Origin::of(&checkpoint.image.meta);
+    let replaced =
+        stand_in(&mut checkpoint.image, |file| store.copy_of(file)).map_err(|e| failure(e, &origin))?;
+    Ok(replaced.first().map(|first| match replaced.len() {
+        1 => format!("{first} is not here as it was: the checkpoint's own copy is used"),
+        n => format!(
+            "{first} and {} more are not here as they were: the checkpoint's own copies are used",
+            n - 1
+        ),
+    }))
 }
 
 /// The name that the restored program runs under: that of its job, or, while that runs, a new one.
 fn claim(store: &Store, job: &str) -> Result<(Claim, Vec<String>)> {
-    if let Some(record) = jobs::running(store, job)? {
+    if let Some(record) = running(store, job)? {
         let claim = jobs::claim_new(store, job)?;
         let note = format!("job {job} still runs (process {}): this one is job {}", record.pid, claim.job());
         return Ok((claim, vec![note]));
@@ -435,7 +719,7 @@ fn claim(store: &Store, job: &str) -> Result<(Claim, Vec<String>)> {
     Ok((jobs::claim(store, job)?, Vec::new()))
 }
 
-pub(super) fn failure(error: Error, name: &Origin) -> Failure {
+pub(super) fn failure(error: Error, name: &dyn Display) -> Failure {
     match error {
         Error::Refused(things) => {
             let list: Vec<String> = things.iter().map(|t| format!("\n{t}")).collect();

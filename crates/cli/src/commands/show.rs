@@ -1,25 +1,32 @@
 //! `stillpoint show`: what is in a checkpoint.
 
 use crate::args::{Common, Show};
-use crate::commands::list::meta_json;
+use crate::commands::export::files;
+use crate::commands::list::{meta_json, pace_json, passed_over};
 use crate::failure::Result;
 use crate::{jobs, output};
 use serde_json::{Value, json};
 use std::fmt::Write;
 use std::process::ExitCode;
 use std::time::Duration;
-use stillpoint_image::{AddressSpace, Backing, FileKind, Image, PAGE, Process};
-use stillpoint_store::{Checkpoint, Sources, TouchSet};
+use stillpoint_image::{AddressSpace, Backing, FileKind, Image, Meta, PAGE, Process};
+use stillpoint_store::{Checkpoint, Pace, Sources, TouchSet};
 
 /// Runs the command.
 pub fn run(common: &Common, args: &Show) -> Result<ExitCode> {
     let store = jobs::open_store(common.store.as_deref())?;
     let name = &args.checkpoint;
     let checkpoint = store.load(&name.job, name.id).map_err(jobs::store_failure)?;
+    let runs = jobs::running(&store, &name.job)?.is_some();
+    let pace = store.pace(&name.job).ok().flatten().filter(|_| runs);
+    let is_passed = passed_over(&store, &name.job).contains(&checkpoint.image.meta.id);
     if common.json {
-        output::json(&as_json(&checkpoint))?
+        let mut value = as_json(&checkpoint);
+        value["passed_over"] = is_passed.into();
+        value["auto"] = pace.as_ref().map(pace_json).into();
+        output::json(&value)?
     } else {
-        output::line(&as_text(&checkpoint))?
+        output::line(&as_text(&checkpoint, pace.as_ref(), is_passed))?
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -29,6 +36,7 @@ fn as_json(checkpoint: &Checkpoint) -> Value {
     let mut value = meta_json(&image.meta);
     let host = &image.meta.host;
     value["host"] = json!({"machine": host.machine, "kernel": host.kernel, "boot_id": host.boot_id});
+    value["imported"] = meta_imported(&image.meta);
     value["manifest_bytes"] = checkpoint.manifest_bytes.into();
     value["touch_set"] = checkpoint
         .touch
@@ -39,9 +47,14 @@ fn as_json(checkpoint: &Checkpoint) -> Value {
     value["files"] = image
         .paths
         .iter()
-        .map(|p| json!({"path": p.path.to_string(), "size": p.size, "deleted": p.deleted, "usage": usage(p.usage)}))
+        .map(|p| json!({"path": p.path.to_string(), "size": p.size, "deleted": p.deleted, "usage": usage(p.usage), "copy": p.copy.is_some()}))
         .collect();
     value
+}
+
+/// What it was called where it was exported.
+fn meta_imported(meta: &Meta) -> Value {
+    meta.imported.as_ref().map(|from| json!({"job": from.job, "id": from.id})).into()
 }
 
 /// Where a touch set comes from.
@@ -75,7 +88,7 @@ fn process_json(image: &Image, process: &Process) -> Value {
     })
 }
 
-fn as_text(checkpoint: &Checkpoint) -> String {
+fn as_text(checkpoint: &Checkpoint, pace: Option<&Pace>, is_passed: bool) -> String {
     let image = &checkpoint.image;
     let meta = &image.meta;
     let mut fields = vec![
@@ -88,7 +101,15 @@ fn as_text(checkpoint: &Checkpoint) -> String {
         ("engine", meta.engine.clone()),
         ("host", format!("Linux {} {}", meta.host.kernel, meta.host.machine)),
     ];
+    fields.extend(pace.map(|pace| ("interval", crate::pace::why(pace))));
     fields.extend(meta.label.clone().map(|label| ("label", label)));
+    fields
+        .extend(meta.imported.as_ref().map(|from| ("imported", format!("it was {}@{}", from.job, from.id))));
+    fields.extend(
+        is_passed.then(|| ("passed over", "brought back from it, the job crashed again".to_string())),
+    );
+    let copies = image.paths.iter().filter(|file| file.copy.is_some()).count() as u64;
+    fields.extend((copies > 0).then(|| ("copies", format!("{} in the store", files(copies)))));
     fields.extend(checkpoint.touch.as_ref().map(|touch| {
         let (bytes, runs) = (output::bytes(touch.bytes()), output::count(touch.len() as u64));
         ("touch set", format!("{bytes} in {runs} runs, {}", sources(touch)))
@@ -219,6 +240,7 @@ fn describe(image: &Image, kind: &FileKind) -> String {
         FileKind::Signal(_) => "signalfd".into(),
         FileKind::Epoll(watches) => format!("epoll of {}", watches.len()),
         FileKind::Inotify(watches) => format!("inotify of {}", watches.len()),
+        FileKind::Fanotify(group) => format!("fanotify of {}", group.marks.len()),
         FileKind::Pid(pid) => format!("pidfd of {pid}"),
     }
 }

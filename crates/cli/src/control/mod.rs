@@ -16,6 +16,8 @@ use crate::jobs;
 use crate::taken::{Asked, Taken};
 use rustix::fd::{AsRawFd, OwnedFd};
 use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+use rustix::net::SendFlags;
 use serde::{Deserialize, Serialize};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -100,6 +102,22 @@ impl Line {
         let mut text = serde_json::to_vec(word)?;
         text.push(b'\n');
         self.stream().write_all(&text)
+    }
+
+    /// Says a word as far as that is possible without waiting; returns what is still to be said.
+    pub fn say_at_once(&self, word: &impl Serialize) -> std::io::Result<Vec<u8>> {
+        let mut text = serde_json::to_vec(word)?;
+        text.push(b'\n');
+        match rustix::net::send(self.stream(), &text, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
+            Ok(said) => Ok(text.split_off(said)),
+            Err(Errno::AGAIN | Errno::INTR) => Ok(text),
+            Err(e) => Err(e.into()),
+        }
+    }
+
+    /// Says the rest of a word.
+    pub fn go_on(&self, rest: &[u8]) -> std::io::Result<()> {
+        self.stream().write_all(rest)
     }
 
     /// The next word; `Ok(None)` when the other side has hung up.

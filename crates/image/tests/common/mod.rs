@@ -54,6 +54,7 @@ pub fn sample() -> Image {
         FileKind::Inotify(vec![InotifyWatch { wd: 1, mask: 2, path: 0 }]),
         FileKind::Timer(TimerFd::default()),
         FileKind::Queue(0),
+        FileKind::Fanotify(Fanotify { marks: vec![FanotifyMark::default()], ..Fanotify::default() }),
     ];
     let file = |kind| OpenFile { flags: 2, position: 9, kind, owner: None, locks: Vec::new() };
     let descriptors = (0..kinds.len() as u32).map(|fd| Descriptor { fd, file: fd, close_on_exec: fd == 1 });
@@ -96,6 +97,7 @@ pub fn sample() -> Image {
         ],
         network: Some(4),
         leaders: Vec::new(),
+        owners: Vec::new(),
     }
 }
 

@@ -332,6 +332,8 @@ pub const ENTRY_CONTINUE: u64 = 1 << 8;
 pub const TRAP_LEN: u64 = 1;
 /// Offset, from the end of the loop, of its `syscall` instruction that is stepped through one call at a time.
 const STEP_FROM_END: u64 = 4;
+/// Offset, from the end of the loop, of what follows its trap instruction.
+const TRAPPED_FROM_END: u64 = 6;
 
 /// The program loop's machine code. It is position-independent.
 pub fn program_loop() -> &'static [u8] {
@@ -381,6 +383,11 @@ pub fn loop_regs(base: &Regs, code: RemoteAddr, table: RemoteAddr, end: RemoteAd
     Regs { rip: code.0, rbx: table.0, rbp: end.0, rsp: sp, orig_rax: NO_SYSCALL, ..*base }
 }
 
+/// Where a thread is that has run into the trap at the end of a copy of the program loop at `code`.
+pub fn trapped(code: RemoteAddr) -> RemoteAddr {
+    RemoteAddr(code.0 + program_loop().len() as u64 - TRAPPED_FROM_END)
+}
+
 /// The `syscall` instruction within a copy of the program loop at `code`.
 pub fn step_address(code: RemoteAddr) -> RemoteAddr {
     RemoteAddr(code.0 + program_loop().len() as u64 - STEP_FROM_END)
@@ -391,10 +398,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_step_instruction_is_where_it_is_said_to_be() {
+    fn the_step_and_the_trap_are_where_they_are_said_to_be() {
         let code = program_loop();
         let at = step_address(RemoteAddr(0)).0 as usize;
         assert_eq!(&code[at..at + 2], b"\x0f\x05");
+        let after = trapped(RemoteAddr(0)).0 as usize;
+        assert_eq!(code[after - TRAP_LEN as usize], 0xcc);
     }
 
     #[test]

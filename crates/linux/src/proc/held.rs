@@ -2,6 +2,7 @@
 
 use super::{Proc, nonsense};
 use crate::{Error, Result};
+use rustix::fs::OFlags;
 use rustix::io::Errno;
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
@@ -41,6 +42,13 @@ impl Proc {
         self.kept
             .get_or_init(|| names.iter().filter_map(|name| Some((*name, self.hold(name).ok()?))).collect());
     }
+
+    /// Keeps the folder of its threads open, so that [`Proc::threads`] need not open it each time.
+    pub fn keep_threads_open(&self) {
+        if let Ok(folder) = self.open_with("task", OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC) {
+            let _ = self.tasks.set(folder);
+        }
+    }
 }
 
 impl Held {
@@ -71,6 +79,25 @@ impl Held {
             unsafe { text.set_len(text.len() + len) };
             if text.len() < text.capacity() {
                 return work(&text);
+            }
+        }
+    }
+
+    /// The whole text, as it is now, also of a file of many records.
+    ///
+    /// # Errors
+    /// [`Error::Gone`] if the process or thread is, or [`Error::File`].
+    pub fn text(&self) -> Result<Vec<u8>> {
+        let mut text: Vec<u8> = Vec::with_capacity(8 << 10);
+        loop {
+            // The kernel hands out as many records as go into a page of its own, and tells by nothing more that there are no others.
+            text.reserve(4 << 10);
+            let at = text.len() as u64;
+            let len = self.fill(text.spare_capacity_mut(), at)?;
+            // SAFETY: so many bytes have just been written there.
+            unsafe { text.set_len(text.len() + len) };
+            if len == 0 {
+                return Ok(text);
             }
         }
     }

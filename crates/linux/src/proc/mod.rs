@@ -22,7 +22,7 @@ pub mod timers;
 
 pub use held::Held;
 pub use maps::Vma;
-pub use namespaces::{HeldNamespaces, Namespace, NamespaceKind};
+pub use namespaces::{HeldNamespaces, Namespace, NamespaceKind, own_time_offsets};
 pub use sched::SchedStat;
 pub use smaps::{Smap, VmFlags};
 pub use stat::{Stat, TaskFlags};
@@ -46,6 +46,8 @@ pub struct Proc {
     folder: OwnedFd,
     /// Files of it that stay open ([`Proc::keep_open`]).
     kept: OnceLock<Vec<(&'static str, Held)>>,
+    /// The folder of its threads, if it stays open.
+    tasks: OnceLock<OwnedFd>,
 }
 
 impl Proc {
@@ -77,7 +79,7 @@ impl Proc {
     fn open(pid: u32, tid: u32, path: PathBuf) -> Result<Proc> {
         let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
         match rustix::fs::open(&path, flags, Mode::empty()) {
-            Ok(folder) => Ok(Proc { pid, tid, path, folder, kept: OnceLock::new() }),
+            Ok(folder) => Ok(Proc { pid, tid, path, folder, kept: OnceLock::new(), tasks: OnceLock::new() }),
             Err(rustix::io::Errno::NOENT | rustix::io::Errno::SRCH) => Err(Error::Gone(tid)),
             Err(e) => Err(Error::file(path, e)),
         }
@@ -104,7 +106,9 @@ impl Proc {
         let name = if self.is_thread() { format!("../{tid}") } else { format!("task/{tid}") };
         let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
         match rustix::fs::openat(&self.folder, name, flags, Mode::empty()) {
-            Ok(folder) => Ok(Proc { pid: self.pid, tid, path, folder, kept: OnceLock::new() }),
+            Ok(folder) => {
+                Ok(Proc { pid: self.pid, tid, path, folder, kept: OnceLock::new(), tasks: OnceLock::new() })
+            }
             Err(rustix::io::Errno::NOENT | rustix::io::Errno::SRCH) => Err(Error::Gone(tid)),
             Err(e) => Err(Error::file(path, e)),
         }
@@ -141,7 +145,7 @@ impl Proc {
     /// As [`Proc::open_file`].
     pub fn read(&self, name: &str) -> Result<Vec<u8>> {
         if let Some((_, kept)) = self.kept.get().and_then(|all| all.iter().find(|(kept, _)| *kept == name)) {
-            return kept.with(|text| Ok(text.to_vec()));
+            return kept.text();
         }
         // The kernel hands out about a page at a time, whatever the room; no need to ask for more.
         self.read_by(name, &mut [0; 4096])
@@ -327,8 +331,11 @@ pub fn processes() -> Result<Vec<u32>> {
 /// The id that was last given to a process or thread in our pid namespace (`/proc/sys/kernel/ns_last_pid`); the next
 /// one gets the next free number, from the start again at the highest. `None` where the kernel does not tell.
 pub fn last_pid() -> Option<u32> {
-    let text = std::fs::read("/proc/sys/kernel/ns_last_pid").ok()?;
-    number(&text)?.try_into().ok()
+    let file =
+        rustix::fs::open("/proc/sys/kernel/ns_last_pid", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
+    let mut text = [0; 32];
+    let len = rustix::io::read(file.ok()?, &mut text).ok()?;
+    number(&text[..len])?.try_into().ok()
 }
 
 /// Processes and threads that may have been made since each of these was the last one ([`last_pid`]): the numbers since then, some

@@ -5,6 +5,7 @@ use crate::{Error, Result};
 use rustix::fs::OFlags;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
 
 /// A kind of namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -161,6 +162,26 @@ impl Proc {
         let Some(text) = self.read_optional("timens_offsets")? else { return Ok(None) };
         parse_offsets(&text).map(Some).ok_or_else(|| self.nonsense("timens_offsets", &text))
     }
+}
+
+/// Offsets of the clocks that our own process has, nanoseconds: `CLOCK_MONOTONIC`, `CLOCK_BOOTTIME`.
+///
+/// The kernel tells those of children only. Who has made other clocks for these ([`crate::spawn::unshare_time`]) knows its own from
+/// before; whoever was forked since has the others, and is told.
+pub fn own_time_offsets() -> (i64, i64) {
+    static BEFORE: Mutex<Option<(u64, (i64, i64))>> = Mutex::new(None);
+    let ask = || {
+        let own = Proc::process(std::process::id())?;
+        let told = own.time_offsets()?.unwrap_or_default();
+        Ok::<_, Error>((told, own.namespaces_of(&[NamespaceKind::Time, NamespaceKind::TimeForChildren])?))
+    };
+    let Ok((told, ids)) = ask() else { return (0, 0) };
+    let [Namespace { id, .. }, Namespace { id: of_children, .. }] = ids[..] else { return told };
+    let mut before = BEFORE.lock().unwrap_or_else(PoisonError::into_inner);
+    if id == of_children {
+        *before = Some((id, told));
+    }
+    before.filter(|(known, _)| *known == id).map_or(told, |(_, offsets)| offsets)
 }
 
 /// `net:[4026531833]`

@@ -2,6 +2,8 @@
 
 use super::{Proc, text};
 use crate::Result;
+use rustix::fs::{RawDir, SeekFrom};
+use std::mem::MaybeUninit;
 
 impl Proc {
     /// Thread ids, ascending, the leader first; a leader that ended while others go on is among them.
@@ -9,11 +11,23 @@ impl Proc {
     /// # Errors
     /// [`crate::Error::Gone`].
     pub fn threads(&self) -> Result<Vec<u32>> {
-        let folder = if self.is_thread() { ".." } else { "task" };
-        let mut tids = Vec::new();
-        for name in self.list(folder)? {
-            tids.extend(text::dec(&name).and_then(|n| u32::try_from(n).ok()));
-        }
+        let tid = |name: &[u8]| text::dec(name).and_then(|n| u32::try_from(n).ok());
+        let mut tids: Vec<u32> = match self.tasks.get() {
+            Some(folder) => {
+                let error = |e| self.error("task", e);
+                rustix::fs::seek(folder, SeekFrom::Start(0)).map_err(error)?;
+                let mut room = [MaybeUninit::uninit(); 4096];
+                let (mut entries, mut tids) = (RawDir::new(folder, &mut room), Vec::new());
+                while let Some(entry) = entries.next() {
+                    tids.extend(tid(entry.map_err(error)?.file_name().to_bytes()));
+                }
+                tids
+            }
+            None => {
+                let folder = if self.is_thread() { ".." } else { "task" };
+                self.list(folder)?.iter().filter_map(|name| tid(name)).collect()
+            }
+        };
         tids.sort_unstable_by_key(|&tid| (tid != self.pid, tid));
         // An ended process may still show an empty folder.
         if tids.is_empty() { Err(crate::Error::Gone(self.pid)) } else { Ok(tids) }

@@ -15,6 +15,7 @@ use stillpoint_linux::{features, layout};
 const CAP_SETGID: u64 = 1 << 6;
 const CAP_SETUID: u64 = 1 << 7;
 const CAP_SETPCAP: u64 = 1 << 8;
+const CAP_SYS_ADMIN: u64 = 1 << 21;
 /// `SECBIT_NO_SETUID_FIXUP`: changing user ids leaves capabilities alone.
 const NO_SETUID_FIXUP: u32 = 1 << 2;
 /// `SECBIT_KEEP_CAPS`.
@@ -74,6 +75,44 @@ pub fn current(tid: u32) -> Result<Credentials> {
     let s = Proc::thread_by_tid(tid)?.status()?;
     let securebits = features::own_securebits()?;
     Ok(Credentials { uid: s.uid, gid: s.gid, groups: s.groups, caps: s.caps, securebits })
+}
+
+/// The same of who has gone into a user namespace of the program's own, where nothing of that is left.
+///
+/// # Errors
+/// As [`current`].
+pub fn current_inside(tid: u32) -> Result<Credentials> {
+    Ok(Credentials { securebits: 0, ..current(tid)? })
+}
+
+/// What it takes to put somebody with the credentials `want` into a user namespace of the program's own and is not there, one sentence
+/// each.
+pub fn missing_inside(now: &Credentials, want: &Credentials) -> Vec<String> {
+    let effective = now.caps[2];
+    let needed = [
+        (
+            true,
+            CAP_SYS_ADMIN,
+            "the program was in a user namespace of its own; going into one needs CAP_SYS_ADMIN",
+        ),
+        (
+            true,
+            CAP_SETUID,
+            "the program was in a user namespace of its own; giving names to users needs CAP_SETUID",
+        ),
+        (
+            true,
+            CAP_SETGID,
+            "the program was in a user namespace of its own; giving names to groups needs CAP_SETGID",
+        ),
+        (
+            now.uid != want.uid,
+            CAP_SETPCAP,
+            "the program ran as another user in a user namespace; that needs CAP_SETPCAP",
+        ),
+    ];
+    let lacking = needed.into_iter().filter(|(is_needed, cap, _)| *is_needed && effective & cap == 0);
+    lacking.map(|(.., why)| why.into()).collect()
 }
 
 /// What it takes to get from `now` to `want` and is not there, one sentence each.
@@ -155,7 +194,13 @@ pub fn program(p: &mut Program, now: &Credentials, want: &Credentials) {
     }
 }
 
-fn ids(p: &mut Program, now: &Credentials, want: &Credentials) {
+/// Adds the call after which changing user ids changes capabilities as usual, as in a user namespace that has just been entered.
+pub(crate) fn keep_nothing(p: &mut Program) {
+    prctl(p, "PR_SET_SECUREBITS", PR_SET_SECUREBITS, [0.into()]);
+}
+
+/// Adds the calls that change users and groups.
+pub(crate) fn ids(p: &mut Program, now: &Credentials, want: &Credentials) {
     if now.groups != want.groups {
         let list: Vec<u8> = want.groups.iter().flat_map(|g| g.to_le_bytes()).collect();
         let list = p.data(&list);

@@ -14,13 +14,14 @@ pub use super::credentials::verify;
 const SECCOMP_SET_MODE_STRICT: u64 = 1;
 const SECCOMP_SET_MODE_FILTER: u64 = 1;
 const SECCOMP_FILTER_FLAG_TSYNC: u64 = 1;
-const SI_TIMER: i32 = -2;
 
 /// How the end phase is run.
 #[derive(Clone, Debug)]
 pub struct Conditions {
     /// What the thread's credentials are now ([`credentials::current`]).
     pub now: Credentials,
+    /// What they are to be, as they are called where the thread is.
+    pub want: Credentials,
     /// Whether the tracer has set `PTRACE_O_SUSPEND_SECCOMP`: filters that are installed do not apply while it lives.
     pub seccomp_suspended: bool,
 }
@@ -48,7 +49,7 @@ pub fn program(process: &Process, space: &AddressSpace, index: usize, conditions
     if conditions.seccomp_suspended {
         seccomp(&mut p, process, thread, leader);
     }
-    credentials::program(&mut p, &conditions.now, &thread.creds);
+    credentials::program(&mut p, &conditions.now, &conditions.want);
     prctl(&mut p, "PR_SET_PDEATHSIG", PR_SET_PDEATHSIG, [u64::from(thread.pdeath_signal).into()]);
     if leader {
         // 2 can only come about by itself; 0 lets nobody more near.
@@ -100,7 +101,7 @@ fn queue(p: &mut Program, process: &Process, pending: &[Bytes], tid: Option<u32>
         }
         let mut info = info.0.clone();
         info.resize(layout::SIGINFO, 0);
-        if layout::half(&info, 2) as i32 == SI_TIMER {
+        if layout::expiry(&info).is_some() {
             // `si_sys_private`, the kernel's own mark of the timer that sent it, which is no more.
             info[32..36].fill(0);
         }
@@ -125,8 +126,7 @@ fn periodic(timers: &[PosixTimer], info: &Bytes) -> bool {
 
 /// Whether a siginfo tells that this timer expired.
 pub(super) fn is_expiry_of(timer: &PosixTimer, info: &Bytes) -> bool {
-    let word = |i| layout::half(&info.0, i);
-    word(2) as i32 == SI_TIMER && word(0) == timer.signal && word(4) == timer.id
+    layout::expiry(&info.0) == Some((timer.signal, timer.id))
 }
 
 /// Signals that cannot be blocked while programs run in the process: `SIGKILL`, `SIGSTOP`, and `SIGTRAP`, which ends

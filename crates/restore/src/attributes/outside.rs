@@ -3,7 +3,9 @@
 use super::credentials;
 use crate::{Error, Result};
 use stillpoint_image::{AddressSpace, Process, Thread};
+use stillpoint_linux::layout::words;
 use stillpoint_linux::proc::Proc;
+use stillpoint_linux::program::Program;
 use stillpoint_linux::sched::SchedAttr;
 use stillpoint_linux::{Error as Kernel, features, limits, sched};
 
@@ -11,11 +13,12 @@ const CAP_SYS_RESOURCE: u64 = 1 << 24;
 const SCHED_DEADLINE: u32 = 6;
 
 /// What cannot be given back here, one sentence each; empty if everything can. The restored process starts out with
-/// our own attributes, so ours are what the wanted ones are compared with. Changes nothing.
+/// our own attributes, so ours are what the wanted ones are compared with. `in_users`: it is in
+/// a user namespace of the program's own. Changes nothing.
 ///
 /// # Errors
 /// That our own attributes cannot be read.
-pub fn missing(process: &Process) -> Result<Vec<String>> {
+pub fn missing(process: &Process, in_users: bool) -> Result<Vec<String>> {
     let own = Proc::process(std::process::id())?;
     let status = own.status()?;
     let mut all = Vec::new();
@@ -41,7 +44,11 @@ pub fn missing(process: &Process) -> Result<Vec<String>> {
     }
     let now = credentials::current(own.pid())?;
     for thread in &process.threads {
-        for why in credentials::missing(&now, &thread.creds) {
+        let lacking = match in_users {
+            true => credentials::missing_inside(&now, &thread.creds),
+            false => credentials::missing(&now, &thread.creds),
+        };
+        for why in lacking {
             if !all.contains(&why) {
                 all.push(why);
             }
@@ -118,11 +125,12 @@ fn policy(now: &SchedAttr, thread: &Thread) -> Option<SchedAttr> {
 }
 
 /// Limits, OOM score and core dump filter of the process; `pid` is its id in our pid namespace. At the very end,
-/// because limits would hinder the rebuilding itself.
+/// because limits would hinder the rebuilding itself. Returns what is left for it to do itself: where it is in a user namespace of the
+/// program's own (`in_users`), its limits may be its own affair, and it may lower them.
 ///
 /// # Errors
 /// [`Error::Failed`] naming what was not allowed and the privilege it needs.
-pub fn process(pid: u32, process: &Process, space: &AddressSpace) -> Result<()> {
+pub fn process(pid: u32, process: &Process, space: &AddressSpace, in_users: bool) -> Result<Program> {
     let folder = Proc::process(pid)?;
     if folder.oom_score_adj()? != process.oom_score_adj {
         let set = folder.write("oom_score_adj", process.oom_score_adj.to_string().as_bytes());
@@ -132,16 +140,23 @@ pub fn process(pid: u32, process: &Process, space: &AddressSpace) -> Result<()> 
     if folder.coredump_filter()? != space.coredump_filter {
         folder.write("coredump_filter", format!("{:#x}", space.coredump_filter).as_bytes())?;
     }
+    let (now, mut left) = (limits::all(&folder)?, Program::new());
     for limit in &process.rlimits {
-        if limits::get(pid, limit.resource)? == (limit.soft, limit.hard) {
+        if now.get(limit.resource as usize) == Some(&(limit.soft, limit.hard)) {
             continue;
         }
         let set = limits::set(pid, limit.resource, limit.soft, limit.hard);
         let name = limits::NAMES.get(limit.resource as usize).unwrap_or(&"?");
+        if in_users && set.as_ref().is_err_and(|e| e.errno() == Some(libc::EPERM)) {
+            let both = left.data(&words(&[limit.soft, limit.hard]));
+            let args = [0.into(), u64::from(limit.resource).into(), both];
+            left.call(format!("set RLIMIT_{name}"), libc::SYS_prlimit64, args);
+            continue;
+        }
         let what = || format!("RLIMIT_{name} {} of process {pid}", number(limit.hard));
         explain(set, libc::EPERM, what, "CAP_SYS_RESOURCE is needed to raise a hard limit")?;
     }
-    Ok(())
+    Ok(left)
 }
 
 /// Adds to an expected refusal of the kernel what it takes.

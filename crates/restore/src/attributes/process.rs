@@ -6,7 +6,7 @@ use linux_raw_sys::prctl::{
     PR_SET_CHILD_SUBREAPER, PR_SET_MEMORY_MERGE, PR_SET_MM, PR_SET_MM_MAP, PR_SET_THP_DISABLE,
     PR_TIMER_CREATE_RESTORE_IDS, PR_TIMER_CREATE_RESTORE_IDS_OFF, PR_TIMER_CREATE_RESTORE_IDS_ON,
 };
-use stillpoint_image::{AddressSpace, PosixTimer, Process};
+use stillpoint_image::{AddressSpace, Layout, PosixTimer, Process};
 use stillpoint_linux::program::{Arg, Outcome, Program};
 use stillpoint_linux::{features, layout as kernel};
 
@@ -43,8 +43,18 @@ pub fn early(process: &Process, space: &AddressSpace) -> Program {
 /// mappings they point to exist and the old executable is mapped no more. `exe_fd` is the executable's descriptor
 /// inside the process; `None` leaves the link as it is. Needs `CAP_CHECKPOINT_RESTORE`. prctl(2), `PR_SET_MM_MAP`
 pub fn layout(space: &AddressSpace, exe_fd: Option<u32>) -> Program {
+    set_layout(space.layout, &space.auxv.0, exe_fd)
+}
+
+/// The same while its memory is built, without command line and environment: where ours were there is nothing any more, or
+/// room for a stack to grow, as it would for whoever reads `/proc/PID/cmdline` or `environ` (`__access_remote_vm` in the kernel).
+pub fn wordless_layout(space: &AddressSpace) -> Program {
+    let l = space.layout;
+    set_layout(Layout { arg_end: l.arg_start, env_end: l.env_start, ..l }, &[], None)
+}
+
+fn set_layout(l: Layout, auxv: &[u8], exe_fd: Option<u32>) -> Program {
     let mut p = Program::new();
-    let l = &space.layout;
     let mut map = kernel::words(&[
         l.start_code,
         l.end_code,
@@ -59,12 +69,12 @@ pub fn layout(space: &AddressSpace, exe_fd: Option<u32>) -> Program {
         l.env_end,
         0, // the auxiliary vector's address: linked below
     ]);
-    map.extend((space.auxv.0.len() as u32).to_le_bytes());
+    map.extend((auxv.len() as u32).to_le_bytes());
     map.extend(exe_fd.unwrap_or(u32::MAX).to_le_bytes());
-    let auxv = p.data(&space.auxv.0);
+    let data = p.data(auxv);
     let map = p.data(&map);
-    if !space.auxv.0.is_empty() {
-        p.link(map, kernel::MM_MAP as u32 - 16, auxv);
+    if !auxv.is_empty() {
+        p.link(map, kernel::MM_MAP as u32 - 16, data);
     }
     let args = [u64::from(PR_SET_MM_MAP).into(), map, (kernel::MM_MAP as u64).into()];
     prctl(&mut p, "PR_SET_MM_MAP", PR_SET_MM, args);
@@ -197,8 +207,17 @@ impl Timers {
 /// Starts interval timers and POSIX timers with the time they had left. As late as can be: they run from here on.
 pub fn arm(process: &Process) -> Program {
     let mut p = Program::new();
-    for (which, t) in process.itimers.iter().enumerate().filter(|(_, t)| t.value_us != 0) {
-        let (value, interval) = (t.value_us, t.interval_us);
+    let alarm_is_pending =
+        process.pending.iter().any(|info| kernel::half(&info.0, 0) == libc::SIGALRM as u32);
+    for (which, t) in process.itimers.iter().enumerate() {
+        let interval = t.interval_us;
+        let value = match t.value_us {
+            // The real one stands still from its expiry on until its signal is taken, which only one that has expired goes on with.
+            // Its second signal is the one that waits.
+            0 if which as i32 == libc::ITIMER_REAL && interval != 0 && alarm_is_pending => 1,
+            0 => continue,
+            left => left,
+        };
         let [vs, vu, is, iu] =
             [value / 1_000_000, value % 1_000_000, interval / 1_000_000, interval % 1_000_000];
         let data = p.data(&kernel::words(&[is, iu, vs, vu]));

@@ -1,10 +1,12 @@
 //! Whether the files in the file system still are as the program left them.
 
-use crate::{FilesPolicy, Result};
+use crate::{Error, FilesPolicy, Result};
 use rustix::fs::{FileType, Mode, OFlags, Stat};
 use std::collections::HashSet;
+use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
-use stillpoint_image::{FileKind, Image, PathFile, Usage};
+use std::path::{Path, PathBuf};
+use stillpoint_image::{Bytes, FileKind, Image, PathFile, Usage};
 use stillpoint_linux::digest;
 
 /// How a file compares to the checkpoint.
@@ -45,10 +47,10 @@ pub(super) fn check(image: &Image, policy: FilesPolicy) -> Result<Findings> {
     let elsewhere = checked_elsewhere(image);
     for (row, file) in image.paths.iter().enumerate() {
         let row = row as u32;
-        if file.deleted || elsewhere.contains(&row) {
+        if file.deleted || file.made_anew || elsewhere.contains(&row) {
             continue;
         }
-        let state = state(file)?;
+        let state = state(file, image.meta.imported.is_some())?;
         match verdict(file, state, policy) {
             Verdict::Fine => {}
             Verdict::CutBack => findings.grown.push(row),
@@ -59,6 +61,51 @@ pub(super) fn check(image: &Image, policy: FilesPolicy) -> Result<Findings> {
     Ok(findings)
 }
 
+/// Lets the checkpoint's own copies stand in for files that are not here as they were: from then on, they are what the image names.
+/// `copy_of` tells where there is one. Returns what these files were called.
+///
+/// # Errors
+/// [`Error::Refused`] names each of which the copy is gone or damaged.
+pub fn stand_in(image: &mut Image, copy_of: impl Fn(&PathFile) -> Option<PathBuf>) -> Result<Vec<Bytes>> {
+    let elsewhere = image.meta.imported.is_some();
+    let (mut replaced, mut wrong) = (Vec::new(), Vec::new());
+    for file in image.paths.iter_mut().filter(|file| !file.deleted && file.namespace.is_none()) {
+        let Some(digest) = &file.copy else { continue };
+        let state = state(file, elsewhere)?;
+        if matches!(state, State::Unchanged | State::Grew(_)) {
+            continue;
+        }
+        let name = file.path.clone();
+        match copy_of(file)
+            .ok_or("is not in the store")
+            .and_then(|path| own_copy(&path, &digest.0, file.size))
+        {
+            Ok((path, stat)) => {
+                (file.path, file.dev, file.ino) = (path.as_path().into(), stat.st_dev, stat.st_ino);
+                (file.mtime_ns, file.ctime_ns) = times(&stat);
+                replaced.push(name);
+            }
+            Err(why) => {
+                wrong.push(format!("{name}: {}, and the checkpoint's own copy {why}", sentence(state)))
+            }
+        }
+    }
+    if wrong.is_empty() { Ok(replaced) } else { Err(Error::Refused(wrong)) }
+}
+
+/// The path and identity of a copy, if it is whole.
+fn own_copy(path: &Path, digest: &[u8], size: u64) -> Result<(PathBuf, Stat), &'static str> {
+    let open = || {
+        let path = path.canonicalize()?;
+        let mut file = File::open(&path)?;
+        let found = stillpoint_store::content_digest(&mut file, size)?;
+        let stat = rustix::fs::fstat(&file)?;
+        Ok::<_, std::io::Error>((path, stat, found))
+    };
+    let (path, stat, found) = open().map_err(|_| "cannot be read")?;
+    if stat.st_size as u64 == size && found == digest { Ok((path, stat)) } else { Err("is damaged") }
+}
+
 /// Files of procfs, FIFOs and names of sockets have rules of their own.
 fn checked_elsewhere(image: &Image) -> HashSet<u32> {
     let proc = image.files.iter().filter_map(|f| match f.kind {
@@ -66,7 +113,9 @@ fn checked_elsewhere(image: &Image) -> HashSet<u32> {
         _ => None,
     });
     let fifos = image.pipes.iter().filter_map(|p| p.fifo);
-    proc.chain(fifos).chain(image.sockets.iter().filter_map(|s| s.path)).collect()
+    proc.chain(fifos)
+        .chain(image.sockets.iter().flat_map(|s| s.path.into_iter().chain(s.renamed_from)))
+        .collect()
 }
 
 enum Verdict {
@@ -103,7 +152,8 @@ fn sentence(state: State) -> String {
     }
 }
 
-fn state(file: &PathFile) -> Result<State> {
+/// Elsewhere than where the checkpoint was taken, inode numbers tell nothing: there the contents decide.
+fn state(file: &PathFile, elsewhere: bool) -> Result<State> {
     let Ok(stat) = rustix::fs::lstat(file.path.as_path()) else { return Ok(State::Gone) };
     if FileType::from_raw_mode(stat.st_mode) != FileType::from_raw_mode(file.mode)
         || stat.st_rdev != file.rdev
@@ -118,7 +168,7 @@ fn state(file: &PathFile) -> Result<State> {
     if same_file && size == file.size && times(&stat) == (file.mtime_ns, file.ctime_ns) {
         return Ok(State::Unchanged);
     }
-    if stat.st_ino != file.ino && file.usage == Usage::Write {
+    if stat.st_ino != file.ino && file.usage == Usage::Write && !elsewhere {
         return Ok(State::Replaced);
     }
     if let Some(by) = file.size.checked_sub(size).filter(|by| *by > 0) {

@@ -7,7 +7,7 @@ use std::io::Read;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::time::{Duration, UNIX_EPOCH};
-use stillpoint_image::{Image, Owner, Range};
+use stillpoint_image::{Image, Owner, PathFile, Range};
 use stillpoint_linux::{Error as Kernel, memfd};
 
 use super::Contents;
@@ -17,6 +17,8 @@ use super::Contents;
 pub struct Cut {
     /// Which.
     pub path: PathBuf,
+    /// How we come to it.
+    pub way: PathBuf,
     /// Its size at the checkpoint.
     pub size: u64,
     /// Its modification time at the checkpoint, nanoseconds since 1970.
@@ -32,9 +34,17 @@ pub(super) struct WriteBack {
     ranges: Vec<Range>,
 }
 
-pub(super) fn cuts(image: &Image, grown: &[u32]) -> Vec<Cut> {
-    let files = grown.iter().filter_map(|row| image.paths.get(*row as usize));
-    files.map(|f| Cut { path: f.path.as_path().to_owned(), size: f.size, mtime_ns: f.mtime_ns }).collect()
+/// `called`: with paths as they are in their mount namespaces, `image`: with those that lead there.
+pub(super) fn cuts(called: &Image, image: &Image, grown: &[u32]) -> Vec<Cut> {
+    let files = grown.iter().filter_map(|row| {
+        let row = *row as usize;
+        Some((called.paths.get(row)?.path.as_path().to_owned(), image.paths.get(row)?))
+    });
+    let cut = |(path, f): (PathBuf, &PathFile)| {
+        let way = f.path.as_path().to_owned();
+        Cut { path, way, size: f.size, mtime_ns: f.mtime_ns }
+    };
+    files.map(cut).collect()
 }
 
 pub(super) fn write_backs(image: &Image) -> Vec<WriteBack> {
@@ -92,7 +102,7 @@ impl OpenFiles {
 
 fn cut_one(cut: &Cut, keep: &mut KeepTail<'_>) -> Result<()> {
     let named = |e| Kernel::file(&cut.path, e);
-    let file = OpenOptions::new().read(true).write(true).open(&cut.path).map_err(named)?;
+    let file = OpenOptions::new().read(true).write(true).open(&cut.way).map_err(named)?;
     let before = file.metadata().map_err(named)?.len();
     if before < cut.size {
         let line =

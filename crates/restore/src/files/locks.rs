@@ -31,7 +31,7 @@ pub(super) fn check(opening: &Opening<'_>) -> Result<()> {
     for file in opening.image.files.iter().filter(|f| f.locks.iter().any(|l| l.kind == LockKind::Lease)) {
         let FileKind::Path(row) = file.kind else { continue };
         let Some(path) = opening.image.paths.get(row as usize).map(|p| p.path.as_path()) else { continue };
-        if opening.files.cuts.iter().any(|cut| cut.path == path) {
+        if opening.files.cuts.iter().any(|cut| cut.way == path) {
             let why = "it has grown, and cannot be cut back, as the program holds a lease on it";
             refusals.push(format!("{}: {why}", path.display()));
         }

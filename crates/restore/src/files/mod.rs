@@ -8,6 +8,7 @@
 //! | at the very end | [`OpenFiles::write_back`], [`OpenFiles::cut_back`], [`OpenFiles::settle`]; then drop it |
 
 mod check;
+mod clones;
 mod connections;
 mod created;
 mod cutback;
@@ -28,6 +29,7 @@ mod sockets;
 mod standard;
 mod terminals;
 
+pub(crate) use objects::fill;
 pub(crate) use standard::window_differs;
 
 use crate::namespaces::Namespaces;
@@ -40,13 +42,23 @@ use std::io::Read;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::Path;
 use stillpoint_image::{Backing, FileKind, Image, OpenFile, Owner, Range};
+use stillpoint_linux::proc::Proc;
+use stillpoint_linux::program::Run;
 use stillpoint_linux::{Error as Kernel, descriptors, memfd};
 
+pub use check::stand_in;
+pub use clones::{check_alone, in_common, set_apart, stay_apart};
 pub use cutback::Cut;
 pub use kept::{is_anything_kept, let_go};
 
+/// A process, as people are told of it.
+fn called(process: &Proc) -> String {
+    let comm = process.comm().unwrap_or_default();
+    format!("process {} ({})", process.pid(), String::from_utf8_lossy(&comm).escape_debug())
+}
+
 /// Where contents of objects and files come from.
-pub trait Contents {
+pub trait Contents: Sync {
     /// Reads at an offset; zeros where nothing is stored.
     fn read(&self, owner: Owner, offset: u64, buffer: &mut [u8]) -> Result<()>;
 
@@ -99,17 +111,20 @@ pub fn open(
     tcp: TcpPolicy,
     stdio: Stdio,
 ) -> Result<OpenFiles> {
+    let namespaces = Namespaces::make(image, contents)?;
+    let (called, reached) = (image, namespaces.have_mounts().then(|| namespaces.reached(image)));
+    let image = reached.as_ref().unwrap_or(called);
     let findings = check::check(image, policy)?;
     let mut refusals = findings.refusals;
     sockets::check(image, &mut refusals);
     segments::check(image, &mut refusals)?;
     queues::check(image, &mut refusals)?;
     if !refusals.is_empty() {
-        return Err(Error::Refused(refusals));
+        return Err(Error::Refused(refusals.iter().map(|line| namespaces.told(line)).collect()));
     }
     descriptors::raise_descriptor_limit()?;
-    let mut opening = Opening::new(image, contents, tcp, stdio)?;
-    opening.files.cuts = cutback::cuts(image, &findings.grown);
+    let mut opening = Opening::new(image, namespaces, contents, tcp, stdio)?;
+    opening.files.cuts = cutback::cuts(called, image, &findings.grown);
     if policy != FilesPolicy::Keep {
         opening.files.write_backs = cutback::write_backs(image);
     }
@@ -131,6 +146,7 @@ pub fn open(
     locks::take(&opening)?;
     // Last: all that was done so far would be events for it.
     events::open_inotify(&mut opening)?;
+    events::open_fanotify(&mut opening)?;
     Ok(opening.files)
 }
 
@@ -146,9 +162,15 @@ struct Opening<'a> {
 }
 
 impl<'a> Opening<'a> {
-    fn new(image: &'a Image, contents: &'a dyn Contents, tcp: TcpPolicy, stdio: Stdio) -> Result<Self> {
+    fn new(
+        image: &'a Image,
+        namespaces: Namespaces,
+        contents: &'a dyn Contents,
+        tcp: TcpPolicy,
+        stdio: Stdio,
+    ) -> Result<Self> {
         let files = OpenFiles {
-            namespaces: Namespaces::make(image)?,
+            namespaces,
             sources: image.files.iter().map(|_| None).collect(),
             objects: Vec::new(),
             segments: segments::Segments::default(),
@@ -222,6 +244,11 @@ impl OpenFiles {
         &self.namespaces
     }
 
+    /// Mounts what takes processes ([`Namespaces::complete_mounts`]).
+    pub fn complete_mounts(&mut self, image: &Image, members: &mut [&mut dyn Run]) -> Result<()> {
+        self.namespaces.complete_mounts(image, members)
+    }
+
     /// Descriptor of a file (row of [`Image::paths`]) that mappings are made from, or that the process executes or
     /// stands in; able to write if asked. It has the same number in the new process until [`OpenFiles::install`].
     pub fn mapping_source(&self, path: u32, write: bool) -> Result<i32> {
@@ -250,11 +277,13 @@ impl OpenFiles {
         Ok(())
     }
 
-    /// Forgets the inotify events that the restore itself caused. Right before the program runs.
+    /// Gives files times that they had, and forgets the events of inotify and fanotify that the restore itself caused. Right before the program
+    /// runs.
     pub fn settle(&self, image: &Image) -> Result<()> {
+        self.namespaces.settle_mounts(image)?;
         for (file, source) in image.files.iter().zip(&self.sources) {
-            if let (FileKind::Inotify(_), Some(fd)) = (&file.kind, source) {
-                events::forget_events(fd, file.flags)?;
+            if let (FileKind::Inotify(_) | FileKind::Fanotify(_), Some(fd)) = (&file.kind, source) {
+                events::forget_events(fd, file)?;
             }
         }
         Ok(())
@@ -274,7 +303,7 @@ impl OpenFiles {
 
     /// Remarks for the user: what could not be made exactly as it was.
     pub fn notes(&self) -> Vec<String> {
-        self.notes.clone()
+        self.notes.iter().map(|note| self.namespaces.told(note)).collect()
     }
 
     /// Where what comes from the current standard input must be written for the program, if it was reading from a

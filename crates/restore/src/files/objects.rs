@@ -45,7 +45,13 @@ pub(super) fn fill_object(
 }
 
 /// Writes the contents, without what is zero.
-fn fill(fd: &OwnedFd, owner: Owner, size: u64, huge_page: u64, contents: &dyn Contents) -> Result<()> {
+pub(crate) fn fill(
+    fd: &OwnedFd,
+    owner: Owner,
+    size: u64,
+    huge_page: u64,
+    contents: &dyn Contents,
+) -> Result<()> {
     let piece = huge_page.max(64 << 10);
     for range in contents.stored(owner, size) {
         let (mut at, end) = (range.start, range.end().min(size));

@@ -42,6 +42,13 @@ fn find(name: &[u8], flags: i32) -> Result<Option<OwnedFd>> {
     }
 }
 
+/// What stat(2) tells of a queue, if it is there.
+pub(super) fn stat(queue: &MessageQueue) -> Result<Option<rustix::fs::Stat>> {
+    let Some(found) = find(&queue.name.0, libc::O_RDONLY | libc::O_NONBLOCK)? else { return Ok(None) };
+    let stat = rustix::fs::fstat(&found);
+    Ok(Some(stat.map_err(|e| Kernel::call(format!("look at message queue /{}", queue.name), e))?))
+}
+
 /// Refuses queues that are not as the program left them.
 pub(super) fn check(image: &Image, refusals: &mut Vec<String>) -> Result<()> {
     for queue in image.queues.iter().filter(|q| !q.unlinked && q.namespace.is_none()) {

@@ -4,7 +4,7 @@
 //! is attached was left by the program itself: it gets the contents of the checkpoint, as the very last step before the
 //! program runs. One to which anybody is attached is not touched.
 
-use super::{Contents, OpenFiles, objects};
+use super::{Contents, OpenFiles, called, objects};
 use crate::namespaces::Namespaces;
 use crate::{Error, Result};
 use rustix::fs::FallocateFlags;
@@ -100,10 +100,7 @@ fn who(id: i32) -> String {
     };
     let pids = proc::processes().unwrap_or_default();
     let found = pids.into_iter().filter_map(|pid| Proc::process(pid).ok()).find(is_attached);
-    match found.map(|p| (p.pid(), p.comm().unwrap_or_default())) {
-        Some((pid, comm)) => format!("process {pid} ({})", String::from_utf8_lossy(&comm).escape_debug()),
-        None => "another process".into(),
-    }
+    found.map_or_else(|| "another process".into(), |process| called(&process))
 }
 
 impl Segments {

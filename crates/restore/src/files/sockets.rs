@@ -5,15 +5,16 @@ use super::{Opening, connections, datagrams, messages, missing, options};
 use crate::{Error, Result, TcpPolicy};
 use rustix::fs::{FileType, Gid, Mode, Uid};
 use std::collections::{HashMap, HashSet};
+use std::ffi::OsStr;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use stillpoint_image::{FileKind, Image, PathFile, Socket};
 use stillpoint_linux::{Error as Kernel, inet_diag, sockets};
 
-const UNIX: u32 = libc::AF_UNIX as u32;
-const STREAM: u32 = libc::SOCK_STREAM as u32;
-const DATAGRAM: u32 = libc::SOCK_DGRAM as u32;
+pub(super) const UNIX: u32 = libc::AF_UNIX as u32;
+pub(super) const STREAM: u32 = libc::SOCK_STREAM as u32;
+pub(super) const DATAGRAM: u32 = libc::SOCK_DGRAM as u32;
 const IN_USE: &str = "another program uses this address";
 /// Longest `sun_path`, with its end.
 const SUN_PATH: usize = 108;
@@ -21,7 +22,10 @@ const SUN_PATH: usize = 108;
 /// Refuses where names of unix sockets are in use. A name that is left over from a socket nobody listens on is not.
 pub(super) fn check(image: &Image, refusals: &mut Vec<String>) {
     for socket in &image.sockets {
-        let Some(file) = socket.path.and_then(|row| image.paths.get(row as usize)) else { continue };
+        let Some(file) = file_of(image, socket.path) else { continue };
+        if let Some(file) = file_of(image, socket.renamed_from).filter(|file| file.path.as_path().exists()) {
+            refusals.push(format!("{}: is in the way of a socket that was made under that name", file.path));
+        }
         let path = file.path.as_path();
         let Ok(stat) = rustix::fs::lstat(path) else {
             if !file.deleted && !path.parent().is_some_and(Path::is_dir) {
@@ -37,9 +41,15 @@ pub(super) fn check(image: &Image, refusals: &mut Vec<String>) {
     }
 }
 
-/// Nobody is behind a socket's name if a connection is refused.
+fn file_of(image: &Image, row: Option<u32>) -> Option<&PathFile> {
+    row.and_then(|row| image.paths.get(row as usize))
+}
+
+/// Nobody is behind a socket's name if a connection is refused. It is asked for with another type than the socket's: whoever is there
+/// cannot be meant by that, and hears nothing of it. (A server may well fail for a client that says nothing.)
 fn is_stale(path: &Path, kind: u32) -> bool {
-    let Ok(probe) = sockets::socket(libc::AF_UNIX, kind as i32 | libc::SOCK_NONBLOCK, 0) else {
+    let other = if kind == DATAGRAM { STREAM } else { DATAGRAM };
+    let Ok(probe) = sockets::socket(libc::AF_UNIX, other as i32 | libc::SOCK_NONBLOCK, 0) else {
         return false;
     };
     let Ok((address, _directory)) = unix_address(path) else { return false };
@@ -151,10 +161,25 @@ fn connect_waiting(opening: &mut Opening<'_>, made: &mut HashMap<usize, OwnedFd>
 
 /// The address by which a unix socket is reached; the descriptor is to be kept meanwhile.
 pub(super) fn address_of(image: &Image, socket: &Socket) -> Result<(Vec<u8>, Option<OwnedFd>)> {
-    match socket.path.and_then(|row| image.paths.get(row as usize)) {
+    match file_of(image, socket.path) {
         Some(file) => unix_address(file.path.as_path()),
         None => Ok((socket.local.0.clone(), None)),
     }
+}
+
+/// Where a datagram socket that sends to one of the program's reaches it, if that has another name than it tells.
+fn renamed_to(opening: &Opening<'_>, socket: &Socket) -> Result<Option<(Vec<u8>, Option<OwnedFd>)>> {
+    let (image, namespaces) = (opening.image, &opening.files.namespaces);
+    let called = |file: &'_ PathFile| namespaces.called(file.namespace, file.path.as_path()).to_owned();
+    let told = socket.remote.0.get(2..).unwrap_or_default();
+    let told = Path::new(OsStr::from_bytes(told.split(|b| *b == 0).next().unwrap_or_default()));
+    let is_it = |other: &&Socket| {
+        let from = file_of(image, other.renamed_from);
+        from.is_some_and(|file| file.namespace == socket.mounts && called(file) == told)
+    };
+    let other = image.sockets.iter().filter(|_| socket.family == UNIX).find(is_it);
+    let file = other.and_then(|other| file_of(image, other.path));
+    file.map(|file| unix_address(&called(file))).transpose()
 }
 
 /// Sockets with neither a peer nor a lost one: made, bound, set to listen. All that cannot be are told together.
@@ -184,7 +209,14 @@ fn bind_all(opening: &mut Opening<'_>, made: &mut HashMap<usize, OwnedFd>) -> Re
     // Some may send to others of them.
     for (index, socket) in opening.image.sockets.iter().enumerate().filter(|(_, s)| !s.remote.0.is_empty()) {
         let Some(fd) = made.get(&index).filter(|_| refusals.is_empty()) else { continue };
-        if let Err(e) = sockets::connect(fd, &socket.remote.0) {
+        let elsewhere = renamed_to(opening, socket)?;
+        let to = elsewhere.as_ref().map_or(&socket.remote.0, |(address, _)| address);
+        let connect = || Ok(sockets::connect(fd, to));
+        let connected = match socket.mounts {
+            Some(row) => opening.files.namespaces.within(row, connect)?,
+            None => connect()?,
+        };
+        if let Err(e) = connected {
             let what = name(opening.image, socket);
             let remote = &socket.remote.0;
             let to = match socket.family {
@@ -248,20 +280,34 @@ fn bind_name(opening: &mut Opening<'_>, socket: &Socket, fd: &OwnedFd) -> Result
         return sockets::bind(fd, &socket.local.0).map_err(|e| refusal(&what, &e));
     };
     let file = opening.image.paths.get(row as usize).ok_or_else(|| missing("file", row))?;
-    bind_path(opening, file, fd, socket.kind)
+    bind_path(opening, file, file_of(opening.image, socket.renamed_from), fd, socket.kind)
 }
 
-/// Binds to a name in the file system, which it had before; a stale one is removed.
-fn bind_path(opening: &mut Opening<'_>, file: &PathFile, fd: &OwnedFd, kind: u32) -> Result<()> {
+/// Binds to a name in the file system, which it had before; a stale one is removed. With `renamed_from` to that one, which then
+/// becomes the other.
+fn bind_path(
+    opening: &mut Opening<'_>,
+    file: &PathFile,
+    renamed_from: Option<&PathFile>,
+    fd: &OwnedFd,
+    kind: u32,
+) -> Result<()> {
     let path = file.path.as_path();
-    let _detour = if file.deleted { Detour::to(path)? } else { Detour::default() };
+    let first = renamed_from.unwrap_or(file);
+    let _detour = if first.deleted { Detour::to(first.path.as_path())? } else { Detour::default() };
     if rustix::fs::lstat(path).is_ok_and(|s| FileType::from_raw_mode(s.st_mode) == FileType::Socket)
         && is_stale(path, kind)
     {
         std::fs::remove_file(path).map_err(|e| Kernel::file(path, e))?;
     }
-    let (address, _directory) = unix_address(path)?;
-    sockets::bind(fd, &address).map_err(|e| refusal(&file.path.to_string(), &e))?;
+    bind_where_it_was(opening, first, fd)?;
+    if renamed_from.is_some() {
+        let first = first.path.as_path();
+        rustix::fs::rename(first, path).map_err(|e| {
+            let _ = std::fs::remove_file(first);
+            Kernel::file(path, e)
+        })?;
+    }
     opening.files.created.note(path);
     if file.deleted {
         return Ok(std::fs::remove_file(path).map_err(|e| Kernel::file(path, e))?);
@@ -274,6 +320,23 @@ fn bind_path(opening: &mut Opening<'_>, file: &PathFile, fd: &OwnedFd, kind: u32
         rustix::fs::chown(path, Some(uid), Some(gid)).map_err(named)?;
     }
     Ok(())
+}
+
+/// Binds to a path as it is called where the program is: that is what it tells as its name.
+fn bind_where_it_was(opening: &Opening<'_>, file: &PathFile, fd: &OwnedFd) -> Result<()> {
+    let (way, namespaces) = (file.path.as_path(), &opening.files.namespaces);
+    let path = namespaces.called(file.namespace, way);
+    let failed = |e| refusal(&path.display().to_string(), &e);
+    match file.namespace {
+        Some(row) if path.as_os_str().len() < SUN_PATH => {
+            let (address, _) = unix_address(path)?;
+            namespaces.within(row, || sockets::bind(fd, &address).map_err(failed))
+        }
+        _ => {
+            let (address, _directory) = unix_address(way)?;
+            sockets::bind(fd, &address).map_err(failed)
+        }
+    }
 }
 
 /// Directories that are there only while a socket is bound to a name in them: removed with it, or before.
@@ -355,7 +418,8 @@ fn accept_connections(opening: &mut Opening<'_>, made: &mut HashMap<usize, Owned
         // If that is closed, the connection itself tells the name.
         let (listener, is_closed) = (listener.unwrap_or(accepted), listener.is_none());
         let door = sockets::socket(libc::AF_UNIX, accepted.kind as i32, 0)?;
-        let path = listener.path.and_then(|row| image.paths.get(row as usize));
+        // What it tells as its name is what the listening socket was bound to.
+        let path = file_of(image, listener.renamed_from.or(listener.path));
         let _detour = match path.filter(|file| file.deleted) {
             Some(file) => Detour::to(file.path.as_path())?,
             None => Detour::default(),
@@ -366,7 +430,8 @@ fn accept_connections(opening: &mut Opening<'_>, made: &mut HashMap<usize, Owned
         };
         match path {
             Some(file) => {
-                bind_path(opening, &PathFile { deleted: false, ..file.clone() }, &door, accepted.kind)?
+                let file = PathFile { deleted: false, ..file.clone() };
+                bind_path(opening, &file, None, &door, accepted.kind)?
             }
             None => sockets::bind(&door, &address).map_err(|e| refusal(&name(image, listener), &e))?,
         }
@@ -466,7 +531,7 @@ pub(super) fn shut_down(fd: impl AsFd, socket: &Socket) -> Result<()> {
 
 /// A socket for people.
 pub(super) fn name(image: &Image, socket: &Socket) -> String {
-    if let Some(file) = socket.path.and_then(|row| image.paths.get(row as usize)) {
+    if let Some(file) = file_of(image, socket.path) {
         return format!("socket {}", file.path);
     }
     let local = &socket.local.0;

@@ -1,24 +1,29 @@
 //! Pseudo-terminals whose master the program holds.
 
-use super::{Opening, open_flags};
-use crate::Result;
-use rustix::fs::{Mode, OFlags};
+use super::{Opening, missing, open_flags};
+use crate::{Error, Result};
+use rustix::fs::{Gid, Mode, OFlags, Uid};
 use std::os::fd::OwnedFd;
 use std::path::Path;
-use stillpoint_image::{FileKind, Pty};
+use stillpoint_image::{FileKind, Pty, TerminalOwner};
 use stillpoint_linux::{Error as Kernel, tty};
 
 /// Makes all pseudo-terminals.
 pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
     for (index, pty) in opening.image.ptys.iter().enumerate() {
         let index = index as u32;
-        let master = master_of(pty)?;
-        if tty::number(&master)? != pty.number {
-            let now = tty::number(&master)?;
-            opening
-                .files
-                .notes
-                .push(format!("/dev/pts/{} is taken: its terminal is /dev/pts/{now} now", pty.number));
+        let own = pty
+            .multiplexer
+            .map(|row| opening.image.paths.get(row as usize).ok_or_else(|| missing("file", row)));
+        let own = own.transpose()?.map(|file| file.path.as_path().to_owned());
+        let master = master_of(pty, own.as_deref())?;
+        let now = tty::number(&master)?;
+        if now != pty.number {
+            let note = format!("/dev/pts/{} is taken: its terminal is /dev/pts/{now} now", pty.number);
+            if own.is_some() {
+                return Err(Error::Failed(note));
+            }
+            opening.files.notes.push(note);
         }
         tty::set_locked(&master, false)?;
         let slaves = opening.rows(|f| (f.kind == FileKind::PtySlave(index)).then_some(()));
@@ -34,6 +39,12 @@ pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
             let fd = tty::open_slave(&master, open_flags(file.flags))?;
             last = Some(fd.try_clone().map_err(|e| Kernel::call("duplicate a pty", e))?);
             opening.put(row, fd)?;
+        }
+        if let (Some(slave), Some(owner)) = (last.as_ref().or(first.as_ref()), pty.owner)
+            && let Err(e) = give(slave, owner)
+        {
+            let uid = owner.uid;
+            opening.files.notes.push(format!("/dev/pts/{now} is not given to user {uid}, whose it was: {e}"));
         }
         // Once all are open.
         if let Some(slave) = last.as_ref().or(first.as_ref()).filter(|_| exclusive & 2 != 0) {
@@ -55,15 +66,28 @@ pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
     Ok(())
 }
 
-/// A new master, with the old number if that is free: numbers are given out from the lowest free one.
-fn master_of(pty: &Pty) -> Result<OwnedFd> {
-    let first = new_master()?;
-    if tty::number(&first)? == pty.number || Path::new(&format!("/dev/pts/{}", pty.number)).exists() {
+/// Gives a terminal to whom it belonged.
+fn give(slave: &OwnedFd, owner: TerminalOwner) -> Result<(), Kernel> {
+    let failed = |e| Kernel::call("change the owner", e);
+    let now = rustix::fs::fstat(slave).map_err(failed)?;
+    if (now.st_uid, now.st_gid) != (owner.uid, owner.gid) {
+        let (user, group) = (Uid::from_raw(owner.uid), Gid::from_raw(owner.gid));
+        rustix::fs::fchown(slave, Some(user), Some(group)).map_err(failed)?;
+    }
+    rustix::fs::fchmod(slave, Mode::from_raw_mode(owner.mode)).map_err(failed)
+}
+
+/// A new master, with the old number if that is free: numbers are given out from the lowest free one. `own`: what is opened to
+/// make it in a devpts of the program's own, where nobody else makes any.
+fn master_of(pty: &Pty, own: Option<&Path>) -> Result<OwnedFd> {
+    let first = new_master(own)?;
+    let is_taken = own.is_none() && Path::new(&format!("/dev/pts/{}", pty.number)).exists();
+    if tty::number(&first)? == pty.number || is_taken {
         return Ok(first);
     }
     let mut passed = vec![first];
     for _ in 0..=pty.number {
-        let next = new_master()?;
+        let next = new_master(own)?;
         let number = tty::number(&next)?;
         if number == pty.number {
             return Ok(next);
@@ -76,8 +100,9 @@ fn master_of(pty: &Pty) -> Result<OwnedFd> {
     Ok(passed.swap_remove(0))
 }
 
-fn new_master() -> Result<OwnedFd> {
+fn new_master(own: Option<&Path>) -> Result<OwnedFd> {
+    let path = own.unwrap_or(Path::new("/dev/ptmx"));
     let flags = OFlags::RDWR | OFlags::NOCTTY | OFlags::CLOEXEC;
-    let fd = rustix::fs::open("/dev/ptmx", flags, Mode::empty());
-    Ok(fd.map_err(|e| Kernel::file("/dev/ptmx", e))?)
+    let fd = rustix::fs::open(path, flags, Mode::empty());
+    Ok(fd.map_err(|e| Kernel::file(path, e))?)
 }

@@ -36,6 +36,57 @@ const PLENTY: usize = 16;
 /// Between two tries of what may work in a moment.
 const PAUSE: Duration = Duration::from_millis(1);
 
+/// What processes that keep memory in reach are there for.
+pub trait Duty {
+    /// What outlives each of them.
+    fn board(&self) -> &Board;
+
+    /// The descriptors that they need from the beginning to the end, besides those on the board.
+    fn descriptors(&self) -> Vec<BorrowedFd<'_>>;
+
+    /// Whether standard error leads to somebody.
+    fn is_heard(&self) -> bool;
+
+    /// What the one that serves is called.
+    fn role(&self) -> Role;
+
+    /// Serves until there is nothing left to do, or one of those who stand `by` has died. `claim` is that of whoever follows the
+    /// program.
+    ///
+    /// # Errors
+    /// Whatever kept it from going on; another one tries then.
+    fn serve(&self, by: &[BorrowedFd<'_>], claim: &mut Claim) -> Result<Served>;
+
+    /// No program that waits for pages must go on.
+    fn give_up(&self, why: &Error);
+}
+
+impl Duty for Work<'_> {
+    fn board(&self) -> &Board {
+        &self.board
+    }
+
+    fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
+        Work::descriptors(self)
+    }
+
+    fn is_heard(&self) -> bool {
+        self.is_heard
+    }
+
+    fn role(&self) -> Role {
+        Role::Serves
+    }
+
+    fn serve(&self, by: &[BorrowedFd<'_>], claim: &mut Claim) -> Result<Served> {
+        server::serve(self, by, claim)
+    }
+
+    fn give_up(&self, why: &Error) {
+        self.give_up_all(why);
+    }
+}
+
 /// Tells when processes that serve have let go of all that they had from us and do not need.
 #[derive(Debug)]
 pub struct Parted(PipeReader);
@@ -51,13 +102,13 @@ impl Parted {
 /// returns the first of them. No program whose descriptors are here must run before they have [`Parted`]. To be called while no
 /// other thread of ours holds a lock. `elapsed` is how long ago the restore began, unless each program has told.
 pub fn start(
-    work: &Work<'_>,
+    work: &dyn Duty,
     followed: Vec<(usize, OwnedFd)>,
     elapsed: Option<Duration>,
 ) -> Result<(Child, Parted)> {
     let (parted, tells) = std::io::pipe().map_err(|e| Kernel::call("pipe", e))?;
     for (program, userfault) in &followed {
-        work.board.space(*program).begin(userfault.as_raw_fd(), *program);
+        work.board().space(*program).begin(userfault.as_raw_fd(), *program);
     }
     match split::copy()? {
         Split::Original(child) => {
@@ -71,10 +122,10 @@ pub fn start(
             split::close_all_but(&needed(work));
             std::mem::forget((parted, tells));
             let _ = setsid(); // neither the terminal nor a shell's job control is its concern
-            leave_streams(work.is_heard);
+            leave_streams(work.is_heard());
             if let Some(elapsed) = elapsed {
                 let began = monotonic_us().saturating_sub(elapsed.as_micros() as u64);
-                let programs = followed.iter().map(|(program, _)| work.board.program(*program));
+                let programs = followed.iter().map(|(program, _)| work.board().program(*program));
                 programs.for_each(|program| program.add(Tally::BeganUs, began));
             }
             std::mem::forget(followed);
@@ -95,7 +146,7 @@ fn leave_streams(is_heard: bool) {
 }
 
 /// One of the processes, from its beginning to its end.
-fn keep(work: &Work<'_>) -> ! {
+fn keep(work: &dyn Duty) -> ! {
     // Who made this process: it served then, and as long as it lives nobody that it made does.
     let mut maker = None;
     'life: loop {
@@ -107,26 +158,26 @@ fn keep(work: &Work<'_>) -> ! {
                 Err(_) => std::thread::sleep(PAUSE),
             }
         };
-        let number = work.board.enlist(handle);
+        let number = work.board().enlist(handle);
         loop {
-            match living(&work.board, 0..number).first() {
+            match living(work.board(), 0..number).first() {
                 Some(earlier) => await_end(*earlier),
                 None if maker.is_some_and(is_our_parent) => std::thread::sleep(PAUSE),
                 None => break,
             }
         }
-        pager::take_role(Role::Serves);
+        pager::take_role(work.role());
         let mut claim = Claim::default();
         loop {
-            if work.board.get(Count::Done) > 0 {
+            if work.board().get(Count::Done) > 0 {
                 split::leave(0);
             }
             tidy(work, &claim);
-            let mut by = living(&work.board, number + 1..u64::MAX);
+            let mut by = living(work.board(), number + 1..u64::MAX);
             let mut made = 0;
             // If they die as fast as they are made, the program is served by those that live.
             while by.len() < BY && made < PLENTY {
-                let (enlisted, own) = (work.board.get(Count::Enlisted), std::process::id());
+                let (enlisted, own) = (work.board().get(Count::Enlisted), std::process::id());
                 match split::copy_sharing_descriptors() {
                     Ok(Split::Copy) => {
                         maker = Some(own);
@@ -135,12 +186,13 @@ fn keep(work: &Work<'_>) -> ! {
                     Ok(Split::Original(child)) => {
                         made += 1;
                         // Whoever is made next comes after it.
-                        while work.board.get(Count::Enlisted) == enlisted && !has_ended(child.pidfd.as_fd()) {
+                        while work.board().get(Count::Enlisted) == enlisted && !has_ended(child.pidfd.as_fd())
+                        {
                             std::thread::sleep(PAUSE / 20);
                         }
                         // Nobody else buries it.
                         drop(wait(child.pidfd.as_fd()));
-                        by = living(&work.board, number + 1..u64::MAX);
+                        by = living(work.board(), number + 1..u64::MAX);
                     }
                     // No memory, or no process to be had: there may be in a moment.
                     Err(_) => std::thread::sleep(PAUSE),
@@ -148,15 +200,15 @@ fn keep(work: &Work<'_>) -> ! {
             }
             match serve(work, &by, &mut claim) {
                 Ok(Served::All) => {
-                    work.board.add(Count::Done, 1);
+                    work.board().add(Count::Done, 1);
                     split::leave(0)
                 }
                 // Buried if it was a child of ours.
                 Ok(Served::Deserted) => by.iter().for_each(|process| drop(wait(*process))),
                 Err(e) => {
-                    work.board.add(Count::Broken, 1);
-                    if work.board.get(Count::Broken) >= BROKEN {
-                        work.give_up_all(&e);
+                    work.board().add(Count::Broken, 1);
+                    if work.board().get(Count::Broken) >= BROKEN {
+                        work.give_up(&e);
                     }
                     split::leave(1)
                 }
@@ -188,8 +240,8 @@ fn patiently<T>(look: impl Fn() -> Option<T>) -> Option<T> {
     None
 }
 
-fn serve(work: &Work<'_>, by: &[BorrowedFd<'_>], claim: &mut Claim) -> Result<Served> {
-    catch_unwind(AssertUnwindSafe(|| server::serve(work, by, claim)))
+fn serve(work: &dyn Duty, by: &[BorrowedFd<'_>], claim: &mut Claim) -> Result<Served> {
+    catch_unwind(AssertUnwindSafe(|| work.serve(by, claim)))
         .unwrap_or_else(|_| Err(Error::Failed("the page server failed inside stillpoint".into())))
 }
 
@@ -209,14 +261,14 @@ fn poll_for(process: BorrowedFd<'_>, patience: Timespec) -> bool {
 
 /// Closes what a server that was killed left open in the table that we share. Handles to processes that live stay: one that
 /// was just made, and has not told its number yet, may have made it, and what is opened from now on is not ours either.
-fn tidy(work: &Work<'_>, claim: &Claim) {
+fn tidy(work: &dyn Duty, claim: &Claim) {
     let mut keep = needed(work);
     keep.extend(claim.descriptor());
-    for number in work.board.recent() {
-        let Some(Some(handle)) = work.board.enlisted(number) else { continue };
+    for number in work.board().recent() {
+        let Some(Some(handle)) = work.board().enlisted(number) else { continue };
         if has_ended(split::shared_descriptor(handle)) {
             // What has this number next is not its handle.
-            work.board.discharge(number);
+            work.board().discharge(number);
         } else {
             keep.push(handle);
         }
@@ -237,10 +289,10 @@ fn tidy(work: &Work<'_>, claim: &Claim) {
 }
 
 /// Descriptors that are needed as long as anything is served, those of spaces and of copies that are just being made among them.
-fn needed(work: &Work<'_>) -> Vec<i32> {
+fn needed(work: &dyn Duty) -> Vec<i32> {
     let mut needed: Vec<i32> = work.descriptors().iter().map(AsRawFd::as_raw_fd).chain(0..=2).collect();
-    for number in work.board.spaces() {
-        let space = work.board.space(number);
+    for number in work.board().spaces() {
+        let space = work.board().space(number);
         needed.extend(space.descriptor());
         needed.extend(space.log().chunks_exact(EVENT_WORDS).filter_map(|words| match logged(words) {
             Some(Event::Forked(descriptor)) => Some(descriptor),

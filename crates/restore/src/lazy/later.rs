@@ -4,7 +4,7 @@ use super::board::{Board, COPIES, Count, Tally};
 use super::cores;
 use super::keepers::{self, Parted};
 use super::plan::Plan;
-use super::template::Place;
+use super::template::{Place, Steward, Waiting};
 use super::turns::monotonic_us;
 use super::work::{self, Stock, Touch, Work};
 use crate::pace::Pace;
@@ -19,6 +19,7 @@ use stillpoint_image::{AddressSpace, Extent, FileKind, Image, PAGE, Process, Ran
 use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::descriptors::{self, duplicate_from, pidfd_open};
 use stillpoint_linux::hold;
+use stillpoint_linux::host;
 use stillpoint_linux::line;
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::proc::Proc;
@@ -79,6 +80,8 @@ enum Served<'a> {
     Alone(Heard<'a>),
     /// Those that serve all clones.
     Together(&'a dyn Place),
+    /// Those who page it from then on.
+    Paged(&'a dyn Steward),
 }
 
 /// The memory of a program that comes while it runs: how far it is.
@@ -159,6 +162,9 @@ pub struct Pager {
     pub members: Vec<(u32, OwnedFd)>,
 }
 
+/// Who brings memory that comes later, if they are ours, and when those who do have parted from us.
+pub type Begun = (Option<Pager>, Option<Parted>);
+
 impl<'a> Later<'a> {
     /// Lets the memory of new processes, in which all is mapped, and nothing filled but what is inherited, wait for its pages;
     /// `rows`, with the pages that are to come, and `remotes` are all of the program. None if nothing is to wait; with notes that
@@ -185,6 +191,13 @@ impl<'a> Later<'a> {
             Lazily::Clone(template, number, place) => {
                 let (plan, board) = template.parts();
                 (vec![plan], Some(board), number, Served::Together(place))
+            }
+            Lazily::Paged(steward) => {
+                let [(process, space, extents)] = rows else {
+                    let why = "all of its memory was loaded first: of several processes one is paged";
+                    return Ok((None, vec![why.into()]));
+                };
+                (vec![Arc::new(Plan::paged(space, process, extents))], None, 0, Served::Paged(steward))
             }
         };
         let pages: u64 = plans.iter().map(|plan| plan.pages()).sum();
@@ -215,6 +228,7 @@ impl<'a> Later<'a> {
         for ((row, plan), remote) in plans.into_iter().enumerate().zip(remotes) {
             let waits = plan.pages() > 0 && plan.pages() * PAGE >= least;
             let made = waits.then(|| Member::make(plan, first + row, remote)).transpose()?;
+            let made = made.map(|made| made.and_then(|member| served.suits(member)));
             members.push(made.and_then(|made| made.map_err(|why| reasons.insert(why)).ok()));
         }
         let nothing_waits = members.iter().all(Option::is_none);
@@ -225,7 +239,9 @@ impl<'a> Later<'a> {
             return Ok((None, notes));
         }
         // What is wanted first is told apart by addresses only.
-        let touch = checkpoint.touch.as_ref().filter(|_| rows.len() == 1);
+        // Who pages it must be told all that is there.
+        let is_paged = matches!(served, Served::Paged(_));
+        let touch = checkpoint.touch.as_ref().filter(|_| rows.len() == 1 && !is_paged);
         let meta = &checkpoint.image.meta;
         let later = Later {
             members,
@@ -334,10 +350,12 @@ impl<'a> Later<'a> {
                 loaded.fetch_add(len, Ordering::Relaxed);
             }
         };
-        let helpers = std::thread::available_parallelism().map_or(0, |n| usize::from(n) - 1);
+        let helpers = host::processors() - 1;
         std::thread::scope(|scope| {
-            (0..helpers.min(parts.len() / 2)).for_each(|_| drop(scope.spawn(work)));
+            let others: Vec<_> = (0..helpers.min(parts.len() / 2)).map(|_| scope.spawn(work)).collect();
             work();
+            // Nobody may be about to end when this process is copied; the end of the scope is not that of its threads.
+            others.into_iter().for_each(|other| drop(other.join()));
         });
         parts.get(next.into_inner()).map_or(touch.len(), |left| left.start)
     }
@@ -365,11 +383,7 @@ impl<'a> Later<'a> {
 
     /// Begins to load the rest of these processes, which are all of the program. `began` is when the restore did. Returns also
     /// who does, if they are ours; the program is not to run before they have parted from us.
-    pub fn start(
-        self,
-        processes: &[(&Memory, &Process)],
-        began: Instant,
-    ) -> Result<(Coming, Option<(Pager, Parted)>)> {
+    pub fn start(self, processes: &[(&Memory, &Process)], began: Instant) -> Result<(Coming, Begun)> {
         let done = self.load_touched(began);
         let Later { members, reader, touch, board, served, limit, .. } = self;
         let (is_heard, is_followed, origin, head) =
@@ -413,7 +427,7 @@ impl<'a> Later<'a> {
                 };
                 let (child, parted) = keepers::start(&work, followed, Some(began.elapsed()))?;
                 let (coming, members) = (coming.clone(), everybody);
-                Some((Pager { child, coming, members }, parted))
+                (Some(Pager { child, coming, members }), Some(parted))
             }
             Served::Together(place) => {
                 for Member { userfault, hold, handle, program, .. } in members.into_iter().flatten() {
@@ -425,13 +439,34 @@ impl<'a> Later<'a> {
                     place.be_served(userfault.as_fd(), handle.as_fd(), hold.as_ref().map(AsFd::as_fd))?;
                     // From now on it is theirs.
                 }
-                None
+                (None, None)
+            }
+            Served::Paged(steward) => {
+                let member = members.into_iter().flatten().zip(processes).next();
+                let taken = member.map(|(Member { plan, userfault, hold, handle, .. }, (memory, _))| {
+                    let waiting = Waiting { userfault: userfault.into_fd(), program: handle, hold };
+                    steward.take_over(memory.pid(), waiting, &plan.later)
+                });
+                (None, taken.transpose()?)
             }
         };
         for ((memory, process), _) in processes.iter().zip(waits).filter(|(_, waits)| *waits) {
             touch_robust_lists(memory, process)?;
         }
         Ok((coming, pager))
+    }
+}
+
+impl Served<'_> {
+    /// A process that can be served so; or why it cannot.
+    fn suits(&self, member: Member) -> std::result::Result<Member, String> {
+        match self {
+            // If all who page it were killed at once, it would go on with zeros.
+            Served::Paged(_) if member.hold.is_none() => {
+                Err("it cannot hold what follows its memory (io_uring, kernel.io_uring_disabled)".into())
+            }
+            _ => Ok(member),
+        }
     }
 }
 

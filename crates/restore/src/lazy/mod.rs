@@ -6,19 +6,20 @@
 //! stand in for each other.
 
 pub mod board;
-mod claim;
+pub mod claim;
 mod cores;
-mod keepers;
+pub mod keepers;
 mod later;
 pub mod placement;
 pub mod plan;
 mod server;
 mod template;
-mod turns;
+pub mod turns;
 mod wanted;
 mod work;
 
-pub(crate) use keepers::Parted;
+pub use keepers::Parted;
 pub(crate) use later::Later;
 pub use later::{Coming, Pager};
-pub use template::{Place, Template, Waiting};
+pub use server::Served;
+pub use template::{Place, Steward, Template, Waiting};

@@ -28,6 +28,20 @@ impl Plan {
     /// Pages of anonymous memory come later, besides those that the kernel itself touches where it cannot wait, and those
     /// that are sure to be wanted at once.
     pub fn lazy(space: &AddressSpace, process: &Process, extents: &[Extent]) -> Self {
+        Self::of(space, process, extents, |_| true)
+    }
+
+    /// The same for a program whose memory is paged: what never leaves it is there from the beginning.
+    pub fn paged(space: &AddressSpace, process: &Process, extents: &[Extent]) -> Self {
+        Self::of(space, process, extents, can_leave)
+    }
+
+    fn of(
+        space: &AddressSpace,
+        process: &Process,
+        extents: &[Extent],
+        may_wait: impl Fn(&Mapping) -> bool,
+    ) -> Self {
         let wanted = wanted(process);
         let mut plan = Plan { before: vec![0], ..Plan::default() };
         let mut rest = extents;
@@ -41,7 +55,7 @@ impl Plan {
                 later
             };
             let parts = inside.iter().map(|e| e.part(e.address.max(mapping.start), e.end().min(mapping.end)));
-            if !can_wait(mapping, space) {
+            if !can_wait(mapping, space) || !may_wait(mapping) {
                 plan.first.extend(parts);
                 continue;
             }
@@ -126,15 +140,26 @@ impl Plan {
 }
 
 /// Whether pages of a mapping can be put in while the program runs. What is shared may be read by others, who do not
-/// wait; what is locked was promised to be there.
+/// wait; what is locked was promised to be there; what is wiped in children (`MADV_WIPEONFORK`) would come to them, too, if it were
+/// missing when they are made.
 fn can_wait(mapping: &Mapping, space: &AddressSpace) -> bool {
-    let not =
-        MappingFlags::LOCKED | MappingFlags::LOCK_ON_FAULT | MappingFlags::DROPPABLE | MappingFlags::SEALED;
+    let not = MappingFlags::LOCKED
+        | MappingFlags::LOCK_ON_FAULT
+        | MappingFlags::DROPPABLE
+        | MappingFlags::SEALED
+        | MappingFlags::WIPE_ON_FORK;
     mapping.backing == Backing::Anonymous
         && !mapping.shared
         && mapping.huge_page == 0
         && !mapping.flags.intersects(not)
         && space.lock_future == 0
+}
+
+/// Whether pages of a mapping that can wait may also be taken out of a program that runs: not those of its main stack, where calls are
+/// made in it, nor those of its code.
+fn can_leave(mapping: &Mapping) -> bool {
+    const BOTH: u32 = (libc::PROT_READ | libc::PROT_WRITE) as u32;
+    mapping.prot == BOTH && !mapping.flags.contains(MappingFlags::GROWS_DOWN)
 }
 
 /// Whether the kernel would forget that a mapping was writable once, in its account of committed memory, if it lost that

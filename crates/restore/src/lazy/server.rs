@@ -24,6 +24,7 @@ use stillpoint_image::{PAGE, Range};
 use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::fdinfo::Folders;
 use stillpoint_linux::hold::Queue;
+use stillpoint_linux::host;
 use stillpoint_linux::line::{Origin, Request, State};
 use stillpoint_linux::pager::{self, Role};
 use stillpoint_linux::proc::{Proc, Vma};
@@ -103,7 +104,7 @@ pub fn serve(work: &Work<'_>, by: &[BorrowedFd<'_>], claim: &mut Claim) -> Resul
     for number in work.board.spaces() {
         server.adopt(number)?;
     }
-    let fillers = std::thread::available_parallelism().map_or(1, usize::from);
+    let fillers = host::processors();
     std::thread::scope(|scope| {
         let fillers: Vec<_> = (0..fillers).map(|_| scope.spawn(|| server.fill())).collect();
         let lifter = scope.spawn(|| server.lift());
@@ -451,7 +452,12 @@ impl<'a> Server<'a> {
                 let program = self.work.board.program(0);
                 program.add(Tally::Claims, 1);
                 let (job, id) = self.work.origin.clone();
-                claim.tell(|c| c.tell_origin(&Origin { job, id, claims: program.get(Tally::Claims) }));
+                claim.tell(|c| {
+                    c.tell_origin(&{
+                        let claims = program.get(Tally::Claims);
+                        Origin { job, id, claims, is_paged: false }
+                    })
+                });
             }
             (Request::State, Some(space)) => {
                 // All that has happened until now is part of it.
@@ -469,6 +475,11 @@ impl<'a> Server<'a> {
                 let done = space.userfault.unregister(RemoteAddr(start), RemoteAddr(end)).is_ok();
                 claim.tell(|c| c.tell_done(done));
             }
+            // Nothing is ever taken out.
+            (
+                Request::Stored | Request::Written { .. } | Request::Saved | Request::Rest | Request::GoesOn,
+                Some(_),
+            ) => claim.hang_up(),
             (Request::Taken, _) => {
                 claim.take();
                 claim.tell(|c| c.tell_done(true));
@@ -552,28 +563,13 @@ impl<'a> Server<'a> {
         let mut queues = self.queues.lock().unwrap_or_else(PoisonError::into_inner);
         let ring = self.work.held(space.program, space.program).map(|(ring, _)| ring);
         let entry = queues.entry(space.program).or_insert_with(|| Queue::of(&ring?).ok());
-        let Some(queue) = entry else { return Ok(None) };
-        let mut free = self.work.board.free();
-        let (mut next, mut told) = (free.next(), 0);
-        for words in log.chunks_exact(EVENT_WORDS) {
-            let place = next.and_then(|number| self.work.held(number, space.program));
-            // There is no space for a copy any more.
-            let Some((ring, place)) = place else {
-                return Ok(Some(told + space.userfault.log_events(&log[told * EVENT_WORDS..])?));
-            };
-            match space.userfault.log_event_held(words, queue, ring, place)? {
-                Some(0) => break,
-                Some(_) => told += 1,
-                None => {
-                    *entry = None;
-                    return Ok(None);
-                }
-            }
-            if matches!(logged(words), Some(Event::Forked(_))) {
-                next = free.next();
-            }
+        let (Some(queue), Some(ring)) = (entry.as_mut(), ring) else { return Ok(None) };
+        let places = self.work.board.free().map_while(|number| self.work.held(number, space.program));
+        let told = space.userfault.log_events_held(log, queue, ring, places.map(|(_, place)| place))?;
+        if told.is_none() {
+            *entry = None;
         }
-        Ok(Some(told))
+        Ok(told)
     }
 
     /// Copies that were read of are held in the places of the spaces that they are going to have, if they are not yet.

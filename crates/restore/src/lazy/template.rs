@@ -5,7 +5,7 @@
 //! on the board what is there, and hands over what follows the memory, and itself.
 
 use super::board::{Board, Tally};
-use super::keepers;
+use super::keepers::{self, Parted};
 use super::later::{Coming, Pager};
 use super::plan::Plan;
 use super::work::{Program, Stock, Touch, Work};
@@ -13,7 +13,7 @@ use crate::rebuild::{Heard, Options, only_process};
 use crate::{Result, Stdio};
 use rustix::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use stillpoint_image::Owner;
+use stillpoint_image::{Extent, Owner};
 use stillpoint_store::Checkpoint;
 
 /// What the clones of a checkpoint have in common. To be made before the processes that rebuild them are split off.
@@ -34,7 +34,17 @@ pub trait Place: Sync {
     ) -> Result<()>;
 }
 
-/// A clone whose memory waits for pages, as it was handed over ([`Place::be_served`]).
+/// Who takes over the memory of a program that is being rebuilt, and takes out of it as well.
+pub trait Steward: Sync {
+    /// Puts in from now on what it waits for, of which these pages are to come: nothing of them is there, unless somebody else puts
+    /// it in. The program does not run before what is returned has been waited for.
+    ///
+    /// # Errors
+    /// That cannot be; there is no program then.
+    fn take_over(&self, pid: u32, program: Waiting, later: &[Extent]) -> Result<Parted>;
+}
+
+/// A program whose memory waits for pages, as it was handed over ([`Place::be_served`], [`Steward::take_over`]).
 #[derive(Debug)]
 pub struct Waiting {
     /// What follows its memory.

@@ -1,6 +1,8 @@
 //! Memory whose contents are known, to be put into checkpoints and compared with what comes back.
 #![allow(dead_code)] // each test uses its part
 
+pub mod power;
+
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::path::Path;

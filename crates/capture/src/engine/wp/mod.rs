@@ -36,6 +36,7 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 use stillpoint_image::{Extent, PAGE, Range, Thread};
 use stillpoint_linux::RemoteAddr;
+use stillpoint_linux::host;
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::pagemap::{Category, Pagemap, Query, Run};
 use stillpoint_linux::userfault::Mode;
@@ -255,7 +256,7 @@ impl Armed {
             found: Vec::new(),
             base: None,
         };
-        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        let processors = host::processors();
         for _ in 0..SERVERS.min(processors) {
             let desk = armed.desk.clone();
             let server = std::thread::Builder::new().name("wp".into()).spawn(move || desk.serve());

@@ -1,0 +1,132 @@
+//! Somebody who sees to it that nothing is left of a program if we are killed in the middle of its rollback.
+//!
+//! From the first change on each thread is traced with `PTRACE_O_EXITKILL`, and is until all are whole. Of a program of several processes that
+//! leaves the moments in which some are and some are not, at the beginning and at the end: whoever kills us then would kill a part of
+//! it. So another process of ours, which does nothing else, has its pidfds meanwhile, and kills all of it when we are gone.
+//!
+//! 1. It is given a pidfd of each process. If we end now, nothing has been changed, and it does nothing.
+//! 2. It is told that it begins. If we end now, it kills them.
+//! 3. It is told that it is over, and lets go of them.
+
+use crate::{Error, Result};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use stillpoint_linux::passing::{receive, send};
+use stillpoint_linux::spawn;
+use stillpoint_linux::split::{Split, close_all_but, copy, leave};
+
+const ONE: u8 = b'p';
+const BEGINS: u8 = b'b';
+const OVER: u8 = b'o';
+
+/// It, as we see it.
+#[derive(Debug)]
+pub struct Guard {
+    /// None when it is to end.
+    line: Option<OwnedFd>,
+    pid: u32,
+}
+
+impl Guard {
+    /// Makes one. Other threads of ours do nothing meanwhile.
+    ///
+    /// # Errors
+    /// That no process can be made.
+    pub fn start() -> Result<Self> {
+        let failed = |e: rustix::io::Errno| Error::Failed(format!("socketpair: {e}"));
+        let (ours, its) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
+            .map_err(failed)?;
+        match copy()? {
+            Split::Original(child) => Ok(Guard { line: Some(ours), pid: child.pid }),
+            Split::Copy => {
+                close_all_but(&[its.as_raw_fd()]);
+                watch(&its);
+                leave(0)
+            }
+        }
+    }
+
+    /// From now on these processes end with us.
+    ///
+    /// # Errors
+    /// That it has been killed.
+    pub fn begin(&self, pidfds: &[BorrowedFd<'_>]) -> Result<()> {
+        pidfds.iter().try_for_each(|pidfd| self.say(ONE, &[*pidfd]))?;
+        self.say(BEGINS, &[])
+    }
+
+    /// They do not any more. (Who has been killed needs not be told.)
+    pub fn end(&self) {
+        let _ = self.say(OVER, &[]);
+    }
+
+    fn say(&self, word: u8, pidfds: &[BorrowedFd<'_>]) -> Result<()> {
+        let line = self.line.as_ref().ok_or_else(|| Error::Failed("nobody watches".into()))?;
+        Ok(send(line, &[word], pidfds)?)
+    }
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        self.line = None;
+        spawn::reap(self.pid);
+    }
+}
+
+/// What the other process does until we are gone.
+fn watch(line: &OwnedFd) {
+    let (mut pidfds, mut begun): (Vec<OwnedFd>, bool) = (Vec::new(), false);
+    let mut word = [0];
+    while receive(line, &mut word, &mut pidfds).is_ok_and(|n| n == 1) {
+        match word[0] {
+            BEGINS => begun = true,
+            OVER => {
+                begun = false;
+                pidfds.clear();
+            }
+            _ => {}
+        }
+    }
+    if begun {
+        for pidfd in &pidfds {
+            let _ = rustix::process::pidfd_send_signal(pidfd, rustix::process::Signal::KILL);
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use std::os::fd::AsFd;
+    use std::os::unix::process::ExitStatusExt;
+    use std::process::Command;
+    use stillpoint_linux::descriptors::pidfd_open;
+
+    /// Whether a process is killed by the end of a guard's line after this.
+    fn is_killed(after: impl FnOnce(&Guard, BorrowedFd<'_>)) -> bool {
+        let mut child = Command::new("sleep").arg("100").spawn().unwrap();
+        let pidfd = pidfd_open(child.id(), 0).unwrap();
+        let guard = Guard::start().unwrap();
+        after(&guard, pidfd.as_fd());
+        drop(guard); // waits for it
+        // The first signal that ends it is the one that it ends by.
+        let pid = rustix::process::Pid::from_raw(child.id() as i32).unwrap();
+        rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+        match child.wait().unwrap().signal() {
+            Some(libc::SIGKILL) => true,
+            Some(libc::SIGTERM) => false,
+            other => panic!("ended by {other:?}"),
+        }
+    }
+
+    #[test]
+    fn they_end_with_us_only_in_between() {
+        assert!(!is_killed(|guard, pidfd| guard.say(ONE, &[pidfd]).unwrap()));
+        assert!(is_killed(|guard, pidfd| guard.begin(&[pidfd]).unwrap()));
+        assert!(!is_killed(|guard, pidfd| {
+            guard.begin(&[pidfd]).unwrap();
+            guard.end();
+        }));
+    }
+}

@@ -1,0 +1,109 @@
+//! Mappings of files on overlays that show what is there no more.
+//!
+//! A file of an overlay that is opened for writing for the first time is copied up, and from then on it is another file that is behind its
+//! name, and behind descriptors, but not behind mappings that were made before. Nothing tells that of a mapping; so what it shows is
+//! compared with what the file holds, if the file has changed since the program began.
+
+use crate::Result;
+use rustix::fs::{CWD, Mode, OFlags, major};
+use rustix::time::{ClockId, clock_gettime};
+use std::os::fd::OwnedFd;
+use stillpoint_image::{PAGE, PathFile};
+use stillpoint_linux::RemoteAddr;
+use stillpoint_linux::memory::Memory;
+use stillpoint_linux::pagemap::{Category, Pagemap, Query};
+use stillpoint_linux::proc::{Proc, Vma};
+
+/// `OVERLAYFS_SUPER_MAGIC`
+const OVERLAY: rustix::fs::FsWord = 0x794c_7630;
+/// Times of files and of processes are not told by the same clock.
+const MARGIN: i64 = 1_000_000_000;
+/// So much is compared at once, bytes.
+const STEP: u64 = 1 << 20;
+
+/// Whether a mapping of a file shows what the file held before it was copied up, and holds no more.
+pub(crate) fn shows_what_was(process: &Proc, vma: &Vma, path: &PathFile) -> Result<bool> {
+    // Overlays have no device of their own. Most files have not changed for long.
+    if major(path.dev) != 0 || path.deleted || path.ctime_ns < began(process)? - MARGIN {
+        return Ok(false);
+    }
+    let link = format!("/proc/{}/{}", process.pid(), vma.link_name());
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
+    let Ok(file) = rustix::fs::openat(CWD, &*link, flags, Mode::empty()) else { return Ok(false) };
+    let is_on_one = rustix::fs::fstatfs(&file).is_ok_and(|stat| stat.f_type == OVERLAY);
+    Ok(is_on_one && differs(process.pid(), vma, &file)?)
+}
+
+/// When a process began, nanoseconds since 1970.
+fn began(process: &Proc) -> Result<i64> {
+    let ns = |clock| {
+        let time = clock_gettime(clock);
+        time.tv_sec * 1_000_000_000 + time.tv_nsec
+    };
+    let tick = 1_000_000_000 / rustix::param::clock_ticks_per_second() as i64;
+    Ok(ns(ClockId::Realtime) - ns(ClockId::Boottime) + process.stat()?.start_time as i64 * tick)
+}
+
+/// Whether pages of a mapping that are not the process's own hold something else than the file.
+fn differs(pid: u32, vma: &Vma, file: &OwnedFd) -> Result<bool> {
+    let (pagemap, memory) = (Pagemap::open(pid)?, Memory::open(pid)?);
+    let own = Query { any: Category::PRESENT | Category::SWAPPED, none: Category::FILE, ..Query::default() };
+    let mut runs = Vec::new();
+    pagemap.scan(RemoteAddr(vma.start), RemoteAddr(vma.end), own, &mut runs)?;
+    let mut at = vma.start;
+    for (start, end) in runs.iter().map(|run| (run.start, run.end)).chain([(vma.end, vma.end)]) {
+        while at < start {
+            let len = STEP.min(start - at);
+            if !is_same(&memory, at, len, file, vma.offset + (at - vma.start))? {
+                return Ok(true);
+            }
+            at += len;
+        }
+        at = end;
+    }
+    Ok(false)
+}
+
+fn is_same(memory: &Memory, at: u64, len: u64, file: &OwnedFd, offset: u64) -> Result<bool> {
+    const TRIES: usize = 100;
+    for _ in 0..TRIES {
+        let before = shown(memory, at, len);
+        if before == held(file, offset, len)? {
+            return Ok(true);
+        }
+        // If somebody has just written to it, the mapping shows that, too.
+        if before == shown(memory, at, len) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// Whole pages up to the first that cannot be read.
+fn shown(memory: &Memory, at: u64, len: u64) -> Vec<u8> {
+    let mut bytes = vec![0; len as usize];
+    if memory.read(RemoteAddr(at), &mut bytes).is_ok() {
+        return bytes;
+    }
+    let pages = bytes.chunks_mut(PAGE as usize).zip(0..);
+    let read = pages
+        .map_while(|(page, n)| memory.read(RemoteAddr(at + n * PAGE), page).is_ok().then_some(()))
+        .count();
+    bytes.truncate(read * PAGE as usize);
+    bytes
+}
+
+/// Whole pages up to the end of a file, behind which there are zeros.
+fn held(file: &OwnedFd, offset: u64, len: u64) -> Result<Vec<u8>> {
+    let (mut bytes, mut filled) = (vec![0; len as usize], 0);
+    while filled < bytes.len() {
+        match rustix::io::pread(file, &mut bytes[filled..], offset + filled as u64) {
+            Ok(0) => break,
+            Ok(n) => filled += n,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(e) => return Err(stillpoint_linux::Error::call("read a file that is mapped", e).into()),
+        }
+    }
+    bytes.truncate(filled.next_multiple_of(PAGE as usize));
+    Ok(bytes)
+}
