@@ -6,15 +6,18 @@ mod chain;
 mod deadline;
 mod downtime;
 mod durable;
+mod frequent;
 mod incremental;
 mod interval;
 mod mirror;
+mod paging;
 mod pause;
 mod pgbench;
 mod published;
 mod redis;
 mod restart;
 mod restore;
+mod resume;
 mod slowdown;
 mod streaming;
 mod touchset;
@@ -47,6 +50,9 @@ pub const EXPERIMENTS: &[(&str, Experiment)] = &[
     ("interval", interval::run),
     ("chain", chain::run),
     ("deadline", deadline::run),
+    ("resume", resume::run),
+    ("frequent", frequent::run),
+    ("paging", paging::run),
     ("mirror", mirror::run),
     ("barrier", barrier::run),
 ];

@@ -64,7 +64,7 @@ fn run(command: &mut Command) -> Result<(String, Duration)> {
 }
 
 /// Makes what was written there durable; how long that took.
-fn sync(place: &Path) -> Result<Duration> {
+pub fn sync(place: &Path) -> Result<Duration> {
     Ok(run(Command::new("sync").arg("-f").arg(place))?.1)
 }
 

@@ -144,6 +144,25 @@ impl Job {
         Ok(Job { pid: number("pid")?, supervisor: number("supervisor_pid")? })
     }
 
+    /// Ends the program with all that is ours, by what nobody hears of; returns when all are gone.
+    pub fn cut_off(&self) -> Result<()> {
+        let children = format!("/proc/{0}/task/{0}/children", self.supervisor);
+        let children = std::fs::read_to_string(children).unwrap_or_default();
+        let children = children.split_whitespace().filter_map(|pid| pid.parse().ok());
+        for pid in children.chain([self.supervisor, self.pid]) {
+            let id = i32::try_from(pid).ok().and_then(Pid::from_raw).context("process id")?;
+            match kill_process(id, Signal::KILL) {
+                Ok(()) | Err(rustix::io::Errno::SRCH) => {}
+                Err(e) => return Err(e.into()),
+            }
+        }
+        let until = Instant::now() + Duration::from_secs(30);
+        while std::path::Path::new(&format!("/proc/{}", self.pid)).exists() && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        self.wait()
+    }
+
     /// Waits until the supervisor is gone, after which the job may be removed.
     pub fn wait(&self) -> Result<()> {
         let until = Instant::now() + Duration::from_secs(30);
@@ -242,8 +261,20 @@ impl Stillpoint {
 
     /// Starts a program as a job in the background.
     pub fn run(&self, store: &Path, job: &str, place: &Path, command_line: &[String]) -> Result<Job> {
+        self.run_with(store, job, place, &[], command_line)
+    }
+
+    /// The same with further options.
+    pub fn run_with(
+        &self,
+        store: &Path,
+        job: &str,
+        place: &Path,
+        options: &[&str],
+        command_line: &[String],
+    ) -> Result<Job> {
         let mut command = Command::new(&self.binary);
-        command.args(["run", "--detach", "--json", "--name", job, "--"]).args(command_line);
+        command.args(["run", "--detach", "--json", "--name", job]).args(options).arg("--").args(command_line);
         let (out, _) = run(command.env("STILLPOINT_STORE", store).current_dir(place))?;
         Job::from(&serde_json::from_str(&out).with_context(|| out.clone())?)
     }
@@ -260,6 +291,12 @@ impl Stillpoint {
         kill_process(id, Signal::KILL)?;
         job.wait()?;
         Ok(figures)
+    }
+
+    /// Continues a job that was cut off; returns when it runs.
+    pub fn resume(&self, store: &Path, job: &str) -> Result<Job> {
+        let (report, _) = self.json(store, None, &["resume", job, "--json"])?;
+        Job::from(&report["resumed"][0])
     }
 
     /// Restores a checkpoint into the background.
