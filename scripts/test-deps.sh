@@ -7,6 +7,7 @@ set -u
 wanted="
 python3:python3
 python3-numpy:/usr/lib/python3/dist-packages/numpy
+python3-venv:/usr/share/doc/python3-venv
 sqlite3:sqlite3
 xz-utils:xz
 zstd:zstd
@@ -27,13 +28,20 @@ tmux:tmux
 python3-ipykernel:/usr/lib/python3/dist-packages/ipykernel
 python3-jupyter-client:/usr/lib/python3/dist-packages/jupyter_client
 openmpi-bin:mpirun
-libopenmpi-dev:mpicc
+libopenmpi-dev:/usr/share/doc/libopenmpi-dev
 vim:vim
 htop:htop
 less:less
 bindfs:bindfs
 clang:clang
 llvm-dev:llvm-config
+mariadb-server:/usr/sbin/mariadbd
+haproxy:/usr/sbin/haproxy
+puma:puma
+ruby:ruby
+erlang-base:escript
+sbcl:sbcl
+qemu-user:qemu-x86_64
 "
 
 present() {

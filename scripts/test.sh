@@ -3,6 +3,12 @@
 set -u
 cd "$(dirname "$0")/.." || exit 1
 
+# Who is started in the background of a script ignores some signals, and so would every program that is tested.
+if [ -z "${STILLPOINT_SIGNALS:-}" ] && env --default-signal true 2>/dev/null; then
+    export STILLPOINT_SIGNALS=1
+    exec env --default-signal sh scripts/test.sh
+fi
+
 # A program can have its old process id again only when somebody buries the dead: some containers have a first process
 # that does not. Then the tests run in a pid namespace with one that does.
 orphan=$(sh -c 'sleep 0.1 & echo $!')
@@ -55,9 +61,9 @@ trap 'rm -f "$log" "$tests" "$tests.pipe"' EXIT
 mkfifo "$tests.pipe" || exit 1
 cat "$tests.pipe" >>"$tests" &
 collector=$!
-sh scripts/watchdog.sh "$tests" $$ 600 2700 &
+sh scripts/watchdog.sh "$tests" $$ 480 2900 &
 watchdog=$!
-tail -n +1 -f --pid=$collector "$tests" | grep --line-buffered . &
+tail -n +1 -f --pid=$collector "$tests" | grep -a --line-buffered . &
 shown=$!
 cargo test --workspace --no-fail-fast >"$tests.pipe" 2>&1 </dev/null || failed=1
 sleep 1

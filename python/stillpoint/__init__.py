@@ -21,12 +21,14 @@
 In a notebook, ``%load_ext stillpoint``, then ``%stillpoint snapshot`` and ``%stillpoint rollback``, undo cells.
 
 Nothing that has left the program comes back: bytes in files and sockets, other processes. The library is that of the environment
-variable STILLPOINT_LIBRARY, or the system's (``make install``).
+variable STILLPOINT_LIBRARY, or the one that was installed with this package, with its command, or the system's (``make install``).
 """
 
 import ctypes
 import os
 from contextlib import contextmanager
+
+from ._command import bundled
 
 __all__ = ["Error", "Snapshot", "checkpoint", "fork_all", "snapshot", "speculate"]
 
@@ -104,7 +106,12 @@ _loaded = None
 def _library():
     global _loaded
     if _loaded is None:
-        library = ctypes.CDLL(os.environ.get("STILLPOINT_LIBRARY") or "libstillpoint.so")
+        named = os.environ.get("STILLPOINT_LIBRARY")
+        library = ctypes.CDLL(named or bundled("libstillpoint.so") or "libstillpoint.so")
+        command = bundled("stillpoint")
+        if command and not named:
+            # The two speak with each other, so they are to be of one make.
+            os.environ.setdefault("STILLPOINT_BIN", command)
         library.sp_snapshot.argtypes = [ctypes.POINTER(ctypes.c_uint64)]
         for name in ("sp_rollback", "sp_rollback_killing"):
             getattr(library, name).argtypes = [ctypes.c_uint64, ctypes.c_int]

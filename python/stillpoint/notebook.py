@@ -17,9 +17,9 @@ from IPython.core.magic import Magics, line_magic, magics_class
 from . import Error, Snapshot, snapshot
 
 USAGE = "%stillpoint snapshot [NAME] | rollback [--kill-children] [NAME] | forget [NAME] | list"
-# For so long the threads that talk to the front end send on what they were given, seconds. What is half sent at a snapshot would be
-# sent once more.
-SETTLE = 0.05
+# For so long, seconds, the threads that talk to the front end send on what they were given, and on a busy machine until they sleep, for
+# PATIENCE at most. What is half sent at a snapshot would be sent once more, and what is not sent at a rollback never.
+SETTLE, PATIENCE = 0.05, 10
 
 
 @magics_class
@@ -113,8 +113,14 @@ class Undo(Magics):
     def settle(self):
         sys.stdout.flush()
         sys.stderr.flush()
-        if hasattr(self.shell, "kernel"):
-            time.sleep(SETTLE)
+        kernel = getattr(self.shell, "kernel", None)
+        if kernel is None:
+            return
+        time.sleep(SETTLE)
+        end, quiet = time.monotonic() + PATIENCE, 0
+        while quiet < 3 and time.monotonic() < end:
+            quiet = 0 if _talks(kernel) else quiet + 1
+            time.sleep(SETTLE / 10)
 
     def take_requests(self, carried):
         """Notes whom to answer, and takes the requests that have been read and not yet begun."""
@@ -156,6 +162,22 @@ class Undo(Magics):
         ident[:] = carried["ident"]
         kernel.set_parent(ident, parent, channel="shell")
         self.give_requests([[zmq.Frame(frame) for frame in frames] for frames in carried["waiting"]])
+
+
+def _talks(kernel):
+    """Whether a thread that talks to the front end is not asleep: one of the kernel's own, or of ZeroMQ."""
+    kinds = ("iopub_thread", "control_thread", "shell_channel_thread")
+    own = [getattr(getattr(kernel, kind, None), "thread", getattr(kernel, kind, None)) for kind in kinds]
+    own = {str(getattr(thread, "native_id", None)) for thread in own}
+    for tid in os.listdir("/proc/self/task"):
+        try:
+            with open(f"/proc/self/task/{tid}/stat") as file:
+                name, _, rest = file.read().partition("(")[2].rpartition(")")
+        except OSError:  # it has ended
+            continue
+        if rest.split()[0] != "S" and (tid in own or name.startswith("ZMQbg")):
+            return True
+    return False
 
 
 def _waiting(kernel):

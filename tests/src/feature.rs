@@ -1,6 +1,7 @@
 //! One scenario of a target, through everything that can happen to it.
 
 use crate::observe::Facts;
+use crate::stillpoint::Checkpoint;
 use crate::target::{Build, Running, Target};
 use crate::{Output, Scratch, Stillpoint, kernel};
 use std::path::Path;
@@ -106,9 +107,16 @@ impl Feature {
         scratch.nothing_is_left("in the end");
     }
 
-    fn pause(&self, scratch: &Scratch) {
+    /// Whether it does not wait to be told, after a cut that has its time.
+    fn ends_by_itself(&self) -> bool {
+        !self.delay.is_zero()
+    }
+
+    /// Until the cut is to come, of a target that was ready then.
+    fn pause(&self, scratch: &Scratch, ready: Instant) {
         let jitter = if self.jitter { scratch.random().below(40) } else { 0 };
-        std::thread::sleep(self.delay + Duration::from_millis(jitter));
+        let rest = self.delay.saturating_sub(ready.elapsed());
+        std::thread::sleep(rest + Duration::from_millis(jitter));
     }
 
     fn facts(&self, pid: u32) -> Facts {
@@ -117,14 +125,17 @@ impl Feature {
 
     #[track_caller]
     fn same(&self, before: &Facts, pid: u32, what: &str) {
-        let patience = Instant::now() + Duration::from_secs(3); // a command in the foreground may not be through yet
+        let patience = Instant::now() + Duration::from_secs(20); // a command in the foreground may not be through yet
         loop {
             let now = Facts::of(pid).without(&self.ignored);
             let differences = before.differences(&now);
             if differences.is_empty() {
                 return;
             }
-            assert!(kernel::alive(pid), "{what}: the process has ended");
+            if !kernel::alive(pid) {
+                assert!(self.ends_by_itself(), "{what}: the process has ended");
+                return;
+            }
             assert!(Instant::now() < patience, "{what}: seen from outside, these differ:\n{differences}");
         }
     }
@@ -143,7 +154,7 @@ impl Feature {
             Ok(running) => running,
             Err(why) => return Some(why),
         };
-        if self.ignored.is_empty() && self.delay.is_zero() {
+        if self.ignored.is_empty() && !self.ends_by_itself() {
             let before = self.facts(running.pid);
             self.same(&before, running.pid, "undisturbed");
         }
@@ -166,12 +177,44 @@ impl Feature {
         false
     }
 
+    /// Starts it, and takes a checkpoint of it when that is to come: what it was then, and its checkpoint; nothing if it has nothing
+    /// to do here. On a busy machine a program that ends by itself may have ended before: then it is started once more.
+    #[track_caller]
+    fn cut_once(
+        &self,
+        scratch: &Scratch,
+        target: &Target,
+        stillpoint: &Stillpoint,
+        way: &str,
+        extra: &[&str],
+    ) -> Option<(Running, Facts, Checkpoint)> {
+        let mut tries = 5;
+        loop {
+            let running = self.start(scratch, target, way).ok()?;
+            let ready = Instant::now();
+            let before = self.facts(running.pid);
+            self.pause(scratch, ready);
+            let pid = running.pid.to_string();
+            let output = stillpoint.run(&[&["checkpoint", &pid, "--name", way, "--json"], extra].concat());
+            let too_late = self.ends_by_itself() && !output.status.success() && !kernel::alive(running.pid);
+            tries -= 1;
+            if !too_late || tries == 0 {
+                return Some((running, before, Checkpoint::of(&output.ok())));
+            }
+            let go = running.directory().join("go");
+            running.finish("before it was cut");
+            std::fs::remove_file(&go).unwrap_or_else(|e| panic!("{}: {e}", go.display()));
+        }
+    }
+
     #[track_caller]
     fn goes_on(&self, scratch: &Scratch, target: &Target, stillpoint: &Stillpoint) {
-        let Ok(running) = self.start(scratch, target, "goes-on") else { return };
-        let before = self.facts(running.pid);
-        for _ in 0..if self.restarts { 3 } else { 1 } {
-            self.pause(scratch);
+        let Some((running, before, _)) = self.cut_once(scratch, target, stillpoint, "goes-on", &[]) else {
+            return;
+        };
+        self.same(&before, running.pid, "after a checkpoint");
+        for _ in 0..if self.restarts { 2 } else { 0 } {
+            self.pause(scratch, Instant::now());
             stillpoint.checkpoint(running.pid, "goes-on", &[]);
             self.same(&before, running.pid, "after a checkpoint");
         }
@@ -180,19 +223,20 @@ impl Feature {
 
     #[track_caller]
     fn comes_back(&self, scratch: &Scratch, target: &Target, stillpoint: &Stillpoint) {
-        let Ok(mut running) = self.start(scratch, target, "comes-back") else { return };
-        let before = self.facts(running.pid);
-        self.pause(scratch);
-        let checkpoint = stillpoint.checkpoint(running.pid, "comes-back", &["--kill"]);
+        let Some((mut running, before, checkpoint)) =
+            self.cut_once(scratch, target, stillpoint, "comes-back", &["--kill"])
+        else {
+            return;
+        };
         running.reap();
         // In the foreground: the command ends as the program ends.
         let restore = Foreground::restore(stillpoint, &checkpoint.name(), running.directory());
         let pid = running.pid;
         restore.await_process(pid);
-        if restore.has_ended() && !kernel::alive(pid) && self.delay.is_zero() {
+        if restore.has_ended() && !kernel::alive(pid) && !self.ends_by_itself() {
             panic!("no process after restore: {}{}", restore.wait(), running.said());
         }
-        if self.delay.is_zero() {
+        if !self.ends_by_itself() {
             self.same(&before, pid, "after restore");
         }
         running.go();
@@ -208,18 +252,19 @@ impl Feature {
     #[track_caller]
     fn comes_back_twice(&self, scratch: &Scratch, target: &Target, stillpoint: &Stillpoint) {
         let Ok(mut running) = self.start(scratch, target, "twice") else { return };
+        let ready = Instant::now();
         let before = self.facts(running.pid);
-        self.pause(scratch);
+        self.pause(scratch, ready);
         for generation in 1..=2 {
             let checkpoint = stillpoint.checkpoint(running.pid, "twice", &["--kill"]);
             running.reap();
             let pid = stillpoint.restore_detached(&checkpoint.name(), &[]);
             assert_eq!(pid, running.pid, "generation {generation} has its old process id");
             running = Running::restored(pid, &scratch.path().join("twice"));
-            if self.delay.is_zero() {
+            if !self.ends_by_itself() {
                 self.same(&before, pid, &format!("in generation {generation}"));
             }
-            self.pause(scratch);
+            self.pause(scratch, ready);
         }
         running.finish("in generation 2");
     }

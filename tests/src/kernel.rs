@@ -9,6 +9,8 @@ use std::time::Duration;
 pub const SIGKILL: Signal = Signal::KILL;
 /// Ends a process with a core dump.
 pub const SIGABRT: Signal = Signal::ABORT;
+/// Means to a process what it likes.
+pub const SIGUSR1: Signal = Signal::USR1;
 /// Stops a process.
 pub const SIGSTOP: Signal = Signal::STOP;
 /// Lets a stopped process go on.
@@ -76,9 +78,21 @@ pub fn wait_gone(pid: u32, patience: Duration) {
     crate::wait_for(&format!("process {pid} to end"), patience, || (!alive(pid)).then_some(()));
 }
 
+/// Waits until all threads of a process are stopped, and looks whether they stay so. Each that somebody has stopped tracing has to run
+/// once more to stop again.
+#[track_caller]
+pub fn stays_stopped(pid: u32) {
+    let is_stopped = || threads(pid).iter().all(|&tid| thread_state(pid, tid) == Some('T'));
+    crate::wait_for(&format!("process {pid} to stop"), Duration::from_secs(60), || {
+        is_stopped().then_some(())
+    });
+    std::thread::sleep(Duration::from_millis(20));
+    assert!(is_stopped(), "process {pid} does not stay stopped");
+}
+
 /// Waits until the id of a process that is gone is free: somebody has to bury it. Where nobody does, not for ever.
 pub fn wait_free(pid: u32) {
-    let until = std::time::Instant::now() + Duration::from_secs(5);
+    let until = std::time::Instant::now() + Duration::from_secs(20);
     while Path::new(&format!("/proc/{pid}")).exists() && std::time::Instant::now() < until {
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -104,6 +118,12 @@ pub fn is_root() -> bool {
 pub fn can_unshare(flags: &[&str]) -> bool {
     let permitted = || Command::new("unshare").args(flags).arg("true").status().is_ok_and(|s| s.success());
     is_root() && permitted()
+}
+
+/// Whether this kernel has file systems of a kind, by now.
+pub fn has_file_system(kind: &str) -> bool {
+    let known = std::fs::read_to_string("/proc/filesystems").unwrap_or_default();
+    known.lines().any(|line| line.split_whitespace().last() == Some(kind))
 }
 
 /// Where a command is found on `PATH`.

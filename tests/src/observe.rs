@@ -3,6 +3,7 @@
 use crate::kernel;
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 
 /// Facts by name. Facts that change by themselves (times, counters, inode numbers of objects without a name) are left
 /// out or told apart only by what is the same as what.
@@ -38,6 +39,16 @@ const STATUS: &[&str] = &[
     "TracerPid",
     "THP_enabled",
 ];
+
+/// A mapping.
+struct Seen {
+    start: String,
+    end: String,
+    is: String,
+    flags: String,
+    /// Private memory without a name.
+    is_plain: bool,
+}
 
 impl Facts {
     /// Looks at a process and its descendants.
@@ -147,7 +158,7 @@ impl Facts {
         let mut same = Numbering::default();
         let smaps = fs::read(format!("{base}/smaps")).unwrap_or_default();
         let smaps = String::from_utf8_lossy(&smaps);
-        let mut at = String::new();
+        let mut found: Vec<Seen> = Vec::new();
         for line in smaps.lines() {
             let first = line.split(' ').next().unwrap_or_default();
             if first.contains('-') && !first.ends_with(':') {
@@ -156,18 +167,41 @@ impl Facts {
                 let (range, access, offset, device, inode) = (next(), next(), next(), next(), next());
                 let name = next().trim();
                 let nameless = name.ends_with("(deleted)") || name.starts_with("/memfd:");
+                // What only the program has mounted has another device number the next time.
+                let is_here = || fs::metadata(name).is_ok_and(|m| m.ino().to_string() == inode);
+                let mut object = || same.of(&format!("{device} {inode}"));
                 let identity = match (inode, nameless) {
                     ("0", _) => String::new(),
-                    (_, false) => format!("{device} {inode}"),
-                    (_, true) => format!("object {}", same.of(&format!("{device} {inode}"))),
+                    (_, true) => format!("object {}", object()),
+                    (_, false) if is_here() => format!("{device} {inode}"),
+                    (_, false) => format!("{inode}, object {}", object()),
                 };
-                at = format!("map {range}");
-                self.0.insert(at.clone(), format!("{access} {offset} {name} {identity}"));
+                let (start, end) = range.split_once('-').unwrap_or_default();
+                let is = format!("{access} {offset} {name} {identity}");
+                let is_plain = name.is_empty() && identity.is_empty();
+                found.push(Seen { start: start.into(), end: end.into(), is, flags: String::new(), is_plain });
             } else if let Some(flags) = line.strip_prefix("VmFlags:") {
                 // A program that was restored is followed from then on.
                 let own = flags.split_whitespace().filter(|flag| !WATCHED.contains(flag));
-                self.0.insert(format!("{at} flags"), own.collect::<Vec<_>>().join(" "));
+                found
+                    .iter_mut()
+                    .last()
+                    .into_iter()
+                    .for_each(|map| map.flags = own.clone().collect::<Vec<_>>().join(" "));
             }
+        }
+        // Whether two that are alike and lie side by side are one is for the kernel to say, and makes no difference.
+        found.dedup_by(|next, last| {
+            let joins =
+                last.is_plain && next.start == last.end && (&next.is, &next.flags) == (&last.is, &last.flags);
+            if joins {
+                last.end = std::mem::take(&mut next.end);
+            }
+            joins
+        });
+        for Seen { start, end, is, flags, .. } in found {
+            self.0.insert(format!("map {start}-{end}"), is);
+            self.0.insert(format!("map {start}-{end} flags"), flags);
         }
     }
 

@@ -36,7 +36,7 @@ impl Program {
     }
 
     /// Starts it; gives its process id and what reaps it.
-    fn start(&self, directory: &Path, mark: &Path) -> std::process::Child {
+    pub fn start(&self, directory: &Path, mark: &Path) -> std::process::Child {
         let open =
             |name: &str| fs::File::create(directory.join(name)).unwrap_or_else(|e| panic!("{name}: {e}"));
         let mut command = alone(&self.command[0]);
@@ -46,7 +46,8 @@ impl Program {
         command.spawn().unwrap_or_else(|e| panic!("{}: {e}", self.command[0]))
     }
 
-    fn results(&self, directory: &Path) -> Vec<(String, Vec<u8>)> {
+    /// What it has written.
+    pub fn results(&self, directory: &Path) -> Vec<(String, Vec<u8>)> {
         let names = self.outputs.iter().copied().chain(["out", "errors"]);
         names.map(|n| (n.to_owned(), fs::read(directory.join(n)).unwrap_or_default())).collect()
     }
@@ -151,7 +152,7 @@ impl Program {
             }
             match child.take() {
                 Some(mut child) => drop(child.wait()),
-                None => kernel::wait_gone(pid, Duration::from_secs(10)),
+                None => kernel::wait_gone(pid, Duration::from_secs(60)),
             }
             history
                 .push(format!("killed{}", if killing { " by the checkpoint" } else { " some time later" }));

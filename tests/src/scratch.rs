@@ -69,7 +69,7 @@ impl Scratch {
     /// Panics unless every process of this test ends by itself, soon.
     #[track_caller]
     pub fn nothing_is_left(&self, what: &str) {
-        let until = std::time::Instant::now() + std::time::Duration::from_secs(5);
+        let until = std::time::Instant::now() + std::time::Duration::from_secs(30);
         loop {
             let left = self.processes();
             if left.is_empty() {

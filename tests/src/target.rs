@@ -221,7 +221,7 @@ impl Running {
                 let _ = child.wait();
             }
             None => {
-                kernel::wait_gone(self.pid, Duration::from_secs(10));
+                kernel::wait_gone(self.pid, Duration::from_secs(60));
                 kernel::wait_free(self.pid);
             }
         }

@@ -3,13 +3,14 @@
 use crate::scratch::MARK;
 use crate::target::alone;
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
-use rustix::termios::{Winsize, tcsetwinsize};
+use rustix::termios::{LocalModes, Winsize, tcgetattr, tcsetwinsize};
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -19,6 +20,8 @@ pub struct Terminal {
     master: File,
     slave: PathBuf,
     shown: Arc<Mutex<Vec<u8>>>,
+    /// How often there was nobody, and nothing left to be read.
+    silences: Arc<AtomicU64>,
 }
 
 impl Terminal {
@@ -31,26 +34,41 @@ impl Terminal {
         let slave = PathBuf::from(OsStr::from_bytes(slave.as_bytes()));
         let shown = Arc::new(Mutex::new(Vec::new()));
         let mut reader = File::from(master.try_clone().expect("dup"));
-        let into = shown.clone();
+        let silences = Arc::new(AtomicU64::new(0));
+        let (into, silent) = (shown.clone(), silences.clone());
         std::thread::spawn(move || {
             let mut buffer = [0; 4096];
             loop {
                 match reader.read(&mut buffer) {
                     Ok(n) if n > 0 => into.lock().expect("lock").extend(&buffer[..n]),
                     // Between two programs nobody has it open; the end of the test ends this thread, too.
-                    _ => std::thread::sleep(Duration::from_millis(5)),
+                    _ => {
+                        silent.fetch_add(1, Ordering::Relaxed);
+                        std::thread::sleep(Duration::from_millis(5));
+                    }
                 }
             }
         });
-        Terminal { master: File::from(master), slave, shown }
+        Terminal { master: File::from(master), slave, shown, silences }
     }
 
     /// A new terminal of so many rows and columns.
     pub fn of_size(rows: u16, columns: u16) -> Self {
         let terminal = Terminal::new();
-        let size = Winsize { ws_row: rows, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
-        tcsetwinsize(&terminal.master, size).expect("the size of a terminal");
+        terminal.resize(rows, columns);
         terminal
+    }
+
+    /// Gives its window another size.
+    pub fn resize(&self, rows: u16, columns: u16) {
+        let size = Winsize { ws_row: rows, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
+        tcsetwinsize(&self.master, size).expect("the size of a terminal");
+    }
+
+    /// Whether lines are edited and typed keys shown, as a shell has it.
+    pub fn is_cooked(&self) -> bool {
+        let modes = tcgetattr(&self.master).expect("the modes of a terminal").local_modes;
+        modes.contains(LocalModes::ICANON | LocalModes::ECHO | LocalModes::ISIG)
     }
 
     /// Starts a command whose controlling terminal this is: a dumb one, unless the command has another word for it.
@@ -66,6 +84,16 @@ impl Terminal {
     /// All that was ever shown.
     pub fn shown(&self) -> String {
         String::from_utf8_lossy(&self.shown.lock().expect("lock")).into_owned()
+    }
+
+    /// Waits until all is shown that was said by those who have ended: nobody else has the terminal.
+    #[track_caller]
+    pub fn shows_all(&self, patience: Duration) {
+        let before = self.silences.load(Ordering::Relaxed);
+        // The first one may have begun before.
+        crate::wait_for("a terminal to be left", patience, || {
+            (self.silences.load(Ordering::Relaxed) > before + 1).then_some(())
+        });
     }
 
     /// Waits until a text is shown.

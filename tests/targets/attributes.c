@@ -350,6 +350,25 @@ static void limits(void) {
   }
 }
 
+static void short_of_memory(void) { // no more may be had than there is
+  struct rlimit none = {0, 0}, after;
+  char line[200] = "";
+  FILE *f = fopen("/proc/self/status", "r");
+  while (fgets(line, sizeof line, f) && strncmp(line, "VmSize:", 7)) {
+  }
+  fclose(f);
+  struct rlimit all = {strtoul(line + 7, 0, 10) << 10, strtoul(line + 7, 0, 10) << 10};
+  MUST(all.rlim_cur > 0 && setrlimit(RLIMIT_AS, &all) == 0 && setrlimit(RLIMIT_DATA, &none) == 0);
+  cut();
+  EQUAL(getrlimit(RLIMIT_AS, &after), 0);
+  EQUAL(after.rlim_cur, all.rlim_cur);
+  EQUAL(after.rlim_max, all.rlim_max);
+  EQUAL(getrlimit(RLIMIT_DATA, &after), 0);
+  EQUAL(after.rlim_cur, 0);
+  EQUAL(after.rlim_max, 0);
+  CHECK(mmap(0, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) == MAP_FAILED);
+}
+
 static void write_to(const char *path, const char *text) {
   int fd = open(path, O_WRONLY);
   if (fd < 0 || write(fd, text, strlen(text)) < 0)
@@ -409,5 +428,5 @@ SCENARIOS({"identity", identity}, {"renamed", renamed}, {"clocks", clocks}, {"di
           {"capabilities", capabilities}, {"credentials_per_thread", credentials_per_thread},
           {"no_new_privileges", no_new_privileges}, {"seccomp_filters", seccomp_filters},
           {"seccomp_tight", seccomp_tight}, {"seccomp_strict", seccomp_strict},
-          {"seccomp_per_thread", seccomp_per_thread}, {"limits", limits}, {"odds", odds},
+          {"seccomp_per_thread", seccomp_per_thread}, {"limits", limits}, {"short_of_memory", short_of_memory}, {"odds", odds},
           {"read_only_program", read_only_program})

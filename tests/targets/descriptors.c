@@ -7,6 +7,7 @@
 #include <poll.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/fanotify.h>
 #include <sys/file.h>
 #include <sys/inotify.h>
 #include <sys/ioctl.h>
@@ -548,6 +549,117 @@ static void inotifys(void) {
   EQUAL(inotify_rm_watch(fd, first), 0);
 }
 
+#ifndef FAN_REPORT_TARGET_FID
+#define FAN_REPORT_TARGET_FID 0x1000
+#endif
+#ifndef FAN_RENAME
+#define FAN_RENAME 0x10000000
+#endif
+#ifndef FAN_MARK_EVICTABLE
+#define FAN_MARK_EVICTABLE 0x200
+#endif
+
+static int mark(int group, unsigned flags, uint64_t mask, const char *name) {
+  return fanotify_mark(group, FAN_MARK_ADD | flags, mask, AT_FDCWD, path_of(name));
+}
+
+// The next event of a group, without the name at its end.
+static struct fanotify_event_metadata next(int group, const char **name) {
+  static char buffer[4096];
+  struct fanotify_event_metadata *event = (void *)buffer;
+  ssize_t length = read(group, buffer, sizeof buffer);
+  CHECK(length >= (ssize_t)sizeof *event && event->event_len == length); // no other one
+  if (length < (ssize_t)sizeof *event)
+    memset(event, 0, sizeof *event);
+  struct fanotify_event_info_fid *info = (void *)(event + 1);
+  struct file_handle *handle = (void *)info->handle;
+  if (name)
+    *name = (char *)handle->f_handle + handle->handle_bytes;
+  return *event;
+}
+
+// The lines of fdinfo, sorted: in which order its marks were made does not matter.
+static char *told_of(int group) {
+  char path[64];
+  snprintf(path, sizeof path, "/proc/self/fdinfo/%d", group);
+  char *text = calloc(1, 8192);
+  int fd = open(path, O_RDONLY), count = 0;
+  char *lines[64], *all = calloc(1, 8192);
+  MUST(fd >= 0 && read(fd, text, 8191) > 0);
+  close(fd);
+  for (char *at = strtok(text, "\n"); at; at = strtok(0, "\n"))
+    if (!strncmp(at, "fanotify", 8))
+      lines[count++] = at;
+  for (int i = 0; i < count; i++)
+    for (int j = i + 1; j < count; j++)
+      if (strcmp(lines[i], lines[j]) > 0) {
+        char *other = lines[i];
+        lines[i] = lines[j];
+        lines[j] = other;
+      }
+  for (int i = 0; i < count; i++)
+    strcat(strcat(all, lines[i]), "\n");
+  free(text);
+  return all;
+}
+
+static void fanotifys(void) {
+  mkdir(path_of("watched"), 0700);
+  close(create("watched/file", O_WRONLY, "x"));
+  close(create("watched/quiet", O_WRONLY, "x"));
+  int opens = fanotify_init(FAN_CLASS_NOTIF | FAN_CLOEXEC | FAN_NONBLOCK, O_RDONLY | O_NOATIME);
+  if (opens < 0)
+    SKIP("no fanotify here");
+  int names = fanotify_init(FAN_REPORT_FID | FAN_REPORT_DIR_FID | FAN_REPORT_NAME | FAN_REPORT_TARGET_FID |
+                            FAN_NONBLOCK | FAN_UNLIMITED_QUEUE, O_RDONLY);
+  MUST(names >= 0);
+  MUST(!mark(opens, 0, FAN_MODIFY | FAN_CLOSE_WRITE | FAN_EVENT_ON_CHILD, "watched"));
+  MUST(!mark(opens, FAN_MARK_IGNORED_MASK | FAN_MARK_IGNORED_SURV_MODIFY, FAN_MODIFY | FAN_CLOSE, "watched/quiet"));
+  MUST(!mark(names, 0, FAN_CREATE | FAN_DELETE | FAN_RENAME | FAN_ONDIR, "watched"));
+  MUST(!mark(names, FAN_MARK_EVICTABLE, FAN_ATTRIB, "watched/file"));
+  MUST(!mark(names, 0, FAN_DELETE_SELF | FAN_MOVE_SELF | FAN_ONDIR, "."));
+  char *before[2] = {told_of(opens), told_of(names)};
+  MUST(fcntl(names, F_SETFL, fcntl(names, F_GETFL) & ~O_NONBLOCK) == 0);
+  cut();
+  CHECK(!strcmp(before[0], told_of(opens)));
+  CHECK(!strcmp(before[1], told_of(names)));
+  EQUAL(fcntl(opens, F_GETFD), FD_CLOEXEC);
+  EQUAL(fcntl(names, F_GETFD), 0);
+  EQUAL(fcntl(names, F_GETFL) & O_NONBLOCK, 0);
+  char nothing[100];
+  EQUAL(read(opens, nothing, sizeof nothing), -1); // nothing that a restore did is told
+  EQUAL(errno, EAGAIN);
+  EQUAL(fcntl(names, F_SETFL, O_NONBLOCK), 0);
+  struct fanotify_event_metadata event;
+  EQUAL(read(names, nothing, sizeof nothing), -1);
+  EQUAL(errno, EAGAIN);
+  const char *name = "";
+  EQUAL(mkdir(path_of("watched/folder"), 0700), 0);
+  event = next(names, &name);
+  EQUAL(event.mask, FAN_CREATE | FAN_ONDIR);
+  EQUAL(event.fd, FAN_NOFD);
+  EQUAL(event.pid, getpid());
+  CHECK(!strcmp(name, "folder"));
+  EQUAL(chmod(path_of("watched/file"), 0600), 0);
+  event = next(names, 0);
+  EQUAL(event.mask, FAN_ATTRIB);
+  int w = open(path_of("watched/quiet"), O_WRONLY);
+  EQUAL(write(w, "y", 1), 1);
+  close(w);
+  EQUAL(read(opens, nothing, sizeof nothing), -1); // ignored, also from now on
+  w = open(path_of("watched/file"), O_WRONLY);
+  EQUAL(write(w, "y", 1), 1);
+  event = next(opens, 0);
+  EQUAL(event.mask, FAN_MODIFY);
+  EQUAL(event.pid, getpid());
+  EQUAL(fcntl(event.fd, F_GETFL) & (O_ACCMODE | O_NOATIME), O_RDONLY | O_NOATIME);
+  struct stat it, opened;
+  CHECK(!fstat(w, &it) && !fstat(event.fd, &opened) && it.st_ino == opened.st_ino);
+  close(event.fd);
+  EQUAL(fanotify_mark(names, FAN_MARK_REMOVE, FAN_CREATE, AT_FDCWD, path_of("watched")), 0);
+  EQUAL(fanotify_mark(names, FAN_MARK_FLUSH, 0, AT_FDCWD, 0), 0);
+}
+
 static void pidfds(void) {
   int fd = syscall(SYS_pidfd_open, getpid(), 0);
   MUST(fd >= 0);
@@ -842,6 +954,6 @@ SCENARIOS({"regular", regular}, {"duplicates", duplicates}, {"deleted", deleted}
           {"pipes", pipes}, {"fifo", fifo}, {"stream_pair", stream_pair}, {"credentials_pair", credentials_pair}, {"message_pairs", message_pairs},
           {"half_closed_pair", half_closed_pair}, {"listening_tcp4", listening_tcp4},
           {"listening_tcp6", listening_tcp6}, {"listening_unix", listening_unix}, {"eventfds", eventfds},
-          {"signalfds", signalfds}, {"epolls", epolls}, {"inotifys", inotifys}, {"pidfds", pidfds}, {"ptys", ptys}, {"pty_modes", pty_modes}, {"pty_unread", pty_unread}, {"leases", leases},
+          {"signalfds", signalfds}, {"epolls", epolls}, {"inotifys", inotifys}, {"fanotifys", fanotifys}, {"pidfds", pidfds}, {"ptys", ptys}, {"pty_modes", pty_modes}, {"pty_unread", pty_unread}, {"leases", leases},
           {"devices", devices}, {"locks", locks}, {"signal_driven", signal_driven}, {"proc_files", proc_files},
           {"many_descriptors", many_descriptors})

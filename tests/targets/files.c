@@ -42,6 +42,24 @@ static void busy_writer(void) {
   EQUAL(n, i);
 }
 
+// Goes on writing through a mapping of all of a file, and knows what it has written.
+static void busy_mapper(void) {
+  enum { PAGES = 2048 };
+  int fd = open(path_of("data"), O_RDWR | O_CREAT | O_TRUNC, 0644);
+  MUST(fd >= 0 && !ftruncate(fd, PAGES * PAGE));
+  long *p = mmap(0, PAGES * PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  MUST(p != MAP_FAILED);
+  static long last[PAGES];
+  ready();
+  for (long i = 1; i < 200 || !gone(); i++) {
+    long page = i * 37 % PAGES;
+    last[page] = p[page * (PAGE / sizeof *p)] = p[1] = i;
+    nap(0.001);
+  }
+  for (int i = 0; i < PAGES; i++)
+    EQUAL(p[i * (PAGE / sizeof *p)], last[i]);
+}
+
 static void reader(void) {
   int fd = open(path_of("input"), O_RDONLY);
   MUST(fd >= 0);
@@ -90,6 +108,6 @@ static void killed_by_term(void) {
     pause();
 }
 
-SCENARIOS({"writer", writer}, {"appender", appender}, {"busy_writer", busy_writer}, {"reader", reader},
-          {"large", large}, {"simple", simple}, {"exits_with_7", exits_with_7}, {"echoes", echoes},
-          {"killed_by_term", killed_by_term})
+SCENARIOS({"writer", writer}, {"appender", appender}, {"busy_writer", busy_writer},
+          {"busy_mapper", busy_mapper}, {"reader", reader}, {"large", large}, {"simple", simple},
+          {"exits_with_7", exits_with_7}, {"echoes", echoes}, {"killed_by_term", killed_by_term})

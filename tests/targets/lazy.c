@@ -37,6 +37,20 @@ static void whole(void) {
     pthread_join(threads[i], 0);
 }
 
+// Far more is reserved than is used, as by what a sanitizer adds to a program.
+static void reserved(void) {
+  size_t size = 15ul << 40, pages = size / PAGE;
+  char *p = mmap(0, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (p == MAP_FAILED)
+    SKIP("no such address space here");
+  for (uint64_t i = 0; i < 300; i++)
+    fill(p + mix(i) % pages * PAGE, PAGE, i);
+  cut();
+  for (uint64_t i = 0; i < 300; i++)
+    CHECK(filled(p + mix(i) % pages * PAGE, PAGE, i));
+  CHECK(all_zero(p + mix(1000) % pages * PAGE, PAGE));
+}
+
 static int is_filled_page(const void *at, size_t page) {
   return filled(at, PAGE, page);
 }
@@ -241,10 +255,51 @@ static int child_of(int depth) {
   return status;
 }
 
+// Has children all the time, of which each looks at some of the memory and ends.
+static void brood(void) {
+  make();
+  ready();
+  for (long n = 0; !gone(); n++) {
+    pid_t children[3];
+    for (int i = 0; i < 3; i++) {
+      MUST((children[i] = fork()) >= 0);
+      if (children[i] == 0) {
+        failures = 0;
+        for (int k = 0; k < 4; k++) {
+          size_t page = (n * 7919 + i * 104729 + k * 1299709) * PAGE % ROOM;
+          CHECK(is_filled_page(memory + page, page));
+        }
+        nap(0.002);
+        _exit(failures != 0);
+      }
+    }
+    for (int i = 0; i < 3; i++) {
+      int status;
+      MUST(waitpid(children[i], &status, 0) == children[i]);
+      EQUAL(status, 0);
+    }
+  }
+}
+
 // Copies of the process miss what it does.
 static void children(void) {
   make();
+  char *wiped = map_anon(4 * PAGE);
+  fill(wiped, 4 * PAGE, 7);
+  EQUAL(madvise(wiped, 4 * PAGE, MADV_WIPEONFORK), 0);
   cut();
+  pid_t heir = fork();
+  MUST(heir >= 0);
+  if (heir == 0) {
+    for (int i = 0; i < 4 * PAGE; i++)
+      if (wiped[i])
+        _exit(1);
+    _exit(0);
+  }
+  int inherited = -1;
+  MUST(waitpid(heir, &inherited, 0) == heir);
+  EQUAL(inherited, 0);
+  CHECK(filled(wiped, 4 * PAGE, 7));
   for (int i = 0; i < 8; i++) {
     pid_t child = fork();
     MUST(child >= 0);
@@ -466,5 +521,5 @@ static void tree(void) {
   }
 }
 
-SCENARIOS({"tree", tree}, {"whole", whole}, {"calls", calls}, {"changes", changes}, {"children", children}, {"grows", grows}, {"writes", writes},
-          {"watches", watches})
+SCENARIOS({"tree", tree}, {"whole", whole}, {"reserved", reserved}, {"calls", calls}, {"changes", changes},
+          {"children", children}, {"brood", brood}, {"grows", grows}, {"writes", writes}, {"watches", watches})

@@ -474,5 +474,20 @@ static void everything(void) {
   run_arenas();
 }
 
-SCENARIOS({"moves", moves}, {"overlaid", overlaid}, {"drops", drops}, {"replacements", replacements}, {"zeros", zeros}, {"protections", protections},
+static void no_more_of_them(void) { // as many as a process may have
+  int most = 0;
+  FILE *f = fopen("/proc/sys/vm/max_map_count", "r");
+  MUST(f && fscanf(f, "%d", &most) == 1);
+  fclose(f);
+  char *all = mmap(0, (size_t)most * 8192, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  MUST(all != MAP_FAILED);
+  size_t n = 0;
+  while (mprotect(all + n * 8192, 4096, PROT_READ | PROT_WRITE) == 0)
+    n++;
+  all[0] = 1;
+  cut();
+  EQUAL(all[0], 1);
+}
+
+SCENARIOS({"no_more_of_them", no_more_of_them}, {"moves", moves}, {"overlaid", overlaid}, {"drops", drops}, {"replacements", replacements}, {"zeros", zeros}, {"protections", protections},
           {"collapses", collapses}, {"wide", wide}, {"inherited", inherited}, {"everything", everything})

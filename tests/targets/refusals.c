@@ -10,6 +10,7 @@
 #include <sys/fanotify.h>
 #include <sys/inotify.h>
 #include <sys/ioctl.h>
+#include <sys/mount.h>
 #include <sys/sem.h>
 #include <sys/shm.h>
 #include <sys/epoll.h>
@@ -112,22 +113,21 @@ static void io_uring(void) {
   EQUAL(syscall(426, fd, 0, 0, 0, 0, 0), 0);
 }
 
-// A process that is no child of ours and holds whatever we have open now.
-static pid_t orphan(void) {
+// A process that is no child of ours and holds whatever we have open now. It does something before we go on; 0: it could not.
+static pid_t orphan_that(int (*does)(int), int with) {
   int ends[2];
   MUST(pipe(ends) == 0);
   pid_t middle = fork();
   if (middle == 0) {
-    pid_t last = fork();
-    if (last == 0) {
-      close(ends[0]);
-      close(ends[1]);
-      while (access(directory, F_OK) == 0 && !gone())
-        nap(0.01);
+    if (fork())
       _exit(0);
-    }
+    pid_t last = !does || does(with) ? getpid() : 0;
     if (write(ends[1], &last, sizeof last) != sizeof last)
       _exit(1);
+    close(ends[0]);
+    close(ends[1]);
+    while (last && access(directory, F_OK) == 0 && !gone())
+      nap(0.01);
     _exit(0);
   }
   pid_t last = 0;
@@ -135,6 +135,72 @@ static pid_t orphan(void) {
   close(ends[0]);
   close(ends[1]);
   return last;
+}
+
+static pid_t orphan(void) {
+  return orphan_that(0, 0);
+}
+
+static int new_terminal(const char *multiplexer, char slave[64]) {
+  int master = open(multiplexer, O_RDWR | O_NOCTTY | O_CLOEXEC), unlock = 0, number;
+  if (master < 0 || ioctl(master, TIOCSPTLCK, &unlock) || ioctl(master, TIOCGPTN, &number))
+    return -1;
+  snprintf(slave, 64, "/dev/pts/%d", number);
+  return master;
+}
+
+static int has_own_mounts(void) {
+  return !unshare(CLONE_NEWNS) && !mount(0, "/", 0, MS_REC | MS_PRIVATE, 0);
+}
+
+// Has the slave open, and calls it otherwise.
+static int calls_it_console(int master) {
+  int number;
+  char slave[64];
+  if (!has_own_mounts() || ioctl(master, TIOCGPTN, &number))
+    return 0;
+  snprintf(slave, sizeof slave, "/dev/pts/%d", number);
+  close(open(path_of("console"), O_CREAT | O_WRONLY | O_CLOEXEC, 0600));
+  close(master);
+  return !mount(slave, path_of("console"), 0, MS_BIND, 0) && open(path_of("console"), O_RDWR | O_NOCTTY) >= 0;
+}
+
+static void foreign_terminal(void) {
+  char slave[64], c;
+  int master = new_terminal("/dev/ptmx", slave);
+  MUST(master >= 0);
+  if (!orphan_that(calls_it_console, master))
+    SKIP("not permitted to have mounts of its own");
+  int ours = open(slave, O_RDWR | O_NOCTTY);
+  cut();
+  EQUAL(write(master, "x\n", 2), 2);
+  EQUAL(read(ours, &c, 1), 1);
+}
+
+// Has a slave of the same number in another devpts open.
+static int has_its_like(int master) {
+  char wanted[64], slave[64] = "";
+  int number;
+  if (!has_own_mounts() || ioctl(master, TIOCGPTN, &number) || mount("devpts", "/dev/pts", "devpts", 0, "newinstance,ptmxmode=0666"))
+    return 0;
+  close(master);
+  snprintf(wanted, sizeof wanted, "/dev/pts/%d", number);
+  while (strcmp(slave, wanted))
+    if (new_terminal("/dev/pts/ptmx", slave) < 0)
+      return 0;
+  return open(wanted, O_RDWR | O_NOCTTY) >= 0;
+}
+
+static void terminal_elsewhere(void) {
+  char slave[64], c;
+  int master = new_terminal("/dev/ptmx", slave);
+  MUST(master >= 0);
+  if (!orphan_that(has_its_like, master))
+    SKIP("not permitted to have a devpts of its own");
+  int ours = open(slave, O_RDWR | O_NOCTTY);
+  cut();
+  EQUAL(write(master, "x\n", 2), 2);
+  EQUAL(read(ours, &c, 1), 1);
 }
 
 static void foreign_pipe(void) {
@@ -245,10 +311,74 @@ static void perf_event(void) {
   EQUAL(read(fd, &n, 8), 8);
 }
 
-static void fanotify(void) {
-  int fd = fanotify_init(FAN_CLASS_NOTIF, O_RDONLY);
+static void *allows(void *group) {
+  for (;;) {
+    struct fanotify_event_metadata event;
+    if (read(*(int *)group, &event, sizeof event) != sizeof event)
+      return 0;
+    struct fanotify_response answer = {event.fd, FAN_ALLOW};
+    if (event.mask & FAN_OPEN_PERM)
+      MUST(write(*(int *)group, &answer, sizeof answer) == sizeof answer);
+    close(event.fd);
+  }
+}
+
+// Who opens a file without a name, as a checkpoint would, asks this program.
+static void asked_for_permission(void) {
+  static int group;
+  group = fanotify_init(FAN_CLASS_CONTENT | FAN_CLOEXEC, O_RDONLY);
+  if (group < 0)
+    SKIP("no fanotify here");
+  int fd = open(path_of("asked"), O_RDWR | O_CREAT, 0600);
+  MUST(fd >= 0 && write(fd, "data", 4) == 4);
+  if (fanotify_mark(group, FAN_MARK_ADD, FAN_OPEN_PERM, AT_FDCWD, path_of("asked")))
+    SKIP("this kernel asks nobody");
+  MUST(!unlink(path_of("asked")));
+  pthread_t thread;
+  MUST(!pthread_create(&thread, 0, allows, &group));
+  char again[64], text[4];
+  snprintf(again, sizeof again, "/proc/self/fd/%d", fd);
+  cut();
+  int opened = open(again, O_RDONLY);
+  CHECK(opened >= 0 && read(opened, text, 4) == 4 && !memcmp(text, "data", 4));
+}
+
+// Nobody asks it before DIRECTORY/ask is there.
+static void asked_later(void) {
+  int group = -1;
+  close(open(path_of("asked"), O_RDWR | O_CREAT, 0600));
+  ready();
+  while (access(path_of("ask"), F_OK) && access(go_path, F_OK))
+    nap(0.001);
+  if (!access(path_of("ask"), F_OK)) {
+    group = fanotify_init(FAN_CLASS_CONTENT | FAN_CLOEXEC, O_RDONLY);
+    if (group >= 0 && fanotify_mark(group, FAN_MARK_ADD, FAN_OPEN_PERM, AT_FDCWD, path_of("asked")))
+      group = -1;
+    close(open(path_of(group < 0 ? "cannot" : "asks"), O_RDWR | O_CREAT, 0600));
+  }
+  wait_go();
+  CHECK(group < 0 || fcntl(group, F_GETFD) == FD_CLOEXEC);
+}
+
+static void unread_fanotify(void) {
+  int fd = fanotify_init(FAN_CLASS_NOTIF | FAN_NONBLOCK, O_RDONLY);
   if (fd < 0)
     SKIP("no fanotify here");
+  mkdir(path_of("told"), 0700);
+  MUST(!fanotify_mark(fd, FAN_MARK_ADD, FAN_CLOSE_WRITE | FAN_EVENT_ON_CHILD, AT_FDCWD, path_of("told")));
+  close(open(path_of("told/noticed"), O_CREAT | O_WRONLY, 0600));
+  cut();
+  struct fanotify_event_metadata event;
+  EQUAL(read(fd, &event, sizeof event), sizeof event);
+  EQUAL(event.mask, FAN_CLOSE_WRITE);
+}
+
+static void fanotify_of_mounts(void) {
+  int fd = fanotify_init(0x4000, 0); // FAN_REPORT_MNT
+  int here = open("/proc/self/ns/mnt", O_RDONLY | O_CLOEXEC);
+  if (fd < 0 || fanotify_mark(fd, FAN_MARK_ADD | 0x110, 0x3000000, here, 0)) // FAN_MARK_MNTNS, FAN_MNT_ATTACH, FAN_MNT_DETACH
+    SKIP("this kernel does not tell of mounts");
+  close(here);
   cut();
   CHECK(fcntl(fd, F_GETFD) >= 0);
 }
@@ -527,6 +657,13 @@ static void unbound_tcp(void) {
   EQUAL(listen(s, 1), 0);
 }
 
+static void no_room(void) { // all of the address space is taken, down to pieces of 64 KiB
+  for (size_t piece = 1ul << 46; piece >= 1 << 16; piece /= 2)
+    while (mmap(0, piece, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0) != MAP_FAILED) {
+    }
+  cut();
+}
+
 static void sealed_memory(void) { // mseal(2): may not be unmapped, also not by whoever restores
   char *p = map_anon(4 * PAGE);
   fill(p, 4 * PAGE, 4);
@@ -566,13 +703,15 @@ SCENARIOS({"established_tcp", established_tcp}, {"connecting", connecting}, {"pa
           {"child_process", child_process}, {"dead_child", dead_child}, {"io_uring", io_uring},
           {"foreign_table", foreign_table},
           {"foreign_directory", foreign_directory}, {"foreign_segment", foreign_segment}, {"foreign_pipe", foreign_pipe}, {"foreign_socket", foreign_socket},
+          {"foreign_terminal", foreign_terminal}, {"terminal_elsewhere", terminal_elsewhere},
           {"foreign_memory", foreign_memory}, {"foreign_memfd", foreign_memfd}, {"foreign_pidfd", foreign_pidfd},
           {"userfaultfd", userfaultfd}, {"connected_udp", connected_udp}, {"netlink", netlink},
-          {"perf_event", perf_event}, {"fanotify", fanotify}, {"bpf", bpf}, {"aio", aio},
+          {"perf_event", perf_event}, {"asked_for_permission", asked_for_permission}, {"asked_later", asked_later}, {"unread_fanotify", unread_fanotify},
+          {"fanotify_of_mounts", fanotify_of_mounts}, {"bpf", bpf}, {"aio", aio},
           {"message_queue", message_queue}, {"own_descriptor_table", own_descriptor_table},
           {"own_directory", own_directory}, {"in_flight", in_flight}, {"lease", lease},
           {"broken_lease", broken_lease}, {"directory_notes", directory_notes},
           {"unread_inotify", unread_inotify}, {"bound_udp", bound_udp}, {"unbound_tcp", unbound_tcp},
-          {"sealed_memory", sealed_memory}, {"droppable_memory", droppable_memory}, {"own_mounts", own_mounts},
+          {"no_room", no_room}, {"sealed_memory", sealed_memory}, {"droppable_memory", droppable_memory}, {"own_mounts", own_mounts},
           {"own_host_name", own_host_name}, {"told_queue", told_queue}, {"full_queue", full_queue},
           {"semaphore_undo", semaphore_undo}, {"out_of_band", out_of_band}, {"sent_ahead", sent_ahead}, {"epoll_in_flight", epoll_in_flight})

@@ -403,7 +403,50 @@ static void storm(void) {
   EQUAL(received, 3000);
 }
 
+// --- threads that fault all the time: one may be stopped between the fault and its handler
+
+static __thread char *fenced;
+static __thread volatile long faulted;
+static volatile long wrong;
+
+static void on_fence(int s, siginfo_t *info, void *context) {
+  (void)s, (void)context;
+  if ((char *)info->si_addr != fenced || info->si_code != SEGV_ACCERR)
+    wrong++;
+  faulted++;
+  mprotect(fenced, PAGE, PROT_READ | PROT_WRITE);
+}
+
+static void *fault_all_the_time(void *unused) {
+  fenced = mmap(0, PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  MUST(fenced != MAP_FAILED);
+  __atomic_add_fetch(&arrived, 1, __ATOMIC_SEQ_CST);
+  for (long turn = 1; !go_on; turn++) {
+    *(volatile char *)fenced = 1;
+    if (faulted != turn)
+      wrong++;
+    mprotect(fenced, PAGE, PROT_NONE);
+  }
+  return unused;
+}
+
+static void faulting(void) {
+  struct sigaction a = {.sa_sigaction = on_fence, .sa_flags = SA_SIGINFO};
+  sigaction(SIGSEGV, &a, 0);
+  pthread_t t[4];
+  for (int i = 0; i < 4; i++)
+    t[i] = spawn(fault_all_the_time, 0);
+  await(4);
+  cut();
+  nap(0.01);
+  go_on = 1;
+  for (int i = 0; i < 4; i++)
+    pthread_join(t[i], 0);
+  EQUAL(wrong, 0);
+}
+
 SCENARIOS({"masks", masks}, {"actions", actions}, {"queued_realtime_order", queued_realtime_order},
           {"pending_standard", pending_standard}, {"pending_per_thread", pending_per_thread},
           {"delivered_once", delivered_once}, {"alternate_stacks", alternate_stacks},
-          {"handler_running", handler_running}, {"faults", faults}, {"storm", storm})
+          {"handler_running", handler_running}, {"faults", faults}, {"storm", storm},
+          {"faulting", faulting})

@@ -204,6 +204,9 @@ static volatile int started_watching;
 
 static UNUSED void *watch(void *unused) {
   (void)unused;
+  // A thread that waits for a processor is not away. Of the usual kind it may wait longer than a cut takes, where others compute.
+  struct sched_param first = {.sched_priority = 1};
+  pthread_setschedparam(pthread_self(), SCHED_FIFO, &first); // if that is permitted
   double last = now(), last_time_of_day = seconds(CLOCK_REALTIME);
   resumed_at = last;
   resumed_at_time_of_day = last_time_of_day;

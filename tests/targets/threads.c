@@ -118,6 +118,8 @@ static void *scheduled_thread(void *argument) {
     if (mask & (1u << c))
       CPU_SET(c, &set);
   MUST(sched_setaffinity(0, sizeof set, &set) == 0);
+  // A nice value that it has from whoever started it is none of those wanted, and a real-time thread keeps it.
+  MUST(setpriority(PRIO_PROCESS, 0, 0) == 0 || errno == EACCES);
   struct attributes a = {.size = sizeof a, .policy = w->policy, .priority = w->priority, .nice = w->nice};
   a.flags = w->reset_on_fork;
   int may = syscall(SYS_sched_setattr, 0, &a, 0) == 0;

@@ -61,6 +61,46 @@ static void interval_fires(void) {
   CHECK(alarms >= seen + 5 && alarms <= seen + 2 + (now() - from) / 0.02);
 }
 
+static void pending_alarm(void) { // expired with its signal blocked: it stands still until that is taken, and goes on then
+  sigset_t set;
+  sigemptyset(&set);
+  sigaddset(&set, SIGALRM);
+  sigprocmask(SIG_BLOCK, &set, 0);
+  struct itimerval v = {.it_value = {0, 5000}, .it_interval = {0, 5000}}, none = {0};
+  MUST(setitimer(ITIMER_REAL, &v, 0) == 0);
+  nap(0.1);
+  cut();
+  struct timespec patience = {20, 0}, at_once = {0};
+  for (int i = 0; i < 3; i++)
+    EQUAL(sigtimedwait(&set, 0, &patience), SIGALRM);
+  EQUAL(getitimer(ITIMER_REAL, &v), 0);
+  EQUAL(v.it_interval.tv_usec, 5000);
+  // What has expired once, and was not periodic, does not go on.
+  EQUAL(setitimer(ITIMER_REAL, &none, 0), 0);
+  while (sigtimedwait(&set, 0, &at_once) > 0)
+    ;
+  v = (struct itimerval){.it_value = {0, 5000}};
+  EQUAL(setitimer(ITIMER_REAL, &v, 0), 0);
+  EQUAL(sigtimedwait(&set, 0, &patience), SIGALRM);
+  EQUAL(sigtimedwait(&set, 0, &at_once), -1);
+}
+
+static void pending_alarm_once(void) { // rings once, and not again
+  sigset_t set;
+  sigemptyset(&set);
+  sigaddset(&set, SIGALRM);
+  sigprocmask(SIG_BLOCK, &set, 0);
+  struct itimerval v = {.it_value = {0, 5000}};
+  MUST(setitimer(ITIMER_REAL, &v, 0) == 0);
+  nap(0.1);
+  cut();
+  struct timespec at_once = {0}, a_while = {0, 50000000};
+  EQUAL(sigtimedwait(&set, 0, &at_once), SIGALRM);
+  EQUAL(sigtimedwait(&set, 0, &a_while), -1);
+  EQUAL(getitimer(ITIMER_REAL, &v), 0);
+  EQUAL(v.it_value.tv_sec * 1000000 + v.it_value.tv_usec, 0);
+}
+
 static void alarm_once(void) { // alarm(2) in half of which the cut comes; the time away does not count
   signal(SIGALRM, on_alarm);
   watch_the_clock();
@@ -238,6 +278,7 @@ static void timer_descriptors(void) {
   CHECK(now() - t < 2);
 }
 
-SCENARIOS({"interval_timers", interval_timers}, {"interval_fires", interval_fires}, {"alarm_once", alarm_once},
+SCENARIOS({"interval_timers", interval_timers}, {"interval_fires", interval_fires},
+          {"pending_alarm", pending_alarm}, {"pending_alarm_once", pending_alarm_once}, {"alarm_once", alarm_once},
           {"posix_timers", posix_timers}, {"pending_timer", pending_timer}, {"timer_threads", timer_threads},
           {"timer_descriptors", timer_descriptors})

@@ -301,6 +301,49 @@ static void listener_closed(void) { // after it accepted: one by an abstract nam
   EQUAL(access(paths[2], F_OK), -1);
 }
 
+static void renamed(void) { // bound to a name of its own, which then takes the place of the one to be reached by
+  char first[108], door[108];
+  snprintf(first, sizeof first, "%s/door.1.tmp", directory);
+  snprintf(door, sizeof door, "%s/door", directory);
+  int l = bound(SOCK_STREAM, first), d, before, a;
+  MUST(listen(l, 3) == 0 && chmod(first, 0621) == 0 && rename(first, door) == 0);
+  MUST((before = socket(AF_UNIX, SOCK_STREAM, 0)) >= 0 && reach(before, door) == 0 && (a = accept(l, 0, 0)) >= 0);
+  snprintf(first, sizeof first, "%s/letters.tmp", directory);
+  MUST((d = bound(SOCK_DGRAM, first)) >= 0);
+  snprintf(door, sizeof door, "%s/letters", directory);
+  MUST(rename(first, door) == 0);
+  int sender = socket(AF_UNIX, SOCK_DGRAM, 0);
+  MUST(reach(sender, door) == 0 && write(sender, "unread", 6) == 6);
+  cut();
+  char text[20];
+  EQUAL(read(d, text, sizeof text), 6);
+  EQUAL(write(sender, "more", 4), 4);
+  EQUAL(read(d, text, sizeof text), 4);
+  int other = socket(AF_UNIX, SOCK_DGRAM, 0);
+  EQUAL(reach(other, door), 0);
+  EQUAL(write(other, "others", 6), 6);
+  EQUAL(read(d, text, sizeof text), 6);
+  EQUAL(access(first, F_OK), -1);
+  EQUAL(write(before, "on", 2), 2);
+  EQUAL(read(a, text, sizeof text), 2);
+  snprintf(first, sizeof first, "%s/door.1.tmp", directory);
+  snprintf(door, sizeof door, "%s/door", directory);
+  struct stat s;
+  EQUAL(access(first, F_OK), -1);
+  EQUAL(stat(door, &s), 0);
+  EQUAL(s.st_mode & 0777, 0621);
+  int c = socket(AF_UNIX, SOCK_STREAM, 0), b;
+  EQUAL(reach(c, door), 0);
+  CHECK((b = accept(l, 0, 0)) >= 0);
+  int names[] = {l, a, b};
+  for (int i = 0; i < 3; i++) {
+    socklen_t length = sizeof(struct sockaddr_un), known;
+    struct sockaddr_un name, wanted = address_of(first, &known);
+    EQUAL(getsockname(names[i], (void *)&name, &length), 0);
+    CHECK(!memcmp(&name, &wanted, 2 + strlen(first)));
+  }
+}
+
 static void directory_gone(void) { // with the names in it: of who listens, of a connection, of who is sent datagrams
   char inner[100], outer[100], path[3][108];
   snprintf(outer, sizeof outer, "%s/outer", directory);
@@ -395,5 +438,5 @@ static void logging(void) { // to a socket outside, by its name
 
 SCENARIOS({"in_flight", in_flight}, {"nested", nested}, {"left_behind", left_behind}, {"credentials", credentials},
           {"senders", senders}, {"mutual", mutual}, {"clients", clients}, {"pending", pending},
-          {"listener_closed", listener_closed}, {"directory_gone", directory_gone}, {"peek_offset", peek_offset}, {"half_closed", half_closed},
+          {"listener_closed", listener_closed}, {"directory_gone", directory_gone}, {"renamed", renamed}, {"peek_offset", peek_offset}, {"half_closed", half_closed},
           {"logging", logging}, {"listening", listening}, {"empty_inside", empty_inside})

@@ -8,9 +8,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 use std::time::Duration;
+use stillpoint_tests::programs::{built_by_go, installed, source};
 use stillpoint_tests::scratch::MARK;
-use stillpoint_tests::target::Running;
-use stillpoint_tests::{Build, Scratch, Stillpoint, Target, kernel, skipped, undisturbed_only, wait_for};
+use stillpoint_tests::target::{Running, alone};
+use stillpoint_tests::{
+    Build, Output, Scratch, Stillpoint, Target, kernel, skipped, undisturbed_only, wait_for,
+};
 
 /// How often a test goes back and forth.
 fn turns() -> u64 {
@@ -49,7 +52,16 @@ impl Branched {
     fn does(&self, arguments: &[&str]) -> Value {
         let mut all = arguments.to_vec();
         all.push("--json");
-        self.stillpoint.run(&all).ok().json()
+        self.run(&all).ok().json()
+    }
+
+    /// Runs a command about the program. Should that fail as the program has ended, it is told what that had said.
+    fn run(&self, arguments: &[&str]) -> Output {
+        let mut output = self.stillpoint.run(arguments);
+        if output.code() != 0 && !kernel::alive(self.running.pid) {
+            output.stderr += &format!("\n--- the program has ended, and said\n{}", self.running.said());
+        }
+        output
     }
 
     fn pid(&self) -> String {
@@ -65,8 +77,7 @@ impl Branched {
     /// Back to a snapshot; false if that is refused for this reason.
     #[track_caller]
     fn try_rollback(&self, snapshot: u64, reason: &str) -> bool {
-        let output =
-            self.stillpoint.run(&["rollback", &format!("{}@{snapshot}", self.pid()), "--kill-children"]);
+        let output = self.run(&["rollback", &format!("{}@{snapshot}", self.pid()), "--kill-children"]);
         match output.code() {
             3 => drop(output.fails(3, &[reason])),
             _ => return output.ok().status.success(),
@@ -108,7 +119,7 @@ impl Branched {
     fn finish(self, what: &str) {
         let pid = self.running.pid;
         self.running.finish(what);
-        wait_for("who kept its snapshots to leave", Duration::from_secs(20), || {
+        wait_for("who kept its snapshots to leave", Duration::from_secs(60), || {
             keepers_of(pid).is_empty().then_some(())
         });
         self.scratch.nothing_is_left(what);
@@ -159,8 +170,8 @@ return_of! {
     kernel_writes: futexes vm_writes;
     descriptors: regular duplicates directories pipes eventfds epolls signalfds;
     attributes: seccomp_filters seccomp_per_thread limits directories odds capabilities;
-    timers: interval_timers posix_timers timer_threads timer_descriptors;
-    signals: masks actions queued_realtime_order delivered_once alternate_stacks handler_running storm;
+    timers: interval_timers interval_fires pending_alarm pending_alarm_once posix_timers pending_timer timer_threads timer_descriptors;
+    signals: masks actions queued_realtime_order delivered_once alternate_stacks handler_running storm faulting;
     registers: general sse avx x87 segment_bases red_zone small_stack;
     memory: anonymous stack_growth heap_growth guards no_access;
     sleeps: relative_nanosleep poll_timeout futex_relative cond_timedwait;
@@ -209,7 +220,7 @@ fn built(scratch: &Scratch, source: &str) -> Option<PathBuf> {
 /// Runs a program that takes snapshots of itself to its end, which must be a good one; what it said.
 #[track_caller]
 fn ran(scratch: &Scratch, program: &Command) -> String {
-    let mut run = Command::new("timeout");
+    let mut run = alone("timeout");
     run.arg("400").arg(program.get_program()).args(program.get_args()).current_dir(scratch.path());
     run.envs(program.get_envs().filter_map(|(name, value)| Some((name, value?))));
     run.env("STILLPOINT_BIN", stillpoint_tests::stillpoint::binary());
@@ -246,6 +257,24 @@ fn a_program_by_itself() {
     if let Some(said) = by_itself(&scratch, "tests/programs/branching.c", &["30"]) {
         assert_eq!(said, "ok\n");
         scratch.nothing_is_left("in the end");
+    }
+}
+
+/// What is known of it from the last snapshot is not taken for what it has set since.
+#[test]
+fn nothing_is_overlooked() {
+    let scratch = Scratch::new();
+    if let Some(said) = by_itself(&scratch, "tests/programs/overlooked.c", &["3"]) {
+        assert_eq!(said, "ok\n");
+        scratch.nothing_is_left("in the end");
+    }
+}
+
+#[test]
+fn guard_regions_that_come_and_go() {
+    let scratch = Scratch::new();
+    if let Some(said) = by_itself(&scratch, "tests/programs/guards.c", &["60"]) {
+        assert!(said == "ok\n" || said.contains("no guard regions"), "{said}");
     }
 }
 
@@ -313,8 +342,238 @@ fn a_program_that_lasts() {
     let pid = stillpoint.restore_at_once("lasting", &[]);
     assert_eq!(pid, running.id());
     says("restored");
-    kernel::wait_gone(pid, Duration::from_secs(10));
+    kernel::wait_gone(pid, Duration::from_secs(60));
     scratch.nothing_is_left("in the end");
+}
+
+/// A program that checks itself all the time and says so in lines, of which snapshots are taken from outside.
+struct Talking {
+    branched: Branched,
+}
+
+impl Talking {
+    fn start(scratch: Scratch, command: &[&str]) -> Self {
+        // What it says is appended, also when it has gone back.
+        let said = scratch.path().join("out");
+        let output = File::options().append(true).create(true).open(said).expect("a file");
+        let mut run = alone(command[0]);
+        run.args(&command[1..]).stdin(Stdio::null());
+        run.stdout(output.try_clone().expect("a file")).stderr(output);
+        run.current_dir(scratch.path()).env(MARK, scratch.path());
+        let running = Running::new(run.spawn().expect("the program"), scratch.path());
+        let stillpoint = scratch.stillpoint();
+        let talking = Talking { branched: Branched { scratch, stillpoint, running } };
+        talking.goes_on(3);
+        talking
+    }
+
+    fn said(&self) -> String {
+        self.branched.running.said()
+    }
+
+    /// It says so many more lines.
+    #[track_caller]
+    fn goes_on(&self, lines: usize) {
+        let until = self.said().lines().count() + lines;
+        wait_for("the program to count", Duration::from_secs(60), || {
+            let said = self.said();
+            assert!(!said.contains("wrong") && kernel::alive(self.branched.running.pid), "{said}");
+            (said.lines().count() >= until).then_some(())
+        });
+    }
+
+    fn end(self) {
+        let Branched { scratch, running, .. } = self.branched;
+        let mut all = vec![running.pid];
+        let mut at = 0;
+        while at < all.len() {
+            all.extend(kernel::children(all[at]));
+            at += 1;
+        }
+        all.into_iter().for_each(|pid| kernel::kill(pid, kernel::SIGKILL));
+        drop(running);
+        scratch.nothing_is_left("in the end");
+    }
+}
+
+#[track_caller]
+fn goes_back(scratch: Scratch, command: &[&str]) {
+    if undisturbed_only() {
+        return;
+    }
+    let talking = Talking::start(scratch, command);
+    talking.branched.back_and_forth(3 * turns());
+    talking.goes_on(3);
+    talking.end();
+}
+
+/// What a program, and whoever keeps its snapshots, take.
+#[derive(Debug)]
+struct Footprint {
+    descriptors: Vec<u32>,
+    threads: usize,
+    /// Resident, MiB.
+    memory: u64,
+    of_keeper: (usize, u64),
+    processes: usize,
+}
+
+impl Footprint {
+    fn of(branched: &Branched) -> Self {
+        let descriptors = |pid: u32| kernel::numbers(&Path::new("/proc").join(pid.to_string()).join("fd"));
+        let memory = |pid: u32| -> u64 {
+            let told = kernel::status(pid, "VmRSS").unwrap_or_default();
+            told.split_whitespace().next().and_then(|kib| kib.parse::<u64>().ok()).unwrap_or(0) >> 10
+        };
+        let pid = branched.running.pid;
+        // Beside the one that keeps them there may be one that watches it.
+        let keeper = keepers_of(pid).into_iter().max_by_key(|keeper| descriptors(*keeper).len()).unwrap_or(0);
+        Footprint {
+            descriptors: descriptors(pid),
+            threads: kernel::threads(pid).len(),
+            memory: memory(pid),
+            of_keeper: (descriptors(keeper).len(), memory(keeper)),
+            processes: branched.scratch.processes().len(),
+        }
+    }
+
+    fn grow_to(&mut self, other: &Footprint) {
+        self.threads = self.threads.max(other.threads);
+        self.memory = self.memory.max(other.memory);
+        self.of_keeper = (self.of_keeper.0.max(other.of_keeper.0), self.of_keeper.1.max(other.of_keeper.1));
+        self.processes = self.processes.max(other.processes);
+    }
+
+    /// Whether it is not larger than another one. Memory may differ by what the program does in the first moments, and by what the
+    /// allocator of the keeper keeps in hand.
+    fn is_within(&self, other: &Footprint) -> bool {
+        const LEEWAY: u64 = 24;
+        self.descriptors == other.descriptors
+            && self.threads <= other.threads
+            && self.memory <= other.memory + LEEWAY
+            && self.of_keeper.0 <= other.of_keeper.0
+            && self.of_keeper.1 <= other.of_keeper.1 + LEEWAY
+            && self.processes <= other.processes
+    }
+}
+
+/// As [`goes_back`], to one snapshot again and again; nothing grows. `STILLPOINT_TURNS=250` makes it a thousand times.
+#[track_caller]
+fn leaks_nothing(scratch: Scratch, command: &[&str]) {
+    if undisturbed_only() {
+        return;
+    }
+    let talking = Talking::start(scratch, command);
+    let branched = &talking.branched;
+    let here = branched.snapshot();
+    let once = || {
+        branched.rest();
+        assert!(branched.try_rollback(here, "shared memory has been unmapped since"));
+        Footprint::of(branched)
+    };
+    // Buffers grow to their sizes, and a thread may be made before it is looked at.
+    let (mut first, all) = (once(), 4 * turns());
+    for turn in 0..all {
+        if turn % 8 == 0 {
+            let other = branched.snapshot();
+            branched.rest();
+            branched.forget(other);
+        }
+        let now = once();
+        if turn < all / 2 {
+            first.grow_to(&now);
+        }
+    }
+    let mut last = once();
+    for _ in 0..30 {
+        if last.is_within(&first) {
+            break;
+        }
+        last = once();
+    }
+    if !last.is_within(&first) {
+        // What its allocator keeps in hand the keeper gives back when nobody has asked for 10 s.
+        std::thread::sleep(Duration::from_secs(11));
+        last = once();
+    }
+    assert!(last.is_within(&first), "after {all} rollbacks {last:?}, and at half of them {first:?}");
+    branched.forget(here);
+    talking.goes_on(3);
+    talking.end();
+}
+
+#[test]
+fn a_program_of_either_c_library_leaks_nothing() {
+    let heap = source("heap.c");
+    for build in [Build::Dynamic, Build::Musl] {
+        match build.compile(&heap) {
+            Some(program) => leaks_nothing(Scratch::new(), &[&program.to_string_lossy()]),
+            None => skipped("no compiler for it"),
+        }
+    }
+}
+
+#[test]
+fn a_jvm_leaks_nothing() {
+    let scratch = Scratch::new();
+    if let Some(java) = jvm(&scratch) {
+        leaks_nothing(scratch, &[&java.to_string_lossy(), "-Xmx96m", "Churn"]);
+    }
+}
+
+#[test]
+fn node_leaks_nothing() {
+    let Some(node) = installed(&["node"], "nodejs") else { return };
+    leaks_nothing(Scratch::new(), &[&node.to_string_lossy(), &source("churn.js").to_string_lossy()]);
+}
+
+#[test]
+fn go_leaks_nothing() {
+    let scratch = Scratch::new();
+    let Some(binary) = built_by_go("churn.go", &scratch) else { return };
+    leaks_nothing(scratch, &[&binary.to_string_lossy()]);
+}
+
+#[test]
+fn python_leaks_nothing() {
+    let Some(python) = installed(&["python3"], "python3") else { return };
+    leaks_nothing(Scratch::new(), &[&python.to_string_lossy(), &source("churn.py").to_string_lossy()]);
+}
+
+#[test]
+fn python_goes_back() {
+    let Some(python) = installed(&["python3"], "python3") else { return };
+    goes_back(Scratch::new(), &[&python.to_string_lossy(), &source("churn.py").to_string_lossy()]);
+}
+
+/// The machine for `Churn`, which is built now.
+fn jvm(scratch: &Scratch) -> Option<PathBuf> {
+    let java = installed(&["java"], "default-jdk-headless")?;
+    let javac = installed(&["javac"], "default-jdk-headless")?;
+    let built = Command::new(javac).arg("-d").arg(scratch.path()).arg(source("Churn.java")).status();
+    assert!(built.expect("javac").success(), "Churn.java does not build");
+    Some(java)
+}
+
+#[test]
+fn a_jvm_goes_back() {
+    let scratch = Scratch::new();
+    if let Some(java) = jvm(&scratch) {
+        goes_back(scratch, &[&java.to_string_lossy(), "-Xmx96m", "Churn"]);
+    }
+}
+
+#[test]
+fn node_goes_back() {
+    let Some(node) = installed(&["node"], "nodejs") else { return };
+    goes_back(Scratch::new(), &[&node.to_string_lossy(), &source("churn.js").to_string_lossy()]);
+}
+
+#[test]
+fn go_goes_back() {
+    let scratch = Scratch::new();
+    let Some(binary) = built_by_go("churn.go", &scratch) else { return };
+    goes_back(scratch, &[&binary.to_string_lossy()]);
 }
 
 #[test]
@@ -363,6 +622,53 @@ fn killed_keepers() {
     branched.finish("after all");
 }
 
+/// A program that ends while something is done with it is told to have ended, in words for people, and leaves nothing behind.
+#[test]
+fn a_program_that_ends_meanwhile() {
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    for turn in 0..2 * turns() {
+        for command in ["snapshot", "rollback", "checkpoint", "fork"] {
+            let mut run = alone("sh");
+            run.args(["-c", "sleep 1000 & sleep 1000 & wait"]).stdin(Stdio::null()).env(MARK, scratch.path());
+            let running = Running::new(run.spawn().expect("the program"), scratch.path());
+            let pid = running.pid;
+            let sleepers = children(pid, 2);
+            if command == "rollback" {
+                stillpoint.run(&["snapshot", &pid.to_string()]).ok();
+            }
+            let wait = Duration::from_micros(scratch.random().below(120_000));
+            let killer = std::thread::spawn(move || {
+                std::thread::sleep(wait);
+                kernel::kill(pid, kernel::SIGKILL);
+            });
+            let output = stillpoint.run(&[command, &pid.to_string(), "--json"]);
+            killer.join().expect("killed");
+            drop(running);
+            if output.code() == 0 && command == "fork" {
+                let twins = output.json()["twins"].as_array().cloned().unwrap_or_default();
+                let twins = twins.iter().filter_map(|twin| twin["pid"].as_u64());
+                let twins: Vec<u32> = twins.map(|twin| u32::try_from(twin).expect("a pid")).collect();
+                let all = twins.iter().flat_map(|twin| [kernel::children(*twin), vec![*twin]].concat());
+                all.collect::<Vec<_>>().into_iter().for_each(|pid| kernel::kill(pid, kernel::SIGKILL));
+            } else if output.code() != 0 {
+                let said = [output.stdout.as_str(), &output.stderr].concat();
+                let is_clear =
+                    ["ended", "is ending", "there is no process"].iter().any(|words| said.contains(words));
+                assert!(
+                    is_clear && !said.contains("os error"),
+                    "turn {turn}, {command} after {wait:?}: {said}"
+                );
+            }
+            sleepers.into_iter().for_each(|pid| kernel::kill(pid, kernel::SIGKILL));
+        }
+    }
+    scratch.nothing_is_left("in the end");
+}
+
 #[test]
 fn mistakes_are_told() {
     let Some(branched) = Branched::start("threads", "many", Build::Dynamic) else { return };
@@ -385,4 +691,388 @@ fn mistakes_are_told() {
     );
     run(&["forget", &format!("{pid}@first")]).ok();
     branched.finish("after all");
+}
+
+/// Whoever may lift its limits brings it back; to others it is refused, and not begun.
+#[test]
+fn limits_that_leave_no_memory_harm_nobody() {
+    let Some(branched) = Branched::start("attributes", "short_of_memory", Build::Dynamic) else { return };
+    let pid = branched.pid();
+    branched.stillpoint.run(&["snapshot", &pid]).ok();
+    let back = branched.stillpoint.run(&["rollback", &pid]);
+    if back.code() != 0 {
+        back.fails(3, &["CAP_SYS_RESOURCE"]);
+    }
+    branched.finish("after all");
+}
+
+/// It would be neither then nor now, and be killed.
+#[test]
+fn as_many_mappings_as_there_can_be_leave_no_way_back() {
+    let Some(branched) = Branched::start("mappings", "no_more_of_them", Build::Dynamic) else { return };
+    let (pid, stillpoint) = (branched.pid(), &branched.stillpoint);
+    stillpoint.run(&["checkpoint", &pid, "--name", "full"]).ok();
+    stillpoint.run(&["snapshot", &pid]).ok();
+    stillpoint.run(&["rollback", &pid]).fails(3, &["vm.max_map_count"]);
+    stillpoint.run(&["restore", "full", "--clone", "--detach"]).fails(3, &["vm.max_map_count"]);
+    branched.finish("after all");
+}
+
+/// A program that checks itself, made from C; otherwise says what is skipped.
+fn made(name: &str) -> Option<String> {
+    let Some(program) = Build::Dynamic.compile(&source(name)) else {
+        skipped("no compiler for it");
+        return None;
+    };
+    (!undisturbed_only()).then(|| program.to_str().expect("a path").to_owned())
+}
+
+#[test]
+fn processes_go_back_together() {
+    let Some(program) = made("workers.c") else { return };
+    goes_back(Scratch::new(), &[&program]);
+}
+
+#[test]
+fn processes_go_back_together_where_orphans_are_adopted() {
+    let Some(program) = made("workers.c") else { return };
+    goes_back(Scratch::new(), &[&program, "adopts"]);
+}
+
+#[test]
+fn processes_leak_nothing() {
+    let Some(program) = made("workers.c") else { return };
+    leaks_nothing(Scratch::new(), &[&program]);
+}
+
+/// What is on its way in connections, pipes and counters goes back with who has sent it and who is to read it.
+#[test]
+fn what_a_process_says_to_itself_goes_back() {
+    let Some(program) = made("channels.c") else { return };
+    goes_back(Scratch::new(), &[&program]);
+}
+
+#[test]
+fn what_processes_say_to_each_other_goes_back() {
+    let Some(program) = made("channels.c") else { return };
+    goes_back(Scratch::new(), &[&program, "apart"]);
+}
+
+#[test]
+fn connections_leak_nothing() {
+    let Some(program) = made("channels.c") else { return };
+    // What is on its way is kept with a snapshot: some 100 MiB where all is full.
+    leaks_nothing(Scratch::new(), &[&program, "apart", "small"]);
+}
+
+/// Who has many children that ended, and waits for none, may be no one who buries a twin. That is not found out by waiting, for the
+/// program stands still: it would for five seconds.
+#[test]
+fn a_parent_that_buries_nobody_makes_no_snapshot_last() {
+    let Some(python) = installed(&["python3"], "python3") else { return };
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let script = "
+import os, time
+for _ in range(20):
+    if not os.fork(): os._exit(0)
+if not os.fork(): os.execlp('sleep', 'sleep', '1000')
+time.sleep(1000)";
+    let mut parent = alone(python);
+    parent.args(["-c", script]).env(MARK, scratch.path());
+    parent.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    let mut parent = parent.spawn().expect("python");
+    let sleeps = |pid: &u32| std::fs::read(format!("/proc/{pid}/comm")).is_ok_and(|name| name == b"sleep\n");
+    let pid = wait_for("a parent of many", Duration::from_secs(60), || {
+        let children = kernel::children(parent.id());
+        let ended = children.iter().filter(|pid| !kernel::alive(**pid)).count();
+        children.into_iter().find(|pid| sleeps(pid) && ended == 20)
+    });
+    let told = scratch.stillpoint().run(&["snapshot", &pid.to_string(), "--json"]).ok().json();
+    assert!(told["pause_ms"].as_f64().is_some_and(|ms| ms < 5000.0), "{told}");
+    parent.kill().and_then(|()| parent.wait()).expect("killed");
+}
+
+/// A server and its client in one process, as of a program that tests itself.
+#[test]
+fn a_python_server_of_its_own_goes_back() {
+    let Some(python) = installed(&["python3"], "python3") else { return };
+    let script = r#"
+import asyncio
+async def serve(reader, writer):
+    while True:
+        line = await reader.readexactly(2000)
+        writer.write(line)
+        await writer.drain()
+async def main():
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+    n = 0
+    while True:
+        for i in range(8): writer.write(b"%07d" % (n + i) + bytes(1993))
+        for i in range(8):
+            got = (await reader.readexactly(2000))[:7]
+            if got != b"%07d" % (n + i): print("wrong", n + i, got, flush=True)
+        n += 8
+        if n % 80 == 0: print(n, flush=True)
+asyncio.run(main())
+"#;
+    goes_back(Scratch::new(), &[python.to_str().expect("a path"), "-c", script]);
+}
+
+/// It has taken more than its size, in pieces that are not told from outside.
+#[test]
+fn a_full_socket_goes_back() {
+    let Some(python) = installed(&["python3"], "python3") else { return };
+    let script = r#"
+import random, socket, time
+a, b = socket.socketpair()
+b.settimeout(20)
+n = 0
+while True:
+    n += 1
+    data = random.Random(n).randbytes(5 * 36544 + 24000 + 36544)
+    at = 0
+    for piece in (36544, 36544, 36544, 36544, 36544, 24000, 36544):
+        if a.send(data[at:at + piece]) != piece: print("wrong: it does not fit", flush=True)
+        at += piece
+    time.sleep(0.02)
+    got = b""
+    while len(got) < len(data): got += b.recv(1 << 20)
+    if got != data: print("wrong", n, flush=True)
+    print(n, flush=True)
+"#;
+    goes_back(Scratch::new(), &[python.to_str().expect("a path"), "-c", script]);
+}
+
+#[test]
+fn a_pipeline_goes_back() {
+    let script = r#"i=0; while :; do i=$((i + 1)); echo $i; done |
+        awk '{ if ($1 != n + 1) { print "wrong", n, $1; exit 1 }; n = $1; if (n % 500 == 0) { print n; fflush() } }'"#;
+    goes_back(Scratch::new(), &["sh", "-c", script]);
+}
+
+#[test]
+fn a_python_pool_goes_back() {
+    let Some(python) = installed(&["python3"], "python3") else { return };
+    let script = r#"
+import multiprocessing
+def work(x):
+    s = 0
+    for i in range(300): s = (s * 31 + x + i) & 0xffffffff
+    return s
+with multiprocessing.Pool(3) as pool:
+    n = 0
+    while True:
+        for x, got in zip(range(n, n + 20), pool.imap(work, range(n, n + 20))):
+            if got != work(x): print("wrong", x, got, flush=True)
+        n += 20
+        print(n, flush=True)
+"#;
+    goes_back(Scratch::new(), &[python.to_str().expect("a path"), "-c", script]);
+}
+
+/// Children of a process, which are to be so many.
+#[track_caller]
+fn children(pid: u32, count: usize) -> Vec<u32> {
+    wait_for(&format!("{count} children"), Duration::from_secs(60), || {
+        let children = kernel::children(pid);
+        (children.len() == count).then_some(children)
+    })
+}
+
+#[test]
+fn children_made_since_are_killed_and_others_are_missed() {
+    const WORKERS: usize = 4;
+    for how in ["", "adopts"] {
+        let Some(program) = made("workers.c") else { return };
+        let talking = Talking::start(Scratch::new(), &[program.as_str(), how]);
+        let branched = &talking.branched;
+        let (pid, name) = (branched.running.pid, branched.pid());
+        let first = branched.snapshot();
+        kernel::kill(pid, kernel::SIGUSR1);
+        let child = children(pid, WORKERS + 1)[WORKERS];
+        let grandchild = children(child, 1)[0];
+        let back = |snapshot: u64| format!("{name}@{snapshot}");
+        branched.stillpoint.run(&["rollback", &back(first)]).fails(3, &["made since", "--kill-children"]);
+        let second = branched.snapshot();
+        assert!(branched.try_rollback(second, ""));
+        talking.goes_on(3);
+        assert!(kernel::alive(child) && kernel::alive(grandchild));
+        branched.stillpoint.run(&["rollback", &back(first)]).fails(3, &["made since", "--kill-children"]);
+        assert!(branched.try_rollback(first, ""));
+        children(pid, WORKERS);
+        assert!(!kernel::alive(child) && !kernel::alive(grandchild));
+        talking.goes_on(3);
+        assert!(!branched.try_rollback(second, "has ended since, and does not come back"));
+        talking.goes_on(3);
+        assert!(branched.try_rollback(first, ""));
+        branched.forget(second);
+        talking.goes_on(3);
+        talking.end();
+    }
+}
+
+/// Children end while they are looked at, and are between `vfork` and `exec`.
+#[test]
+fn children_that_come_and_go_are_in_no_snapshots_way() {
+    const SNAPSHOTS: usize = 80;
+    let Some(program) = Build::Dynamic.compile(&source("passers.c")) else {
+        skipped("no compiler for it");
+        return;
+    };
+    if undisturbed_only() {
+        return;
+    }
+    let talking = Talking::start(Scratch::new(), &[program.to_str().expect("a path")]);
+    let first = talking.branched.snapshot();
+    for _ in 1..SNAPSHOTS {
+        let snapshot = talking.branched.snapshot();
+        talking.branched.forget(snapshot);
+    }
+    talking.goes_on(3);
+    talking.branched.forget(first);
+    talking.end();
+}
+
+/// Whoever goes back is killed at whatever moment: all of the program goes on, or nothing is left of it.
+#[test]
+fn killed_in_the_middle_of_a_rollback_of_several() {
+    let Some(program) = made("workers.c") else { return };
+    let mut talking = Talking::start(Scratch::new(), &[&program]);
+    for turn in 0..2 * turns() {
+        let branched = &talking.branched;
+        branched.snapshot();
+        branched.snapshot();
+        let pid = branched.running.pid;
+        let all = [vec![pid], kernel::children(pid)].concat();
+        let keepers = keepers_of(pid);
+        let wait = branched.scratch.random().below(20_000);
+        // The one that watches stays: it is the younger one.
+        let keeper = keepers.iter().copied().min().expect("a keeper");
+        let killer = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_micros(wait));
+            kernel::kill(keeper, kernel::SIGKILL);
+        });
+        let output = branched.stillpoint.run(&["rollback", &branched.pid()]);
+        killer.join().expect("killed");
+        for keeper in keepers {
+            kernel::wait_gone(keeper, Duration::from_secs(60));
+        }
+        let left = || -> Vec<u32> { all.iter().copied().filter(|pid| kernel::alive(*pid)).collect() };
+        // Those who have been killed may still be ending, one after the other.
+        let what = format!("all of {all:?} to be left, or none, in turn {turn}; {output}");
+        let left = wait_for(&what, Duration::from_secs(60), || {
+            let before = left();
+            std::thread::sleep(Duration::from_millis(50));
+            Some(before).filter(|b| *b == left() && (b.is_empty() || b.len() == all.len()))
+        });
+        if left.is_empty() {
+            talking.end();
+            talking = Talking::start(Scratch::new(), &[&program]);
+        } else {
+            talking.goes_on(2);
+        }
+    }
+    talking.end();
+}
+
+#[test]
+fn what_cannot_go_back_together_is_refused() {
+    let Some(python) = installed(&["python3"], "python3") else { return };
+    if undisturbed_only() {
+        return;
+    }
+    let python = python.to_str().expect("a path");
+    // What each does at SIGUSR1 cannot be undone.
+    let since = [
+        ("other.shutdown(socket.SHUT_WR)", "it has been shut down since"),
+        ("other.close()", "cannot be had again"),
+        ("other.sendall(b'more'); other.close()", "cannot be had again"),
+        ("fresh.connect(server.getsockname())", "that was not yet accepted"),
+        ("fresh.connect(server.getsockname()); server.accept()[0].close()", "it has been connected since"),
+        ("fresh.bind(('127.0.0.1', 0)); fresh.listen()", "it listens since then"),
+        ("ended.recv(2)", "its other end is gone, and cannot send again"),
+        ("half.recv(2)", "its other end is shut down, and cannot send again"),
+        ("unix.shutdown(socket.SHUT_WR)", "it has been shut down since"),
+        ("left.recv(2)", "its other end is shut down, and cannot send again"),
+        ("plain.connect(door.getsockname())", "waits there to be accepted"),
+    ];
+    for (does, why) in since {
+        let connected = r#"
+import signal, socket, time
+def connected(server):
+    client = socket.create_connection(server.getsockname())
+    return client, server.accept()[0]
+server = socket.create_server(("127.0.0.1", 0))
+client, other = connected(server)
+ended, gone = connected(server)
+gone.sendall(b"some"); gone.close()
+half, shut = connected(server)
+shut.sendall(b"some"); shut.shutdown(socket.SHUT_WR)
+fresh = socket.socket()
+unix, peer = socket.socketpair()
+left, lost = socket.socketpair()
+lost.sendall(b"some"); lost.close()
+door = socket.socket(socket.AF_UNIX); door.bind("\0DOOR"); door.listen()
+plain = socket.socket(socket.AF_UNIX)
+def act(*_):
+    global client, unix
+    DOES
+    print("done", flush=True)
+signal.signal(signal.SIGUSR1, act)
+while True:
+    if client.fileno() >= 0 and unix.fileno() >= 0: print("turn", flush=True)
+    time.sleep(0.01)
+"#;
+        let door = format!("stillpoint-test-{}-{}", std::process::id(), does.len());
+        let connected = connected.replace("DOES", does).replace("DOOR", &door);
+        let talking = Talking::start(Scratch::new(), &[python, "-c", &connected]);
+        let branched = &talking.branched;
+        let here = branched.snapshot();
+        assert!(branched.try_rollback(here, ""), "{does}");
+        talking.goes_on(2);
+        kernel::kill(branched.running.pid, kernel::SIGUSR1);
+        wait_for("it to be done", Duration::from_secs(20), || talking.said().contains("done").then_some(()));
+        assert!(!branched.try_rollback(here, why), "{does}");
+        talking.goes_on(2);
+        talking.end();
+    }
+    let two = r#"
+import os, time
+if os.fork() == 0:
+    while True: time.sleep(1)
+while True:
+    print("turn", flush=True); time.sleep(0.01)
+"#;
+    let talking = Talking::start(Scratch::new(), &[python, "-c", two]);
+    let (branched, pid) = (&talking.branched, talking.branched.pid());
+    let run = |arguments: &[&str]| branched.stillpoint.run(arguments);
+    run(&["snapshot", &pid, "--alone"]).ok();
+    run(&["snapshot", &pid]).fails(3, &["snapshots of it alone"]);
+    talking.goes_on(3);
+    talking.end();
+    let closing = r#"
+import os, signal, time
+read, write = os.pipe()
+file = os.open("/dev/null", os.O_RDONLY)
+if os.fork() == 0:
+    signal.signal(signal.SIGUSR1, lambda *_: os.close(file))
+    while True: time.sleep(0.01)
+def close(*_):
+    os.close(write)
+signal.signal(signal.SIGUSR1, close)
+while True:
+    print("turn", flush=True); time.sleep(0.01)
+"#;
+    let talking = Talking::start(Scratch::new(), &[python, "-c", closing]);
+    let branched = &talking.branched;
+    let here = branched.snapshot();
+    kernel::kill(children(branched.running.pid, 1)[0], kernel::SIGUSR1);
+    talking.goes_on(5);
+    assert!(!branched.try_rollback(here, "it has been closed since, and other processes have it too"));
+    talking.goes_on(3);
+    talking.end();
 }

@@ -7,6 +7,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
+use stillpoint_tests::observe::Facts;
 use stillpoint_tests::stillpoint::binary;
 use stillpoint_tests::target::{Running, alone};
 use stillpoint_tests::{Build, Scratch, Stillpoint, Target, kernel, skipped, undisturbed_only, wait_for};
@@ -327,4 +328,46 @@ fn doctor_without_rights() {
         .expect("setpriv");
     let said = String::from_utf8_lossy(&done.stdout).to_lowercase();
     assert!(said.contains("cap_") || said.contains("privilege"), "{said}");
+}
+
+/// Where the command line and the environment of ours were there is room for a stack to grow, as one does for whoever reads there.
+#[test]
+fn whoever_looks_at_a_program_that_is_being_restored_changes_nothing() {
+    if kernel::which("setarch").is_none() {
+        return skipped("setarch is not installed (Debian package util-linux)");
+    }
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    let directory = scratch.directory("target");
+    // Both at the same places, and ours with an environment that reaches further down than the program's stack.
+    let mut command = alone("setarch");
+    command.args(["-R", &target("large"), "large"]).arg(&directory).current_dir(&directory);
+    command.env(stillpoint_tests::scratch::MARK, scratch.path()).stdin(Stdio::null());
+    command.stdout(fs::File::create(directory.join("out")).expect("a file")).stderr(Stdio::null());
+    let mut running = Running::new(command.spawn().expect("setarch"), &directory);
+    running.await_ready();
+    let pid = running.pid;
+    let before = Facts::settled(pid);
+    stillpoint.checkpoint(pid, "job", &["--kill"]);
+    running.reap();
+    let restore =
+        stillpoint.command(&["restore", "job", "--detach", "--eager", "--limit-bandwidth", "40MB/s"]);
+    let mut command = Command::new("setarch");
+    command.arg("-R").arg(binary()).args(restore.get_args()).stdin(Stdio::null());
+    command.envs(restore.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    command.envs((0..15).map(|n| (format!("FILLED{n}"), "x".repeat(100_000))));
+    let near = scratch.path().to_owned();
+    let restored = std::thread::spawn(move || Stillpoint::wait(command, &near));
+    while !restored.is_finished() {
+        for name in ["cmdline", "environ"] {
+            let _ = fs::read(format!("/proc/{pid}/{name}"));
+        }
+    }
+    restored.join().expect("restore").ok();
+    let running = Running::restored(pid, &directory);
+    assert_eq!(before.differences(&Facts::settled(pid)), "");
+    running.finish("after restore");
 }

@@ -2,7 +2,8 @@
 #![allow(missing_docs)]
 
 use std::fs;
-use std::path::PathBuf;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 use stillpoint_tests::target::Running;
 use stillpoint_tests::{Build, Output, Scratch, Stillpoint, Target, kernel, undisturbed_only, wait_for};
@@ -224,28 +225,46 @@ fn a_changed_program_is_named() {
     Running::restored(pid, running.directory()).finish("restored");
 }
 
-/// The program goes on after the checkpoint, is killed at a random moment, and its file is rolled back with it.
-#[test]
-fn a_crash_long_after_the_checkpoint() {
+/// The program goes on after the checkpoint, is killed at a random moment, and its file is rolled back with it. `written` tells how
+/// much of it is written.
+fn crashes_long_after_the_checkpoint(scenario: &str, written: impl Fn(&Path) -> u64) {
     if undisturbed_only() {
         return;
     }
     let scratch = Scratch::new();
     let stillpoint = scratch.stillpoint();
     let directory = scratch.directory("job");
-    let target = Target::new("files", "busy_writer", Build::Dynamic).expect("cc");
+    let target = Target::new("files", scenario, Build::Dynamic).expect("cc");
     let mut running = target.start(&directory, scratch.path());
-    for _ in 0..4 {
+    for _ in 0..8 {
         let moment = scratch.random().below(150);
         std::thread::sleep(Duration::from_millis(20 + moment));
         let checkpoint = stillpoint.checkpoint(running.pid, "job", &[]);
-        let size = || fs::metadata(directory.join("data")).map_or(0, |m| m.len());
-        let then = size();
-        wait_for("the file to grow", Duration::from_secs(10), || (size() > then + 100).then_some(()));
+        let written = || written(&directory.join("data"));
+        let then = written();
+        wait_for("the file to be written", Duration::from_secs(60), || {
+            (written() > then + 100).then_some(())
+        });
         running.kill();
         let pid = stillpoint.restore_detached(&checkpoint.name(), &[]);
         running = Running::restored(pid, &directory);
     }
     assert!(kernel::alive(running.pid));
     running.finish("restored");
+}
+
+#[test]
+fn a_crash_long_after_the_checkpoint() {
+    crashes_long_after_the_checkpoint("busy_writer", |data| fs::metadata(data).map_or(0, |m| m.len()));
+}
+
+/// What is written through the mapping changes the file's times, and nothing that a restore would not write back.
+#[test]
+fn a_crash_long_after_the_checkpoint_of_a_file_mapped_whole() {
+    crashes_long_after_the_checkpoint("busy_mapper", |data| {
+        let mut count = [0; 8];
+        let file = fs::File::open(data).expect("data");
+        file.read_exact_at(&mut count, 8).expect("a count");
+        u64::from_le_bytes(count)
+    });
 }

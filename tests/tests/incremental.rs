@@ -74,7 +74,7 @@ fn memory_given_back_between_checkpoints(engine: &str) {
     let mut history = vec![stillpoint.checkpoint("job", "job", &["--engine", engine])];
     for step in 1..=steps {
         fs::write(step_file(step), "").expect("write");
-        wait_for("a step", Duration::from_secs(20), || {
+        wait_for("a step", Duration::from_secs(60), || {
             running.said().contains(&format!("step {step}\n")).then_some(())
         });
         history.push(stillpoint.checkpoint("job", "job", &["--engine", engine]));
@@ -188,13 +188,11 @@ fn a_stopped_program(engine: &str) {
     let scratch = Scratch::new();
     let stillpoint = scratch.stillpoint();
     let mut running = target("instant", "sequences").start(&scratch.directory("writer"), scratch.path());
-    let stopped = |pid| kernel::threads(pid).iter().all(|&t| kernel::thread_state(pid, t) == Some('T'));
     kernel::kill(running.pid, rustix::process::Signal::STOP);
-    wait_for("all threads to stop", Duration::from_secs(5), || stopped(running.pid).then_some(()));
+    kernel::stays_stopped(running.pid);
     for _ in 0..2 {
         stillpoint.checkpoint(running.pid, "job", &["--engine", engine]);
-        std::thread::sleep(Duration::from_millis(20));
-        assert!(stopped(running.pid), "stopped before, stopped after");
+        kernel::stays_stopped(running.pid);
         let traces = traces_of_us(running.pid, false);
         assert!(traces.is_empty(), "left behind: {traces:#?}");
     }
@@ -215,12 +213,11 @@ fn a_stopped_program(engine: &str) {
         }
         over.store(true, Ordering::Relaxed);
     });
-    wait_for("all threads to stop", Duration::from_secs(5), || stopped(pid).then_some(()));
+    kernel::stays_stopped(pid);
     stillpoint.checkpoint(pid, "job", &["--engine", engine, "--kill"]);
     running.reap();
     let pid = stillpoint.restore_detached("job", &[]);
-    std::thread::sleep(Duration::from_millis(20));
-    assert!(stopped(pid), "stopped before, stopped after restore");
+    kernel::stays_stopped(pid);
     kernel::kill(pid, kernel::SIGCONT);
     Running::restored(pid, running.directory()).finish("after SIGCONT");
 }
@@ -236,7 +233,7 @@ fn a_traced_program(engine: &str) {
     command.args(["-qq", "-f", "-o", "/dev/null", "-e", "trace=none", "-p"]).arg(pid.to_string());
     let strace = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
     let mut strace = strace.expect("strace");
-    wait_for("strace to attach", Duration::from_secs(20), || {
+    wait_for("strace to attach", Duration::from_secs(60), || {
         kernel::status(pid, "TracerPid").filter(|t| t != "0")
     });
     let output =
@@ -352,7 +349,7 @@ fn adopted() {
     let (pid, directory) = (running.pid, running.directory().to_owned());
     let mut command = stillpoint.command(&["adopt", &pid.to_string(), "--name", "job", "--json"]);
     let mut adopter = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("adopt");
-    wait_for("the job to be known", Duration::from_secs(20), || {
+    wait_for("the job to be known", Duration::from_secs(60), || {
         stillpoint.run(&["ls", "--json"]).stdout.contains("\"job\"").then_some(())
     });
     let history: Vec<_> = (0..4).map(|_| stillpoint.checkpoint("job", "job", &[])).collect();

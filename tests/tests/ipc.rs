@@ -167,7 +167,7 @@ fn logging(scratch: &Scratch) -> Option<(Stillpoint, Running, UnixDatagram)> {
     }
     let directory = scratch.directory("logging");
     let log = UnixDatagram::bind(directory.join("log")).expect("a socket");
-    log.set_read_timeout(Some(Duration::from_secs(10))).expect("a timeout");
+    log.set_read_timeout(Some(Duration::from_secs(60))).expect("a timeout");
     let target = Target::new("unix", "logging", Build::Dynamic).expect("cc");
     let mut running = target.start(&directory, scratch.path());
     assert_eq!(heard(&log), "before");

@@ -39,7 +39,15 @@ impl Counters {
 
 /// What must be as before, from outside: all but the mask of the thread that changes its own, and its signals.
 fn facts(pid: u32) -> Facts {
-    let mut facts = Facts::of(pid);
+    own(Facts::of(pid))
+}
+
+/// The same of a target that has only begun.
+fn first_facts(pid: u32) -> Facts {
+    own(Facts::settled(pid))
+}
+
+fn own(mut facts: Facts) -> Facts {
     // Threads come and go in no test here; masks and pending signals are the target's own to check.
     facts
         .0
@@ -57,7 +65,7 @@ fn unharmed(running: &Running, before: &Facts, what: &str) {
 #[track_caller]
 fn unharmed_or_dead(running: &Running, before: &Facts, what: &str) -> bool {
     let began = Instant::now();
-    let patience = Duration::from_secs(20);
+    let patience = PATIENCE;
     let from = loop {
         match Counters::of(running) {
             Some(counters) => break counters,
@@ -96,7 +104,7 @@ fn spawn(stillpoint: &Stillpoint, arguments: &[&str]) -> Child {
 fn the_target_alone() {
     let scratch = Scratch::new();
     let running = start(&scratch);
-    let before = facts(running.pid);
+    let before = first_facts(running.pid);
     for _ in 0..5 {
         unharmed(&running, &before, "undisturbed");
     }
@@ -164,7 +172,7 @@ fn during_checkpoint(engine: &str) {
     let scratch = Scratch::new();
     let stillpoint = scratch.stillpoint();
     let running = start(&scratch);
-    let before = facts(running.pid);
+    let before = first_facts(running.pid);
     unharmed(&running, &before, "undisturbed");
     let pid = running.pid.to_string();
     let arguments = ["checkpoint", &pid, "--name", "job", "--json", "--engine", engine];
@@ -240,7 +248,7 @@ fn during_a_session() {
     let scratch = Scratch::new();
     let stillpoint = scratch.stillpoint();
     let running = start(&scratch);
-    let before = facts(running.pid);
+    let before = first_facts(running.pid);
     unharmed(&running, &before, "undisturbed");
     let pid = running.pid.to_string();
     let engines = ["auto", "precopy", "wp", "fork"];
@@ -270,7 +278,7 @@ fn during_a_session() {
 /// Whoever looks at once may still see what is being taken away.
 #[track_caller]
 fn nothing_of_ours(pid: u32, what: &str) {
-    let until = Instant::now() + Duration::from_secs(5);
+    let until = Instant::now() + Duration::from_secs(30);
     loop {
         let traces = traces_of_us(pid, false);
         if traces.is_empty() {
@@ -293,7 +301,7 @@ fn the_supervisor(engine: &str) {
         let directory = scratch.directory(&format!("target-{n}"));
         let job = target.start_job(&stillpoint, "job", &directory);
         let (running, supervisor) = (job.running, job.supervisor);
-        let before = facts(running.pid);
+        let before = first_facts(running.pid);
         let typical = stillpoint.run(&arguments).ok().wall;
         // Between two checkpoints; in the middle of one; both together, the command too.
         let mut child = (n % 3 != 0).then(|| spawn(&stillpoint, &arguments));
@@ -330,7 +338,7 @@ fn during_restore() {
     let scratch = Scratch::new();
     let stillpoint = scratch.stillpoint();
     let mut running = start(&scratch);
-    let before = facts(running.pid);
+    let before = first_facts(running.pid);
     let pid = running.pid;
     stillpoint.checkpoint(pid, "job", &["--kill"]);
     running.reap();
@@ -366,7 +374,7 @@ fn during_restore() {
             if foreground { "foreground" } else { "detached" }
         );
         // Either nothing is there, or all of it: whoever is left takes a moment to notice.
-        let until = Instant::now() + Duration::from_secs(10);
+        let until = Instant::now() + PATIENCE;
         loop {
             let left = scratch.processes();
             if left.is_empty() {

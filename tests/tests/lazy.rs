@@ -135,6 +135,28 @@ fn whole() {
     touches("whole");
 }
 
+/// Children are found in the freeze whose memory is still on its way, as that of who has made them.
+#[test]
+fn checkpoints_of_children_that_are_made_meanwhile() {
+    let Some(saved) = Saved::new("brood") else { return };
+    for _ in 0..4 {
+        let running = saved.restore(&["--limit-bandwidth", "40MB/s"]);
+        let pid = running.pid;
+        for _ in 0..2 {
+            saved.stillpoint.checkpoint(pid, "meanwhile", &[]);
+        }
+        running.finish("after checkpoints");
+        all_is_loaded(pid);
+    }
+    saved.scratch.nothing_is_left("in the end");
+}
+
+/// Who has loaded it leaves soon, however much is reserved of which nothing is there.
+#[test]
+fn reserved() {
+    touches("reserved");
+}
+
 #[test]
 fn calls() {
     touches("calls");
@@ -219,7 +241,7 @@ fn killed_servers() {
                     let any = saved.scratch.random().below(servers.len() as u64) as usize;
                     kernel::kill(servers[any], kernel::SIGKILL);
                     killed += 1;
-                    wait_for("another server", Duration::from_secs(20), || {
+                    wait_for("another server", Duration::from_secs(60), || {
                         let now = servers_of(pid);
                         (now.is_empty() || (now.len() > 1 && !now.contains(&servers[any]))).then_some(())
                     });
@@ -303,7 +325,7 @@ fn killed_all_at_once() {
         let mut command = saved.stillpoint.command(&["restore", &saved.checkpoint.name(), LAZY[0], LAZY[1]]);
         command.args(slowly).stdin(std::process::Stdio::null());
         let killer = std::thread::spawn(move || {
-            wait_for("servers", Duration::from_secs(20), || (servers_of(pid).len() > 2).then_some(()));
+            wait_for("servers", Duration::from_secs(60), || (servers_of(pid).len() > 2).then_some(()));
             std::thread::sleep(Duration::from_millis(100));
             kill_all_servers(pid);
         });
@@ -360,7 +382,7 @@ fn a_touch_set() {
     running.finish("restored for the first time");
     all_is_loaded(pid);
     // A process that has ended is nobody's any more, while it is still being written what it wanted.
-    wait_for("a touch set", Duration::from_secs(20), || path.exists().then_some(()));
+    wait_for("a touch set", Duration::from_secs(60), || path.exists().then_some(()));
     let shown = saved.stillpoint.run(&["show", &saved.checkpoint.name(), "--json"]).ok().json();
     assert!(shown["touch_set"]["bytes"].as_u64() > Some(0), "{shown}");
     let whole = fs::read(&path).expect("a touch set");
@@ -379,7 +401,7 @@ fn a_touch_set() {
         let pid = running.pid;
         running.finish(&format!("with a touch set, turn {turn}"));
         all_is_loaded(pid);
-        wait_for("no server", Duration::from_secs(20), || {
+        wait_for("no server", Duration::from_secs(60), || {
             servers_near(&saved.scratch).is_empty().then_some(())
         });
     }
@@ -433,9 +455,9 @@ fn core_dumps() {
         let mut command = saved.stillpoint.command(&["restore", &saved.checkpoint.name()]);
         command.args(extra).stdin(std::process::Stdio::null());
         let killer = std::thread::spawn(move || {
-            wait_for("the program", Duration::from_secs(20), || kernel::alive(pid).then_some(()));
+            wait_for("the program", Duration::from_secs(60), || kernel::alive(pid).then_some(()));
             // Whoever restores it has let it go when nobody traces it.
-            wait_for("it runs", Duration::from_secs(20), || {
+            wait_for("it runs", Duration::from_secs(60), || {
                 let is_named = kernel::status(pid, "Name").is_some_and(|name| name.starts_with("lazy"));
                 (is_named && kernel::status(pid, "TracerPid")? == "0").then_some(())
             });
@@ -474,14 +496,14 @@ fn a_touch_set_of_writes() {
     let shown = || stillpoint.run(&["show", "job@1", "--json"]).ok().json()["touch_set"].clone();
     let taken = stillpoint.run(&["checkpoint", "job", "--engine", "precopy", "--json"]).ok().json();
     assert_eq!(taken["id"], 1);
-    let touch = wait_for("a touch set", Duration::from_secs(20), || Some(shown()).filter(|t| !t.is_null()));
+    let touch = wait_for("a touch set", Duration::from_secs(60), || Some(shown()).filter(|t| !t.is_null()));
     assert_eq!(touch["source"], "written after the checkpoint");
     let bytes = touch["bytes"].as_u64().expect("bytes");
     // The part that it writes to, its stack, and little else.
     assert!((4 << 20..6 << 20).contains(&bytes), "{touch}");
     let pid = job.running.pid;
     kernel::kill(pid, kernel::SIGKILL);
-    kernel::wait_gone(pid, Duration::from_secs(20));
+    kernel::wait_gone(pid, Duration::from_secs(60));
     kernel::wait_free(pid);
     let arguments = ["restore", "job@1", "--json", "--detach", LAZY[0], LAZY[1]];
     let told = stillpoint.run(&arguments).ok().json();
@@ -490,7 +512,7 @@ fn a_touch_set_of_writes() {
     assert!(number("prefetched_in_vain") < number("touch_set_pages") / 2, "{told}");
     let running = Running::restored(pid, &directory);
     running.finish("restored with what it had written");
-    let now = wait_for("its record", Duration::from_secs(20), || {
+    let now = wait_for("its record", Duration::from_secs(60), || {
         Some(shown()).filter(|t| t["source"] != "written after the checkpoint")
     });
     assert_eq!(now["source"], "written after the checkpoint and waited for after earlier restores");

@@ -113,6 +113,95 @@ fn java_with_threads_and_timers() {
     program.survives();
 }
 
+/// A program in a script, which is the file that is named last.
+fn scripted(command: &[&str], script: &'static str) -> Program {
+    let name = command.last().copied().expect("the script's name").to_owned();
+    let mut program = Program::new(&arguments(command));
+    program.prepare = Box::new(move |directory| fs::write(directory.join(&name), script).expect("script"));
+    program
+}
+
+/// A ring of many processes of Erlang's, on several schedulers, with tables and a connection to itself.
+#[test]
+fn erlang_with_a_ring() {
+    let Some(escript) = installed(&["escript"], "erlang-base") else { return };
+    let script = r#"#!/usr/bin/env escript
+%%! +S 2
+-mode(compile).
+passes(Next) -> receive {token, N} -> Next ! {token, N + 1}, passes(Next) end.
+ring(0, Next) -> Next;
+ring(N, Next) -> ring(N - 1, spawn_link(fun() -> passes(Next) end)).
+echoes(S) -> case gen_tcp:recv(S, 0) of {ok, B} -> ok = gen_tcp:send(S, B), echoes(S); _ -> ok end.
+main(_) ->
+  {ok, L} = gen_tcp:listen(0, [binary, {packet, 2}, {active, false}, {ip, {127, 0, 0, 1}}]),
+  {ok, Port} = inet:port(L),
+  spawn_link(fun() -> {ok, S} = gen_tcp:accept(L), echoes(S) end),
+  {ok, S} = gen_tcp:connect({127, 0, 0, 1}, Port, [binary, {packet, 2}, {active, false}]),
+  T = ets:new(t, [ordered_set]),
+  rounds(ring(200, self()), S, T, 200).
+rounds(_, _, _, 0) -> ok;
+rounds(Head, S, T, K) ->
+  Head ! {token, K}, receive {token, N} -> N = K + 200 end,
+  B = erlang:md5(term_to_binary(ets:tab2list(T))), ok = gen_tcp:send(S, B), {ok, B} = gen_tcp:recv(S, 0),
+  ets:insert(T, {N rem 97, B}), timer:sleep(2),
+  io:format("~p ~p~n", [K, binary:decode_unsigned(B)]),
+  rounds(Head, S, T, K - 1).
+"#;
+    scripted(&[escript.to_str().expect("path"), "ring"], script).survives();
+}
+
+/// Threads that compute and a collector of garbage that stops them by signals and protected pages.
+#[test]
+fn lisp_with_threads() {
+    let Some(sbcl) = installed(&["sbcl"], "sbcl") else { return };
+    let script = r#"(defun fib (n) (if (< n 2) n (+ (fib (- n 1)) (fib (- n 2)))))
+(dotimes (round 120)
+  (let ((threads (loop for k below 3 collect (let ((k k)) (sb-thread:make-thread (lambda ()
+      (let ((all (loop for i below 3000 collect (make-array 10 :initial-element (+ i k round)))))
+        (+ (fib 15) (reduce #'+ (mapcar (lambda (a) (aref a 9)) all))))))))))
+    (format t "~a ~a~%" round (mapcar #'sb-thread:join-thread threads))
+    (finish-output)
+    (when (zerop (mod round 20)) (gc :full t))))
+"#;
+    scripted(&[sbcl.to_str().expect("path"), "--script", "threads.lisp"], script).survives();
+}
+
+/// Threads, children with pipes, and fibers.
+#[test]
+fn ruby_with_threads_and_children() {
+    let Some(ruby) = installed(&["ruby"], "ruby") else { return };
+    let script = r##"require 'socket'; require 'digest'; $stdout.sync = true
+server = TCPServer.new('127.0.0.1', 0)
+Thread.new { loop { s = server.accept; Thread.new { while l = s.gets; s.write l; end } } }
+to = TCPSocket.new('127.0.0.1', server.addr[1])
+numbers = Fiber.new { n = 0; loop { Fiber.yield n; n += 1 } }
+150.times do |round|
+  sums = 3.times.map { |k| Thread.new { (1..2000).sum { |i| i * k + round } } }.map(&:value)
+  read, write = IO.pipe
+  child = fork { read.close; write.puts Digest::MD5.hexdigest("#{round}"); exit!(round % 100) }
+  write.close
+  said = read.gets; Process.wait child
+  to.write said; raise 'echo' unless to.gets == said
+  puts "#{round} #{numbers.resume} #{sums} #{said.chomp} #{$?.exitstatus}"
+  GC.compact if round % 50 == 49 && GC.respond_to?(:compact)
+end
+"##;
+    scripted(&[ruby.to_str().expect("path"), "program.rb"], script).survives();
+}
+
+/// A program for another processor, or the same, whose instructions are translated as it goes.
+#[test]
+fn a_program_in_qemu() {
+    let Some(qemu) = installed(&["qemu-x86_64"], "qemu-user") else { return };
+    let Some(binary) = Build::Static.compile(&source("sieve.c")) else {
+        return skipped("no compiler for a static program (Debian packages gcc, libc6-dev)");
+    };
+    let (qemu, binary) = (qemu.to_str().expect("path"), binary.to_str().expect("path"));
+    let mut program = Program::new(&arguments(&[qemu, binary, "1500"]));
+    program.outputs = vec!["counts"];
+    program.survives();
+}
+
 fn sieve(build: Build) {
     let Some(binary) = build.compile(&source("sieve.c")) else {
         return skipped(&format!("no compiler for {build:?} (Debian packages gcc, libc6-dev, musl-tools)"));
@@ -159,6 +248,7 @@ fn a_shell_script_of_builtins_in_a_terminal() {
     let mut child = terminal.start(&command, scratch.path(), scratch.path());
     answer(&terminal);
     child.wait().expect("wait");
+    terminal.shows_all(patience);
     let expected = terminal.lines();
     if undisturbed_only() {
         return;
@@ -189,7 +279,7 @@ fn a_shell_script_of_builtins_in_a_terminal() {
         std::thread::sleep(Duration::from_millis(moment));
         stillpoint.checkpoint("shell", "shell", &["--kill"]);
         child.wait().expect("wait");
-        std::thread::sleep(Duration::from_millis(50)); // let the reader have the rest
+        terminal.shows_all(patience);
         lines.extend(terminal.lines());
         terminal = Terminal::new();
         let restore = stillpoint.command(&["restore", "shell"]);
@@ -201,6 +291,7 @@ fn a_shell_script_of_builtins_in_a_terminal() {
     }
     answer(&terminal);
     let status = child.wait().expect("wait");
+    terminal.shows_all(patience);
     lines.extend(terminal.lines());
     assert_eq!(lines, expected);
     assert!(status.success(), "{status}");
@@ -254,7 +345,7 @@ impl Redis {
 
     /// Waits until the server has noticed that its clients are gone.
     fn alone(&self, pid: u32) {
-        wait_for("the server to be without clients", Duration::from_secs(10), || {
+        wait_for("the server to be without clients", Duration::from_secs(60), || {
             let tcp = fs::read_to_string(format!("/proc/{pid}/net/tcp")).unwrap_or_default();
             let here = format!("0100007F:{:04X}", self.port);
             let connected = tcp.lines().any(|l| {
@@ -305,7 +396,7 @@ fn redis_with_its_log_on() {
         command.current_dir(&directory).env(MARK, scratch.path());
         command.stdin(Stdio::null()).stdout(out.try_clone().expect("out")).stderr(out);
         let child = command.spawn().expect("redis-server");
-        wait_for("redis to answer", Duration::from_secs(20), || redis.answers().then_some(()));
+        wait_for("redis to answer", Duration::from_secs(60), || redis.answers().then_some(()));
         child
     };
     let mut child = start();
@@ -335,7 +426,7 @@ fn redis_with_its_log_on() {
                 redis.insert(1_000_000..1_000_100);
                 std::thread::sleep(Duration::from_millis(100));
                 kernel::kill(pid, kernel::SIGKILL);
-                kernel::wait_gone(pid, Duration::from_secs(10));
+                kernel::wait_gone(pid, Duration::from_secs(60));
                 assert_eq!(stillpoint.restore_at_once(&checkpoint.name(), &["--eager-below", "0"]), pid);
             } else {
                 stillpoint.checkpoint(pid, "redis", &["--kill"]);
@@ -348,7 +439,7 @@ fn redis_with_its_log_on() {
         }
     }
     redis.ask("SHUTDOWN NOSAVE\n");
-    kernel::wait_gone(pid, Duration::from_secs(20));
+    kernel::wait_gone(pid, Duration::from_secs(60));
     let _ = child.wait();
     // The log on disk is whole: a fresh server reads the same from it.
     let mut fresh = start();

@@ -38,19 +38,26 @@ fn refused_of(program: &'static str, scenario: &str, words: &[&str]) {
     running.finish("after a refusal");
 }
 
-/// Either refused as above, or captured and right.
-#[track_caller]
-fn refused_or_right(scenario: &str) {
+/// A program that is to be captured; nothing if there is nothing to do here.
+fn held(scenario: &str) -> Option<(Scratch, Running)> {
     let scratch = Scratch::new();
     let target = Target::new("refusals", scenario, Build::Dynamic).expect("cc");
-    let mut running = target.start(&scratch.directory("held"), scratch.path());
+    let running = target.start(&scratch.directory("held"), scratch.path());
     if let Some(why) = running.skip() {
-        return skipped(&why);
+        skipped(&why);
+        return None;
     }
     if undisturbed_only() {
         running.finish("undisturbed");
-        return;
+        return None;
     }
+    Some((scratch, running))
+}
+
+/// Either refused as above, or captured and right.
+#[track_caller]
+fn refused_or_right(scenario: &str) {
+    let Some((scratch, mut running)) = held(scenario) else { return };
     let stillpoint = scratch.stillpoint();
     let output = stillpoint.run(&["checkpoint", &running.pid.to_string(), "--name", "held", "--kill"]);
     if output.code() == 3 {
@@ -89,12 +96,16 @@ refused! {
     foreign_segment: "segment" "shared with",
     foreign_pipe: "pipe",
     foreign_socket: "socket",
+    foreign_terminal: "its slave /dev/pts/" "is open in process",
     foreign_memory: "shared memory" "shared with" "another process" "shares",
     foreign_memfd: "memfd" "shared with" "another process" "shares",
     foreign_pidfd: "pidfd",
     userfaultfd: "userfaultfd",
+    no_room: "address space" "no room",
     perf_event: "perf",
-    fanotify: "fanotify",
+    asked_for_permission: "fanotify" "asked for permission",
+    unread_fanotify: "fanotify" "not yet read",
+    fanotify_of_mounts: "fanotify" "FAN_REPORT_MNT",
     bpf: "bpf",
     told_queue: "mq_notify",
     full_queue: "holds 1 messages",
@@ -104,6 +115,57 @@ refused! {
     epoll_in_flight: "in a message",
     broken_lease: "lease",
     directory_notes: "F_NOTIFY",
+}
+
+/// Nobody could open a file while it stands still, whatever that is for.
+#[test]
+fn a_program_that_is_asked_for_permission() {
+    let scratch = Scratch::new();
+    let target = Target::new("refusals", "asked_for_permission", Build::Dynamic).expect("cc");
+    let running = target.start(&scratch.directory("asked"), scratch.path());
+    if let Some(why) = running.skip() {
+        return skipped(&why);
+    }
+    if !undisturbed_only() {
+        let pid = running.pid.to_string();
+        for command in ["snapshot", "fork"] {
+            scratch.stillpoint().run(&[command, &pid]).fails(3, &["asked for permission"]);
+        }
+    }
+    running.finish("after refusals");
+}
+
+/// It may be by then that it is brought back.
+#[test]
+fn a_program_that_is_asked_for_permission_later() {
+    let scratch = Scratch::new();
+    let target = Target::new("refusals", "asked_later", Build::Dynamic).expect("cc");
+    let running = target.start(&scratch.directory("asked"), scratch.path());
+    if !undisturbed_only() {
+        let (pid, directory) = (running.pid.to_string(), running.directory().to_owned());
+        scratch.stillpoint().run(&["snapshot", &pid]).ok();
+        std::fs::write(directory.join("ask"), "").expect("ask");
+        let answers = || ["asks", "cannot"].into_iter().find(|name| directory.join(name).exists());
+        if wait_for("a group", Duration::from_secs(10), answers) == "cannot" {
+            running.finish("undisturbed");
+            return skipped("this kernel asks nobody");
+        }
+        for command in ["rollback", "snapshot"] {
+            scratch.stillpoint().run(&[command, &pid]).fails(3, &["asked for permission"]);
+        }
+    }
+    running.finish("after refusals");
+}
+
+/// Terminals have the same numbers, and names, in each devpts: somebody who has such a one has not that of the program.
+#[test]
+fn a_terminal_of_the_same_number_elsewhere() {
+    let Some((scratch, mut running)) = held("terminal_elsewhere") else { return };
+    let stillpoint = scratch.stillpoint();
+    stillpoint.checkpoint(running.pid, "held", &["--kill"]);
+    running.reap();
+    let pid = stillpoint.restore_detached("held", &[]);
+    Running::restored(pid, running.directory()).finish("after restore");
 }
 
 #[test]
@@ -156,12 +218,21 @@ fn pid_namespaces_that_cannot_be_had_again() {
 }
 
 #[test]
-fn mounts_that_only_the_program_has() {
+fn mounts_that_cannot_be_made_again() {
     let program = "mount_namespaces";
-    refused_of(program, "with_a_file_system", &["mount namespace", "tmpfs on", "is new"]);
-    refused_of(program, "bound", &["mount namespace", "there is new"]);
-    refused_of(program, "in_its_own_proc", &["current directory"]);
+    let why =
+        ["mount namespace", "tmpfs on", "hidden by another mount", "ramfs on", "nowhere around the program"];
+    refused_of(program, "hidden", &why);
+    refused_of(program, "large", &["tmpfs on", "1024 MiB are in it"]);
+    refused_of(program, "lent", &["mount namespace", "is not part of the program, has files open"]);
+    refused_of(program, "in_two", &["tmpfs on", "mount namespace of process"]);
+    refused_of(program, "in_its_own_proc", &["the file /proc/1", "mounted for itself"]);
     refused_of(program, "holds_another_proc", &["a file of another procfs"]);
+    refused_of(program, "volatile_overlay", &["overlay on", "volatile nobody can mount it again"]);
+    refused_of(program, "shows_what_was", &["merged/copied", "copied up in its overlay after it was mapped"]);
+    // Whoever has mounted it may not open files by handles, so it has none.
+    refused_of(program, "over_users", &["overlay on", "does not tell what it lies over"]);
+    refused_of(program, "moved_overlay", &["overlay on", "there is more in it than in the directories"]);
 }
 
 macro_rules! refused_or_right {
@@ -245,7 +316,7 @@ fn a_zombie() {
         return;
     }
     let mut child = Command::new("true").spawn().expect("true");
-    wait_for("a zombie", Duration::from_secs(5), || (kernel::state(child.id()) == Some('Z')).then_some(()));
+    wait_for("a zombie", Duration::from_secs(60), || (kernel::state(child.id()) == Some('Z')).then_some(()));
     bad_target(&child.id().to_string(), &[1, 2], &["zombie", "ended", "exited"]);
     let scratch = Scratch::new();
     let snapshot = scratch.stillpoint().run(&["snapshot", &child.id().to_string()]);
@@ -305,7 +376,7 @@ fn traced_by(tracer: &str, arguments: &[&str]) {
         .stderr(Stdio::null())
         .spawn()
         .expect("a debugger");
-    wait_for("the debugger to attach", Duration::from_secs(20), || {
+    wait_for("the debugger to attach", Duration::from_secs(60), || {
         kernel::status(running.pid, "TracerPid").filter(|t| t != "0")
     });
     let output = scratch.stillpoint().run(&["checkpoint", &running.pid.to_string(), "--name", "traced"]);
@@ -358,16 +429,13 @@ fn a_stopped_program_stays_stopped() {
     let target = Target::new("threads", "many", Build::Dynamic).expect("cc");
     let mut running = target.start(&scratch.directory("stopped"), scratch.path());
     kernel::kill(running.pid, rustix::process::Signal::STOP);
-    let stopped = |pid| kernel::threads(pid).iter().all(|&t| kernel::thread_state(pid, t) == Some('T'));
-    wait_for("all threads to stop", Duration::from_secs(5), || stopped(running.pid).then_some(()));
+    kernel::stays_stopped(running.pid);
     stillpoint.checkpoint(running.pid, "stopped", &[]);
-    std::thread::sleep(Duration::from_millis(50));
-    assert!(stopped(running.pid), "stopped before, stopped after");
+    kernel::stays_stopped(running.pid);
     stillpoint.checkpoint(running.pid, "stopped", &["--kill"]);
     running.reap();
     let pid = stillpoint.restore_detached("stopped", &[]);
-    std::thread::sleep(Duration::from_millis(50));
-    assert!(stopped(pid), "stopped before, stopped after restore");
+    kernel::stays_stopped(pid);
     kernel::kill(pid, kernel::SIGCONT);
     Running::restored(pid, running.directory()).finish("after SIGCONT");
 }

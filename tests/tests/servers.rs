@@ -336,6 +336,174 @@ fn node() {
     server.end(rustix::process::Signal::TERM);
 }
 
+/// Threads of two processes that were forked from a third.
+#[test]
+fn puma_with_workers() {
+    let Some(puma) = installed(&["puma"], "puma") else { return };
+    if undisturbed_only() {
+        return;
+    }
+    let (scratch, port) = (Scratch::new(), free_port());
+    let directory = scratch.directory("server");
+    let application =
+        "run lambda { |env| [200, { 'Content-Type' => 'text/plain' }, [env['PATH_INFO'] * 10]] }";
+    let settings =
+        format!("workers 2\nthreads 2, 4\npersistent_timeout 600\nbind 'tcp://127.0.0.1:{port}'\n");
+    fs::write(directory.join("config.ru"), application).expect("application");
+    fs::write(directory.join("settings.rb"), settings).expect("settings");
+    let round: Round = |stream, number, n| {
+        let path = format!("/{number}/{n}");
+        let body = get(stream, &path)?;
+        if body == path.repeat(10).as_bytes() { Ok(()) } else { Err(said_wrong("another path")) }
+    };
+    let command = [puma.to_str().expect("path"), "-C", "settings.rb", "config.ru"];
+    let mut server = Server::start(scratch, port, &command).with_clients(4, round);
+    server.disturb();
+    server.end_clients();
+    server.end(rustix::process::Signal::TERM);
+}
+
+/// A master with a worker of several threads, and a socket by which it can be ruled.
+#[test]
+fn haproxy() {
+    let Some(haproxy) = installed(&["haproxy", "/usr/sbin/haproxy"], "haproxy") else { return };
+    if undisturbed_only() {
+        return;
+    }
+    let (scratch, port) = (Scratch::new(), free_port());
+    let directory = scratch.directory("server");
+    let (here, behind) = (directory.display(), free_port());
+    let configuration = format!(
+        "global\n master-worker\n nbthread 2\n stats socket {here}/ruled level admin expose-fd listeners\n\
+         defaults\n mode http\n timeout connect 60s\n timeout client 600s\n timeout server 600s\n\
+         frontend before\n bind 127.0.0.1:{port}\n default_backend others\n\
+         backend others\n server itself 127.0.0.1:{behind} check inter 50ms fall 1000\n\
+         frontend behind\n bind 127.0.0.1:{behind}\n\
+         http-request return status 200 content-type text/plain lf-string %[path]\n"
+    );
+    let file = directory.join("configuration");
+    fs::write(&file, configuration).expect("configuration");
+    let round: Round = |stream, number, n| {
+        let path = format!("/{number}/{n}");
+        let body = get(stream, &path)?;
+        if body == path.as_bytes() { Ok(()) } else { Err(said_wrong("another path")) }
+    };
+    let command = [haproxy.to_str().expect("path"), "-W", "-db", "-f", file.to_str().expect("path")];
+    let mut server = Server::start(scratch, port, &command).with_clients(4, round);
+    server.disturb();
+    server.end_clients();
+    server.end(rustix::process::Signal::TERM);
+}
+
+/// What MariaDB says, without its header; who says something hears it in one piece each time.
+fn packet(stream: &mut BufReader<TcpStream>) -> Result<Vec<u8>> {
+    let mut header = [0; 4];
+    stream.read_exact(&mut header)?;
+    let mut body = vec![0; u32::from_le_bytes([header[0], header[1], header[2], 0]) as usize];
+    stream.read_exact(&mut body)?;
+    match body.first() {
+        Some(0xff) | None => Err(said_wrong(&String::from_utf8_lossy(&body))),
+        _ => Ok(body),
+    }
+}
+
+fn send(stream: &mut BufReader<TcpStream>, number: u8, body: &[u8]) -> Result<Vec<u8>> {
+    let mut whole = (body.len() as u32).to_le_bytes().to_vec();
+    whole[3] = number;
+    whole.extend_from_slice(body);
+    stream.get_mut().write_all(&whole)?;
+    packet(stream)
+}
+
+/// Those of a client: version 4.1, with a database, a safe password, and the name of how it is told.
+const ABILITIES: u32 = 0x8_8208;
+
+/// A transfer between two accounts, and a line about it, in one transaction.
+const TRANSFERS: Round = |stream, number, n| {
+    if n == 0 {
+        packet(stream)?;
+        let mut hello = [&ABILITIES.to_le_bytes()[..], &[0, 0, 0, 1, 33], &[0; 23]].concat();
+        hello.extend_from_slice(b"root\0\0ledger\0mysql_native_password\0");
+        send(stream, 1, &hello)?;
+    }
+    let (one, other) = (n * 7 % 50, 50 + (n * 13 + number) % 50);
+    for query in [
+        "begin".into(),
+        format!("update accounts set amount = amount - {n} where id = {one}"),
+        format!("update accounts set amount = amount + {n} where id = {other}"),
+        format!("insert into transfers values ({number}, {n})"),
+        "commit".into(),
+    ] {
+        send(stream, 0, &[b"\x03", query.as_bytes()].concat())?;
+    }
+    Ok(())
+};
+
+/// MariaDB with two clients that transfer money: what they were told to be done is there.
+#[test]
+fn mariadb() {
+    let Some(mariadbd) = installed(&["mariadbd", "/usr/sbin/mariadbd"], "mariadb-server") else { return };
+    let Some(mariadb) = installed(&["mariadb"], "mariadb-client") else { return };
+    if !kernel::is_root() {
+        return skipped("becomes the user mysql");
+    }
+    if undisturbed_only() {
+        return;
+    }
+    let (scratch, port) = (Scratch::new(), free_port());
+    let directory = scratch.directory("server");
+    let owned = Command::new("chown").arg("mysql").arg(&directory).status();
+    assert!(owned.is_ok_and(|s| s.success()));
+    let data = format!("--datadir={}", directory.join("data").display());
+    let installs = Command::new("mariadb-install-db")
+        .args([
+            "--no-defaults",
+            "--user=mysql",
+            "--auth-root-authentication-method=normal",
+            "--skip-test-db",
+            &data,
+        ])
+        .output()
+        .expect("mariadb-install-db");
+    assert!(installs.status.success(), "{}", String::from_utf8_lossy(&installs.stdout));
+    let begin = "create database ledger;\nuse ledger;\ncreate table accounts (id int primary key, amount bigint);\n\
+        create table transfers (client int, n int, primary key (client, n));\n\
+        insert into accounts select seq, 0 from seq_0_to_99;\n";
+    fs::write(directory.join("begin"), begin).expect("begin");
+    let (at, socket) = (format!("--port={port}"), format!("--socket={}", directory.join("socket").display()));
+    let begin = format!("--init-file={}", directory.join("begin").display());
+    let command = [
+        mariadbd.to_str().expect("path"),
+        "--no-defaults",
+        "--user=mysql",
+        "--bind-address=127.0.0.1",
+        "--innodb-use-native-aio=0", // io_uring
+        "--innodb-buffer-pool-size=32M",
+        &data,
+        &at,
+        &socket,
+        &begin,
+    ];
+    let mut server = Server::start(scratch, port, &command).with_clients(2, TRANSFERS);
+    server.disturb();
+    let rounds = server.end_clients();
+    let asked = "check table accounts, transfers; select sum(amount) from accounts; \
+        select client, count(*), max(n) + 1 from transfers group by client order by client";
+    let output = Command::new(mariadb)
+        .args(["--no-defaults", &socket, "--user=root", "-N", "-e", asked, "ledger"])
+        .output()
+        .expect("mariadb");
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
+    let counts = rounds.iter().enumerate().map(|(client, rounds)| format!("{client}\t{rounds}\t{rounds}\n"));
+    let expected = format!(
+        "ledger.accounts\tcheck\tstatus\tOK\nledger.transfers\tcheck\tstatus\tOK\n0\n{}",
+        counts.collect::<String>()
+    );
+    assert_eq!(said, expected);
+    server.end(rustix::process::Signal::TERM);
+}
+
 /// The server knows which number each client had before.
 const NUMBERED: Round = |stream, number, n| {
     let body = get(stream, &format!("/{number}/{n}"))?;
@@ -425,7 +593,10 @@ fn jupyter() {
     let mut child =
         process.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("python3");
     let pid = child.id();
-    wait_for("the kernel", PATIENCE, || directory.join("connection.json").exists().then_some(()));
+    let is_written = || {
+        std::fs::read(directory.join("connection.json")).is_ok_and(|all| all.trim_ascii_end().ends_with(b"}"))
+    };
+    wait_for("the kernel", PATIENCE, || is_written().then_some(()));
     assert_eq!(ask("answer = 41; import threading; print('set')"), "set\n");
     let stillpoint = scratch.stillpoint();
     for n in 0..LIVES {
@@ -452,7 +623,7 @@ fn tmux() {
     let scratch = Scratch::new();
     let directory = scratch.directory("server");
     let call = |arguments: &[&str]| -> String {
-        let mut command = Command::new(&tmux);
+        let mut command = alone(&tmux);
         command.args(["-S", "socket", "-f", "/dev/null"]).args(arguments).current_dir(&directory);
         command.env(MARK, scratch.path()).env("TERM", "xterm").env_remove("TMUX");
         let output = command.stdin(Stdio::null()).output().expect("tmux");

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use stillpoint_tests::observe::traces_of_us;
 use stillpoint_tests::programs::{Program, installed};
 use stillpoint_tests::target::Running;
-use stillpoint_tests::{Build, Scratch, Target, engine, kernel, skipped, undisturbed_only};
+use stillpoint_tests::{Build, Scratch, Target, engine, kernel, skipped, undisturbed_only, wait_for};
 
 fn shell(script: &str) -> Program {
     let mut program = Program::new(&["bash", "-c", script]);
@@ -277,6 +277,294 @@ fn shells_with_procfs_of_their_own() {
     program.survives();
 }
 
+/// A shell with a root of its own, which keeps what it computes with in a file system in memory, beside another one that has mounted
+/// something on a directory.
+#[test]
+fn shells_with_another_root() {
+    if !kernel::can_unshare(&["-pf", "--mount-proc"]) {
+        return skipped("not permitted to make namespaces");
+    }
+    let mut program = shell(
+        r#"cat > inner <<'X'
+             for n in $(seq 1 50); do
+               seq $n 2000 | sort -r > $((n % 7)); ln -f $((n % 7)) newest; mkdir -p all/$((n % 5)); mv $((n % 7)) all/$((n % 5))/
+               echo "$n $$ $(cat all/*/* newest | md5sum) $(find . | sort | md5sum) $(cat /proc/1/comm) $(ls /)"
+             done
+X
+           unshare -mpf bash -c '
+             mkdir -p root && mount -t tmpfs -o mode=755 root root && cd root && mkdir usr bin lib lib64 proc dev tmp old desk
+             for d in usr bin lib lib64; do [ -e /$d ] && mount --bind /$d $d && mount -o remount,ro,bind $d; done
+             touch dev/null && mount --bind /dev/null dev/null && mount --bind .. desk && mount -t tmpfs -o nosuid tmp tmp
+             mount -t proc proc proc && pivot_root . old && cd /tmp && umount -l /old && rmdir /old
+             exec bash /desk/inner > /desk/rooted' &
+           mkdir -p here there; unshare -m bash -c 'mount -t tmpfs here here; mount --bind here there; cd there
+             for n in $(seq 1 60); do seq $n 1500 | sort -r | md5sum >> file; echo "$n $(md5sum < ../here/file)"; done' > bound &
+           wait
+           ls here there; cat rooted bound | md5sum"#,
+    );
+    program.outputs = vec!["rooted", "bound"];
+    program.survives();
+}
+
+/// Shells on overlays: over directories on a disk, over such with what they change in memory, and a database that is copied up.
+#[test]
+fn shells_on_overlays() {
+    let Some(python) = installed(&["python3"], "python3") else { return };
+    if !kernel::can_unshare(&["-m"]) || !kernel::has_file_system("overlay") {
+        return skipped("not permitted to make namespaces, or no overlays here");
+    }
+    let database = r#"
+import hashlib, sqlite3
+base = sqlite3.connect("base")
+for n in range(150):
+    with base:
+        base.execute("insert into t values (?, ?)", (n, hashlib.md5(b"%d" % n).hexdigest()))
+        base.execute("delete from t where n = ?", (n - 50,))
+    rows = base.execute("select * from t order by n").fetchall()
+    print(n, len(rows), hashlib.md5(repr(rows).encode()).hexdigest(), flush=True)
+"#;
+    let mut program = shell(&format!(
+        r#"mkdir -p lower/sub below upper work merged memory
+           seq 1 1500 > lower/numbers; echo below > lower/sub/file; echo covered > below/numbers; echo deep > below/deep
+           {python} -c 'import sqlite3; sqlite3.connect("lower/base").execute("create table t (n, text)")'
+           unshare -m bash -c 'mount -t overlay over -o lowerdir=lower:below,upperdir=upper,workdir=work merged; cd merged
+             {python} ../database.py > ../based &
+             for n in $(seq 1 50); do
+               sort -r numbers > sub/$n; chmod 600 deep; seq $n 2000 | sort -r > new; mv new sub/last; rm -f sub/file
+               echo "$n $(cat sub/$n sub/last numbers deep | md5sum) $(ls sub)"
+             done; wait' > on_disk &
+           unshare -m bash -c 'mount -t tmpfs memory memory; mkdir memory/upper memory/work
+             mount -t overlay over -o lowerdir=lower:below,upperdir=memory/upper,workdir=memory/work merged; cd merged
+             for n in $(seq 1 50); do
+               echo $n >> numbers; sort -r numbers > sub/$((n % 7)); mv sub/$((n % 7)) $((n % 5)); rm -f sub/file; mkdir -p all/$n
+               echo "$n $(cat [0-9] numbers sub/* deep | md5sum) $(find . -type d | sort | md5sum)"
+             done' > in_memory &
+           wait; ls merged memory; cat on_disk in_memory based | md5sum"#,
+        python = python.display()
+    ));
+    program.prepare =
+        Box::new(move |directory| fs::write(directory.join("database.py"), database).expect("program"));
+    program.outputs = vec!["on_disk", "in_memory", "based"];
+    program.survives();
+}
+
+/// What is mounted can be unmounted at any time, also while a checkpoint is taken.
+#[test]
+fn nobody_keeps_a_program_from_unmounting() {
+    const UNMOUNTS: &str = r#"
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.unshare(0x20000) == 0
+assert libc.mount(b"none", b"/", None, 0x4000 | 1 << 18, None) == 0
+os.mkdir("memory"); os.mkdir("processes")
+open("ready", "w").close()
+busy = 0
+while not os.path.exists("end"):
+    for kind, place in (b"tmpfs", b"memory"), (b"proc", b"processes"):
+        assert libc.mount(kind, place, kind, 0, None) == 0
+        os.stat(place)
+        while libc.umount2(place, 0) != 0:
+            assert ctypes.get_errno() == 16
+            busy += 1
+with open("busy", "w") as file: file.write(str(busy))
+"#;
+    if !kernel::can_unshare(&["-m"]) {
+        return skipped("not permitted to make namespaces");
+    }
+    let Some(python) = installed(&["python3"], "python3") else { return };
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("target"));
+    let mut command = stillpoint_tests::target::alone(python);
+    command.args(["-c", UNMOUNTS]).current_dir(&directory);
+    let mut child = command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().expect("python");
+    let is_there = |name: &str| directory.join(name).exists().then_some(());
+    wait_for("the program", Duration::from_secs(60), || is_there("ready"));
+    let mut taken = 0;
+    for _ in 0..60 {
+        // What is just being made may be gone when it is looked at.
+        let output = stillpoint.run(&["checkpoint", &child.id().to_string(), "--name", "job"]);
+        taken += u32::from(output.code() == 0);
+    }
+    fs::write(directory.join("end"), "").expect("tells");
+    assert!(child.wait().expect("python").success());
+    assert!(taken > 0, "there was no checkpoint of it");
+    assert_eq!(fs::read_to_string(directory.join("busy")).expect("busy"), "0");
+}
+
+const SANDBOX: &str = "bwrap --unshare-pid --unshare-uts --ro-bind /usr /usr --ro-bind /etc /etc --symlink usr/bin /bin --symlink usr/lib /lib \
+                   --symlink usr/lib64 /lib64 --proc /proc --dev /dev --tmpfs /tmp --bind . /desk --chdir /desk";
+
+fn has_sandboxes() -> bool {
+    if installed(&["bwrap"], "bubblewrap").is_none() {
+        return false;
+    }
+    let may = Command::new("sh").args(["-c", &format!("{SANDBOX} true")]).output();
+    let may = kernel::is_root() && may.is_ok_and(|output| output.status.success());
+    if !may {
+        skipped("not permitted to make a sandbox");
+    }
+    may
+}
+
+/// In a container as bubblewrap makes them.
+#[test]
+fn a_shell_in_a_sandbox() {
+    if !has_sandboxes() {
+        return;
+    }
+    let script = r#"for n in $(seq 1 50); do
+          seq $n 2000 | sort -r > /tmp/$((n % 7)); echo "$n $$ $(cat /tmp/* | md5sum) $(ls / /dev | md5sum) $(cat /proc/1/comm)"
+        done > sandboxed; md5sum < sandboxed"#;
+    let mut program = shell(&format!("{SANDBOX} bash -c '{script}'"));
+    program.outputs = vec!["sandboxed"];
+    program.survives();
+}
+
+/// In the terminal that `script` makes for it in there.
+#[test]
+fn a_shell_in_a_terminal_in_a_sandbox() {
+    if !has_sandboxes() || installed(&["script"], "bsdutils").is_none() {
+        return;
+    }
+    let mut program = shell(&format!(
+        r#"cat > inner <<'X'
+             set -m
+             for n in $(seq 1 40); do
+               seq $n 3000 | sort -r > /tmp/sorted & wait
+               echo "$n $(tty) $(stty size) $(echo /dev/pts/*) $(md5sum < /tmp/sorted)"
+             done > inside
+X
+           {SANDBOX} script -qec "stty rows 33 cols 77; bash inner" /dev/null; md5sum < inside"#
+    ));
+    program.outputs = vec!["inside"];
+    program.survives();
+}
+
+/// Processes in user namespaces, one of them in another one, of users who are called otherwise there, or have no name.
+#[test]
+fn shells_with_names_of_their_own() {
+    if !kernel::can_unshare(&["-Ur"]) {
+        return skipped("not permitted to make user namespaces");
+    }
+    let mut program = shell(
+        r#"cat > inner <<'X'
+             facts() { echo $(id -u) $(id -g) $(id -G) $(cat /proc/self/uid_map /proc/self/gid_map /proc/self/setgroups) $(grep Cap /proc/self/status); }
+             for n in $(seq 1 40); do
+               echo "$n $(facts) $(seq $n 2000 | sort -r | md5sum)"; touch $1.$((n % 5)); stat -c "%u %g" $1.$((n % 5))
+             done
+X
+           chmod 777 .; alone="setpriv --reuid 1000 --regid 1000 --clear-groups"
+           unshare -Ur bash -c 'unshare -U --map-user=7 --map-group=9 bash inner n > nested & bash inner r; wait' > rooted &
+           $alone unshare -Ur bash inner o > other &
+           $alone --inh-caps=-all --bounding-set=-sys_admin unshare -U bash inner u > nameless &
+           wait
+           cat rooted nested other nameless | md5sum; stat -c "%u %g" [nrou].*"#,
+    );
+    program.outputs = vec!["rooted", "nested", "other", "nameless"];
+    program.survives();
+}
+
+/// A shell with all kinds of namespaces, which belong to its user namespace, and a program of several threads beside it.
+#[test]
+fn a_shell_that_rules_its_namespaces() {
+    let Some(python) = installed(&["python3"], "python3") else { return };
+    if !kernel::can_unshare(&["-Urmpf", "--mount-proc"]) {
+        return skipped("not permitted to make user namespaces");
+    }
+    let threads = r#"
+import hashlib, os, threading
+def work(n, found):
+    digest = hashlib.sha256(b"%d" % n)
+    for i in range(150000):
+        digest.update(b"%d" % i)
+    found[n] = digest.hexdigest()
+found = {}
+threads = [threading.Thread(target=work, args=(n, found)) for n in range(4)]
+[t.start() for t in threads], [t.join() for t in threads]
+print(os.getpid() < 10, os.getuid(), sorted(found.items()))
+"#;
+    let mut program = shell(&format!(
+        r#"unshare -Urmpfuin --mount-proc bash -c '
+             hostname inside; mkdir -p there new; mount -t tmpfs -o size=2m mine there
+             {} threads.py > threads &
+             for n in $(seq 1 40); do
+               seq $n 2000 | sort -r > there/$((n % 7)); chown 0:0 there/*
+               echo "$n $$ $(cat there/* | md5sum) $(hostname) $(id -u) $(cat /proc/1/comm) $(stat -c %u:%g there/*)"
+               mount -t tmpfs new new && touch new/$n && ls new && umount -l new; hostname inside$n
+             done
+             wait; umount there && ls there; umount /sys 2> /dev/null || echo kept' > ruled
+           cat ruled threads | md5sum; ls there"#,
+        python.display()
+    ));
+    program.prepare =
+        Box::new(move |directory| fs::write(directory.join("threads.py"), threads).expect("program"));
+    program.outputs = vec!["ruled", "threads"];
+    program.survives();
+}
+
+/// A sandbox as bubblewrap makes them for somebody who is not the superuser.
+#[test]
+fn a_sandbox_with_users_of_its_own() {
+    if installed(&["bwrap"], "bubblewrap").is_none() {
+        return;
+    }
+    let sandbox = "bwrap --unshare-all --uid 1000 --gid 1000 --ro-bind /usr /usr --ro-bind /etc /etc --symlink usr/bin /bin --symlink usr/lib /lib \
+                   --symlink usr/lib64 /lib64 --proc /proc --dev /dev --tmpfs /tmp --bind . /desk --chdir /desk";
+    let may = Command::new("sh").args(["-c", &format!("{sandbox} true")]).output();
+    if !kernel::is_root() || !may.is_ok_and(|output| output.status.success()) {
+        return skipped("not permitted to make a sandbox");
+    }
+    let script = r#"for n in $(seq 1 50); do
+          seq $n 2000 | sort -r > /tmp/$((n % 7)); echo "$n $$ $(cat /tmp/* | md5sum) $(ls / /dev | md5sum) $(cat /proc/1/comm) $(id -u)"
+          mount -t tmpfs none /tmp 2> /dev/null && echo escaped
+        done > sandboxed; cat /proc/self/uid_map; stat -c "%u %g" sandboxed; md5sum < sandboxed"#;
+    let mut program = shell(&format!("{sandbox} bash -c '{}'", script));
+    program.outputs = vec!["sandboxed"];
+    program.survives();
+}
+
+/// What cannot be made again in a user namespace is named, and goes on.
+#[test]
+fn users_that_cannot_be_made_again() {
+    if !kernel::can_unshare(&["-Urpf"]) {
+        return skipped("not permitted to make user namespaces");
+    }
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    // Beside process 1 of a namespace there is one that has come from outside, and is not in the user namespace.
+    let script =
+        "unshare -Urpf sleep 1000 & until inner=$(cat /proc/$!/task/$!/children) && [ \"$inner\" ]; do sleep 0.01; done
+                  nsenter -t $inner -p sleep 1000 & wait";
+    let mut command = stillpoint_tests::target::alone("bash");
+    command.args(["-c", script]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    let mut outer = command.spawn().expect("bash");
+    let all = || {
+        let children = kernel::children(outer.id());
+        let inner: Vec<u32> = children.iter().flat_map(|pid| kernel::children(*pid)).collect();
+        (inner.len() == 2).then_some([children, inner])
+    };
+    let [middle, inner] = wait_for("both", Duration::from_secs(60), all);
+    let refused = |pid: u32, words: &str| {
+        stillpoint.run(&["checkpoint", &pid.to_string(), "--name", "job", "--kill"]).fails(3, &[words]);
+        assert!(inner.iter().chain(&middle).all(|pid| kernel::alive(*pid)), "a refusal kills nothing");
+    };
+    refused(outer.id(), "in a pid namespace that belongs to a user namespace in which it is not");
+    // Without its parent, which is in the user namespace, too.
+    let first =
+        inner.iter().find(|pid| kernel::status(**pid, "NSpid").is_some_and(|ids| ids.ends_with("\t1")));
+    refused(*first.expect("process 1"), "which is not part of the program, is in it too");
+    for pid in inner.iter().chain(&middle) {
+        kernel::kill(*pid, rustix::process::Signal::KILL);
+    }
+    outer.wait().expect("bash");
+}
+
 /// Process 1 of a namespace as the root of what is checkpointed; with its ids free, and with them taken.
 #[test]
 fn process_1_of_a_namespace() {
@@ -523,7 +811,7 @@ fn killed_during_checkpoints(program: &'static str, scenario: &'static str) {
             assert!(kernel::alive(running.pid), "{engine}, kill {n}: the root has ended: {}", running.said());
         }
         let ours = |pid: u32| traces_of_us(pid, true);
-        let until = Instant::now() + Duration::from_secs(5);
+        let until = Instant::now() + Duration::from_secs(30);
         while Instant::now() < until && !ours(running.pid).is_empty() {
             std::thread::sleep(Duration::from_millis(5));
         }
@@ -590,7 +878,7 @@ open("ready", "w"); time.sleep(1000)
         .stdout(Stdio::null())
         .spawn()
         .expect("python3");
-    stillpoint_tests::wait_for("the program", Duration::from_secs(20), || {
+    stillpoint_tests::wait_for("the program", Duration::from_secs(60), || {
         directory.join("ready").exists().then_some(())
     });
     let children = kernel::children(child.id());

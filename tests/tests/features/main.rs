@@ -34,6 +34,7 @@ mod attributes {
         seccomp_strict.ignoring(&["thread"]).or_refused("seccomp"),
         seccomp_per_thread,
         limits,
+        short_of_memory,
         odds,
         read_only_program,
     );
@@ -58,6 +59,7 @@ mod descriptors {
         signalfds,
         epolls,
         inotifys,
+        fanotifys,
         pidfds,
         ptys.in_turn(),
         pty_modes.in_turn(),
@@ -145,6 +147,7 @@ mod signals {
         delivered_once,
         alternate_stacks,
         handler_running,
+        faulting.ignoring(&["thread", "map"]),
         faults,
         storm.ignoring(&["thread"]),
     );
@@ -181,7 +184,24 @@ mod pid_namespaces {
 }
 
 mod mount_namespaces {
-    scenarios!("mount_namespaces": copied, entered, with_proc,);
+    scenarios!("mount_namespaces":
+        copied,
+        entered,
+        with_proc,
+        with_a_file_system,
+        bound,
+        other_root,
+        other_root_and_processes,
+        changed_root,
+        passing_on,
+        over_directories,
+        over_memory,
+        over_both,
+        over_read_only,
+        over_the_root,
+        marked,
+        terminals.in_turn(),
+    );
 }
 
 mod trees {
@@ -218,7 +238,7 @@ mod trees {
         alone,
         parent_death,
         sleeping.ignoring(&["thread", "child"]),
-        terminals,
+        terminals.in_turn(),
         turns.ignoring(&["thread", "child"]),
         token.ignoring(&["thread", "child"]),
         forks.ignoring(&["thread", "child"]),
@@ -308,6 +328,8 @@ mod timers {
     scenarios!("timers":
         interval_timers,
         interval_fires,
+        pending_alarm,
+        pending_alarm_once,
         posix_timers,
         pending_timer,
         timer_threads.ignoring(&["thread", "map"]),
@@ -332,6 +354,7 @@ mod unix {
         pending,
         listener_closed,
         directory_gone,
+        renamed,
         peek_offset,
         half_closed,
     );

@@ -1,0 +1,425 @@
+//! Programs that take less memory than they use: whatever they do with it, and whatever becomes of those who page it, what they
+//! come to is the same.
+#![allow(missing_docs)]
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+use stillpoint_tests::programs::source;
+use stillpoint_tests::{Scratch, Stillpoint, kernel, skipped};
+
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// A program of `tests/programs`, built.
+fn built(name: &str, scratch: &Scratch) -> PathBuf {
+    let binary = scratch.path().join(name);
+    let mut compiler = Command::new("cc");
+    compiler.args(["-O2", "-pthread", "-o"]).arg(&binary).arg(source(&format!("{name}.c")));
+    assert!(compiler.status().is_ok_and(|status| status.success()), "cc {name}.c");
+    binary
+}
+
+fn said(binary: &Path, arguments: &[&str]) -> String {
+    let output = Command::new(binary).args(arguments).output().expect("it runs");
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// The job `it` with this limit.
+fn begin(stillpoint: &Stillpoint, limit: &str, binary: &Path, arguments: &[&str]) -> Child {
+    let binary = binary.to_string_lossy();
+    let all = ["run", "--name", "it", "--memory-limit", limit, "--", &binary];
+    let mut command = stillpoint.command(&[&all[..], arguments].concat());
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().expect("it starts")
+}
+
+fn end(job: Child) -> String {
+    let output = job.wait_with_output().expect("it ends");
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{}: {said}", output.status);
+    said
+}
+
+fn listed(stillpoint: &Stillpoint) -> Option<serde_json::Value> {
+    let jobs = stillpoint.run(&["ls", "--json"]).json();
+    jobs.as_array()?.iter().find(|job| job["job"] == "it").cloned()
+}
+
+fn pid(stillpoint: &Stillpoint) -> Option<u32> {
+    listed(stillpoint)?["running"]["pid"].as_u64().map(|pid| pid as u32)
+}
+
+/// The newest checkpoint of the job, if there is any.
+fn newest(stillpoint: &Stillpoint) -> Option<u64> {
+    listed(stillpoint)?["newest"]["id"].as_u64()
+}
+
+/// Those who page the memory of a process, or stand by for that: by their name, and by a handle of the process.
+fn pagers(pid: u32, named: &str) -> Vec<u32> {
+    let is_it = |of: &u32| {
+        let name = std::fs::read_to_string(format!("/proc/{of}/comm")).unwrap_or_default();
+        name.trim_end() == named && has_handle(*of, pid)
+    };
+    kernel::processes().into_iter().filter(is_it).collect()
+}
+
+fn has_handle(of: u32, pid: u32) -> bool {
+    let entries = std::fs::read_dir(format!("/proc/{of}/fdinfo")).into_iter().flatten().flatten();
+    let line = format!("Pid:\t{pid}");
+    entries
+        .filter_map(|entry| std::fs::read_to_string(entry.path()).ok())
+        .any(|info| info.lines().any(|l| l == line))
+}
+
+fn may_page() -> bool {
+    let may = kernel::is_root();
+    if !may {
+        skipped("paging takes root");
+    }
+    may
+}
+
+/// A place for a job, and its program, where memory may be paged; otherwise says what is skipped.
+fn paged(name: &str) -> Option<(Scratch, Stillpoint, PathBuf)> {
+    let scratch = may_page().then(Scratch::new)?;
+    let (stillpoint, binary) = (scratch.stillpoint(), built(name, &scratch));
+    Some((scratch, stillpoint, binary))
+}
+
+/// What is restored from a checkpoint, without a limit, comes to what was expected.
+#[track_caller]
+fn comes_to(stillpoint: &Stillpoint, checkpoint: &str, expected: &str) {
+    let restored = stillpoint.command(&["restore", checkpoint]).output().expect("it runs");
+    assert!(restored.status.success(), "{checkpoint}: {restored:?}");
+    let said = String::from_utf8_lossy(&restored.stdout).into_owned();
+    assert!(said.contains(expected.trim()), "{checkpoint} came to {said}, not {expected}");
+}
+
+#[test]
+fn a_job_of_ten_times_its_limit_comes_to_the_same() {
+    if !may_page() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let binary = built("writers", &scratch);
+    let arguments = ["80", "3", "1000"];
+    let job = begin(&scratch.stillpoint(), "8MiB", &binary, &arguments);
+    assert_eq!(end(job), said(&binary, &arguments));
+}
+
+#[test]
+fn whatever_a_program_does_with_its_memory_is_right() {
+    if !may_page() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let binary = built("mappings", &scratch);
+    for forks in ["0", "1"] {
+        let seed = scratch.random().below(1 << 30).to_string();
+        let job = begin(&scratch.stillpoint(), "8MiB", &binary, &[&seed, "300", forks]);
+        assert_eq!(end(job), "good\n", "seed {seed}, forks {forks}");
+    }
+}
+
+/// What programs do to memory that nobody tells of, and what the kernel does: each of them knows what has to be in its pages.
+#[test]
+fn what_drops_pages_without_a_word_is_noticed() {
+    let Some((scratch, _, binary)) = paged("guarded") else { return };
+    for _ in 0..3 {
+        let seed = scratch.random().below(1 << 30).to_string();
+        let job = begin(&scratch.stillpoint(), "8MiB", &binary, &[&seed, "3000"]);
+        let output = job.wait_with_output().expect("it ends");
+        if output.status.code() == Some(77) {
+            return skipped("this kernel has no guard regions");
+        }
+        assert_eq!(String::from_utf8_lossy(&output.stdout), "good\n", "seed {seed}");
+    }
+}
+
+#[test]
+fn what_is_freed_lazily_may_go_at_any_moment() {
+    let Some((scratch, _, binary)) = paged("freed") else { return };
+    for _ in 0..3 {
+        let job = begin(&scratch.stillpoint(), "8MiB", &binary, &["8000"]);
+        assert_eq!(end(job), "good\n");
+    }
+}
+
+/// Of what was done to mappings the kernel tells late: by then others may have memory there.
+#[test]
+fn memory_goes_where_others_have_just_been() {
+    let Some((scratch, _, binary)) = paged("moved") else { return };
+    for _ in 0..3 {
+        assert_eq!(end(begin(&scratch.stillpoint(), "8MiB", &binary, &["12", "800"])), "good\n");
+    }
+}
+
+#[test]
+fn threads_see_what_they_wrote_in_whatever_way() {
+    let Some((scratch, _, binary)) = paged("laid") else { return };
+    let file = scratch.path().join("file").to_string_lossy().into_owned();
+    let arguments = ["24", "6", "1500", &file];
+    if said(&binary, &arguments).starts_with("no vectors") {
+        return skipped("this processor has no AVX2");
+    }
+    assert_eq!(end(begin(&scratch.stillpoint(), "8MiB", &binary, &arguments)), "good\n");
+}
+
+/// A job with the database of `ledger.py`, to begin or to be restored. What the program says is in a file: that goes back with it,
+/// so a checkpoint of after it has spoken is no reason to miss what it said, or to hear it twice.
+fn ledger(stillpoint: &Stillpoint, what: &[&str], program: &[&str], said: Stdio) -> Child {
+    let terms = ["--memory-limit", "16MiB", "--every", "200ms", "--keep", "3"];
+    let mut command = stillpoint.command(&[what, &terms, program].concat());
+    command.stdin(Stdio::null()).stdout(said).stderr(Stdio::piped()).spawn().expect("it starts")
+}
+
+/// What is looked for in a job that runs, once it is there; nothing where the job ends before.
+fn unless_it_ends<T>(job: &mut Child, look: impl Fn() -> Option<T>) -> Option<T> {
+    stillpoint_tests::wait_for("the job to come so far, or to end", PATIENCE, || {
+        let has_ended = job.try_wait().expect("it can be asked").is_some();
+        look().map(Some).or_else(|| has_ended.then_some(None))
+    })
+}
+
+#[test]
+fn a_database_that_is_killed_again_and_again_comes_to_the_same() {
+    let Some(scratch) = may_page().then(Scratch::new) else { return };
+    let python = "/usr/bin/python3";
+    let has_it = Command::new(python).args(["-c", "import sqlite3"]).stderr(Stdio::null()).status();
+    if !has_it.is_ok_and(|status| status.success()) {
+        return skipped("needs python3 with sqlite3");
+    }
+    let stillpoint = scratch.stillpoint();
+    let program = source("ledger.py").to_string_lossy().into_owned();
+    let seed = scratch.random().below(1 << 30).to_string();
+    let arguments = [&*program, &seed, "40000", "16000"];
+    let expected = said(Path::new(python), &arguments);
+    let anew = ["--", python, arguments[0], arguments[1], arguments[2], arguments[3]];
+    let file = scratch.path().join("said");
+    let has_said = || std::fs::read_to_string(&file).unwrap_or_default();
+    let begin = || {
+        let said = std::fs::File::create(&file).expect("a file");
+        ledger(&stillpoint, &["run", "--name", "it"], &anew, said.into())
+    };
+    let (mut job, mut lives, mut ends) = (begin(), 0, String::new());
+    for turn in 0..7 {
+        let before = newest(&stillpoint);
+        let mut root = unless_it_ends(&mut job, || pid(&stillpoint)).filter(|_| turn < 6);
+        if turn % 2 == 0 && root.is_some() {
+            // However slow it is, it gets on.
+            let look = || newest(&stillpoint).filter(|newest| before.is_none_or(|before| *newest > before));
+            root = unless_it_ends(&mut job, look).and(root);
+        }
+        let was_alive = root.is_some_and(|root| {
+            std::thread::sleep(Duration::from_millis(scratch.random().below(1500)));
+            let was_alive = kernel::alive(root);
+            kernel::kill(root, kernel::SIGKILL);
+            was_alive
+        });
+        let output = job.wait_with_output().expect("it ends");
+        let complaints = String::from_utf8_lossy(&output.stderr);
+        ends +=
+            &format!("life {turn}, from {before:?}: {}, said {:?} {complaints}\n", output.status, has_said());
+        if output.status.success() {
+            assert_eq!(has_said(), expected, "seed {seed}\n{ends}");
+        } else {
+            // It was killed here, and by nobody else; while it was being restored, the command says so.
+            let is_wrong = ["have been killed", "panicked"].iter().any(|word| complaints.contains(word));
+            assert!(was_alive && !is_wrong, "seed {seed}\n{ends}");
+        }
+        if turn == 6 {
+            break;
+        }
+        job = match newest(&stillpoint) {
+            Some(_) => {
+                lives += 1;
+                ledger(&stillpoint, &["restore", "it"], &[], Stdio::null())
+            }
+            None => begin(),
+        };
+    }
+    assert!(lives > 0, "it never lived long enough for a checkpoint\n{ends}");
+}
+
+#[test]
+fn what_is_wiped_in_children_does_not_come_to_them() {
+    let Some((scratch, _, binary)) = paged("wiped") else { return };
+    assert_eq!(end(begin(&scratch.stillpoint(), "8MiB", &binary, &[])), "good\n");
+}
+
+/// What was locked, and grew while it was moved, is let go of for that: what was known of it before says nothing any more.
+#[test]
+fn what_was_locked_and_grew_and_was_dropped_is_zeros() {
+    let Some((scratch, _, binary)) = paged("regrown") else { return };
+    for _ in 0..3 {
+        let job = begin(&scratch.stillpoint(), "8MiB", &binary, &[]);
+        assert_eq!(end(job), "good\n");
+    }
+}
+
+#[test]
+fn those_who_page_may_be_killed_at_any_moment() {
+    let Some((scratch, stillpoint, binary)) = paged("writers") else { return };
+    let arguments = ["40", "2", "12000"];
+    let mut job = begin(&stillpoint, "8MiB", &binary, &arguments);
+    let mut kills = 0;
+    let root = stillpoint_tests::wait_for("the job", PATIENCE, || pid(&stillpoint));
+    while job.try_wait().expect("it can be asked").is_none() {
+        // If all of them were killed at the same moment it would wait for ever.
+        let is_safe = pagers(root, "page keeper").len() > 1;
+        for pager in pagers(root, "stillpoint swap").into_iter().filter(|_| is_safe) {
+            kernel::kill(pager, rustix::process::Signal::KILL);
+            kills += 1;
+        }
+        std::thread::sleep(Duration::from_micros(scratch.random().below(40_000)));
+    }
+    assert_eq!(end(job), said(&binary, &arguments), "after {kills} kills");
+}
+
+/// Bytes in segments of the job.
+fn stored(stillpoint: &Stillpoint) -> u64 {
+    let segments =
+        std::fs::read_dir(stillpoint.store().join("jobs/it/segments")).into_iter().flatten().flatten();
+    segments.filter_map(|segment| segment.metadata().ok()).map(|data| data.len()).sum()
+}
+
+#[test]
+fn a_job_that_nobody_pages_any_more_is_ended() {
+    let Some((scratch, stillpoint, binary)) = paged("writers") else { return };
+    let binary = binary.to_string_lossy();
+    let all = ["run", "--name", "it", "--memory-limit", "8MiB", "--", &binary, "40", "2", "100000000"];
+    let mut command = stillpoint.command(&all);
+    let mut job = command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().expect("it starts");
+    let root = stillpoint_tests::wait_for("the job", PATIENCE, || pid(&stillpoint));
+    stillpoint_tests::wait_for("pages to leave", PATIENCE, || (stored(&stillpoint) > 20 << 20).then_some(()));
+    let ours = || ["stillpoint swap", "page keeper"].into_iter().flat_map(|name| pagers(root, name));
+    let all = stillpoint_tests::wait_for("all three of them", PATIENCE, || {
+        Some(ours().collect::<Vec<u32>>()).filter(|all| all.len() > 2)
+    });
+    // None of them may see another one end.
+    for signal in [rustix::process::Signal::STOP, rustix::process::Signal::KILL] {
+        all.iter().for_each(|pager| kernel::kill(*pager, signal));
+    }
+    assert!(!job.wait().expect("it ends").success());
+    assert!(!kernel::alive(root));
+    scratch.nothing_is_left("in the end");
+}
+
+#[test]
+fn checkpoints_of_a_job_that_is_paged_come_to_the_same() {
+    let Some((scratch, stillpoint, binary)) = paged("writers") else { return };
+    let arguments = ["40", "2", "100000000"];
+    let expected = said(&binary, &arguments);
+    // Under its limit it would take hours; restored, it has all of its memory.
+    let mut job = begin(&stillpoint, "8MiB", &binary, &arguments);
+    let root = stillpoint_tests::wait_for("the job", PATIENCE, || pid(&stillpoint));
+    let mut taken = Vec::new();
+    for _ in 0..2 {
+        std::thread::sleep(Duration::from_millis(100 + scratch.random().below(200)));
+        let output = stillpoint.run(&["checkpoint", "it", "--json"]);
+        assert!(!output.stderr.contains("is traced by"), "those who page it are in the way: {output:?}");
+        if output.code() != 0 {
+            assert!(!kernel::alive(root), "{output:?}");
+            break;
+        }
+        taken.extend(output.json()["id"].as_u64());
+    }
+    assert!(!taken.is_empty());
+    kernel::kill(root, rustix::process::Signal::KILL);
+    let _ = job.wait();
+    stillpoint.run(&["verify", "it"]).ok();
+    for id in taken {
+        comes_to(&stillpoint, &format!("it@{id}"), &expected);
+    }
+}
+
+/// What a field of the status of a process tells, KiB.
+fn status_kib(pid: u32, field: &str) -> u64 {
+    let text = kernel::status(pid, field).unwrap_or_default();
+    text.split_whitespace().next().and_then(|number| number.parse().ok()).unwrap_or(0)
+}
+
+#[test]
+fn a_restored_job_is_kept_within_its_limit() {
+    let Some((scratch, stillpoint, binary)) = paged("writers") else { return };
+    let arguments = ["40", "2", "100000000"];
+    let expected = said(&binary, &arguments);
+    let mut job = begin(&stillpoint, "8MiB", &binary, &arguments);
+    stillpoint_tests::wait_for("pages to leave", PATIENCE, || (stored(&stillpoint) > 40 << 20).then_some(()));
+    for life in 0..3 {
+        let root = stillpoint_tests::wait_for("the job", PATIENCE, || pid(&stillpoint));
+        stillpoint_tests::wait_for("its memory to be within the limit", PATIENCE, || {
+            (1..=8 << 10).contains(&status_kib(root, "RssAnon")).then_some(())
+        });
+        // Restored, it never has all of its memory at once; what it began as, a process of the command, counts, too.
+        let most = status_kib(root, "VmHWM");
+        assert!(life == 0 || (1..=32 << 10).contains(&most), "it took {most} KiB in its life {life}");
+        std::thread::sleep(Duration::from_millis(100 + scratch.random().below(300)));
+        let taken = stillpoint.run(&["checkpoint", "it", "--json"]).ok().json();
+        assert!(life == 0 || taken["engine"] == "paging", "{taken}");
+        // What its pages were read from is of use to it, whatever is removed meanwhile.
+        if life > 0 {
+            stillpoint.run(&["prune", "it", "--keep", "1"]).ok();
+        }
+        kernel::kill(root, rustix::process::Signal::KILL);
+        let _ = job.wait();
+        stillpoint.run(&["verify", "it"]).ok();
+        let mut command = stillpoint.command(&["restore", "it", "--memory-limit", "8MiB"]);
+        job = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().expect("it starts");
+    }
+    let root = stillpoint_tests::wait_for("the job", PATIENCE, || pid(&stillpoint));
+    stillpoint.run(&["checkpoint", "it"]).ok();
+    kernel::kill(root, rustix::process::Signal::KILL);
+    let _ = job.wait();
+    // Under its limit it would take hours.
+    comes_to(&stillpoint, "it", &expected);
+}
+
+#[test]
+fn a_job_that_crashes_is_brought_back_within_its_limit() {
+    let Some((scratch, stillpoint, binary)) = paged("writers") else { return };
+    let said_to = scratch.path().join("said");
+    let arguments = ["40", "2", "30000"];
+    let all = [
+        "run",
+        "--name",
+        "it",
+        "--memory-limit",
+        "8MiB",
+        "--restart",
+        "on-crash=9",
+        "--every",
+        "100ms",
+        "--",
+    ];
+    let program = binary.to_string_lossy();
+    let command_line = [&all[..], &[&*program], &arguments].concat();
+    let expected = said(&binary, &arguments);
+    // Where it has used all of its memory before anybody looks it may have come to its end before a checkpoint.
+    for _ in 0..20 {
+        let mut command = stillpoint.command(&command_line);
+        // It may be killed when it has spoken, and before it has ended. A file goes back with it.
+        let file = std::fs::File::create(&said_to).expect("a file");
+        let mut job = command.stdin(Stdio::null()).stdout(file).spawn().expect("it starts");
+        let listed = || listed(&stillpoint);
+        let before = listed().and_then(|it| it["checkpoints"].as_u64()).unwrap_or(0);
+        let mut lives = 0;
+        for crash in 0..3u64 {
+            // Its process may have the same id each time.
+            let look = || {
+                let it = listed()?;
+                let is_saved = it["checkpoints"].as_u64()? > crash + before;
+                it["running"]["pid"].as_u64().filter(|_| is_saved).map(|pid| pid as u32)
+            };
+            let Some(root) = unless_it_ends(&mut job, look) else { break };
+            lives += 1;
+            kernel::kill(root, rustix::process::Signal::KILL);
+        }
+        end(job);
+        let said = std::fs::read_to_string(&said_to).expect("it is there");
+        assert_eq!(said, expected, "after {lives} crashes");
+        if lives > 0 {
+            return;
+        }
+    }
+    panic!("it never lived long enough for a checkpoint");
+}
