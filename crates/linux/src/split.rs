@@ -76,6 +76,20 @@ pub fn shared_descriptor(number: i32) -> BorrowedFd<'static> {
     unsafe { BorrowedFd::borrow_raw(number) }
 }
 
+/// Whether a descriptor is a handle of a process that has ended and is buried. Unlike a look at its `fdinfo` this opens nothing:
+/// where no descriptor is left, it still tells (pidfd_send_signal(2): `ESRCH` then, `EBADF` for what is no such handle).
+pub fn is_handle_of_nobody(number: i32) -> bool {
+    // SAFETY: signal 0 is sent to nobody, and without information about it nothing is read.
+    let sent = unsafe { libc::syscall(libc::SYS_pidfd_send_signal, number, 0, std::ptr::null::<u8>(), 0) };
+    sent < 0 && std::io::Error::last_os_error().raw_os_error() == Some(libc::ESRCH)
+}
+
+/// The most descriptors that this process may have.
+pub fn most_descriptors() -> i32 {
+    let most = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+    most.and_then(|most| i32::try_from(most).ok()).unwrap_or(i32::MAX)
+}
+
 /// Closes a descriptor that has no owner.
 pub fn close_shared(number: i32) {
     // SAFETY: close(2) takes no pointers; whoever shares the table agreed that nobody uses it any more.
@@ -96,6 +110,23 @@ mod tests {
     use rustix::event::{PollFd, PollFlags, poll};
     use rustix::fd::{AsFd, AsRawFd};
     use std::io::{Read, Write};
+
+    #[test]
+    fn handles_of_those_who_are_buried_are_told_apart() {
+        let other = std::fs::File::open("/dev/null").unwrap();
+        let own = pidfd_open(Pid::from_raw(std::process::id() as i32).unwrap(), PidfdFlags::empty()).unwrap();
+        assert!(!is_handle_of_nobody(other.as_raw_fd()) && !is_handle_of_nobody(own.as_raw_fd()));
+        match copy().unwrap() {
+            Split::Copy => leave(0),
+            Split::Original(child) => {
+                poll(&mut [PollFd::new(&child.pidfd, PollFlags::IN)], None).unwrap();
+                assert!(!is_handle_of_nobody(child.pidfd.as_raw_fd()), "it is not buried yet");
+                wait(child.pidfd.as_fd()).unwrap();
+                assert!(is_handle_of_nobody(child.pidfd.as_raw_fd()));
+            }
+        }
+        assert!((1..1 << 30).contains(&most_descriptors()), "{}", most_descriptors());
+    }
 
     #[test]
     fn a_copy_keeps_only_what_it_is_told_to() {

@@ -194,8 +194,12 @@ fn keep(work: &dyn Duty) -> ! {
                         drop(wait(child.pidfd.as_fd()));
                         by = living(work.board(), number + 1..u64::MAX);
                     }
-                    // No memory, or no process to be had: there may be in a moment.
-                    Err(_) => std::thread::sleep(PAUSE),
+                    // No memory, no process or no descriptor to be had: there may be in a moment.
+                    Err(_) => {
+                        tidy(work, &claim);
+                        std::thread::sleep(PAUSE);
+                        by = living(work.board(), number + 1..u64::MAX);
+                    }
                 }
             }
             match serve(work, &by, &mut claim) {
@@ -273,9 +277,16 @@ fn tidy(work: &dyn Duty, claim: &Claim) {
             keep.push(handle);
         }
     }
-    let Ok(folders) = Folders::open(std::process::id()) else { return };
+    // Servers that are killed faster than they tidy up leave so many handles of each other that nothing can be opened any more.
+    let folders = Folders::open(std::process::id()).or_else(|_| {
+        let left_over = (3..split::most_descriptors()).filter(|fd| !keep.contains(fd));
+        left_over.filter(|&fd| split::is_handle_of_nobody(fd)).for_each(split::close_shared);
+        Folders::open(std::process::id())
+    });
+    let Ok(folders) = folders else { return };
     keep.extend(folders.descriptors().map(|fd| fd.as_raw_fd()));
     let is_left_over = |fd: u32| match folders.process_of(fd) {
+        _ if split::is_handle_of_nobody(fd as i32) => true,
         Ok(Some(_)) => has_ended(split::shared_descriptor(fd as i32)),
         Ok(None) => true,
         // Somebody who shares the table has closed it.
