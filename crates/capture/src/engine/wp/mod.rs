@@ -36,6 +36,7 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 use stillpoint_image::{Extent, PAGE, Range, Thread};
 use stillpoint_linux::RemoteAddr;
+use stillpoint_linux::arch::Regs;
 use stillpoint_linux::host;
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::pagemap::{Category, Pagemap, Query, Run};
@@ -82,7 +83,8 @@ pub(crate) struct Armed {
     followed: Vec<Range>,
     /// Mappings of few pages, which are protected in the cut only.
     small: Vec<Range>,
-    /// Pages that are never protected: into each the kernel writes when a thread ends, and does not wait.
+    /// Pages that are never protected: into each the kernel writes when a thread ends, or goes on to wait for a lock that the kernel
+    /// hands over, and does not wait for us.
     exempt: Vec<u64>,
     /// A checkpoint is complete: what is protected is saved, or known to be unsaved.
     complete: bool,
@@ -237,8 +239,12 @@ impl Armed {
     fn start(running: &mut Running<'_>) -> Result<Self> {
         let target = running.target;
         let open = |frozen: &mut Frozen| {
-            let blocks =
-                frozen.threads.iter().map(|t| Ok(t.regs()?.fs_base)).collect::<Result<Vec<u64>>>()?;
+            let mut blocks = Vec::new();
+            for thread in &frozen.threads {
+                let regs = thread.regs()?;
+                blocks.extend([regs.fs_base, regs.fs_base + THREAD_BLOCK]);
+                blocks.extend(locks_in_kernel(&regs));
+            }
             Ok((open_inside(target, frozen, Mode::Waits)?, blocks))
         };
         let ((userfault, blocks), pause) = stop_briefly(target, running.earlier, open)?;
@@ -250,7 +256,7 @@ impl Armed {
             covered: Vec::new(),
             followed: Vec::new(),
             small: Vec::new(),
-            exempt: pages_of(blocks.into_iter().flat_map(|b| [b, b + THREAD_BLOCK])),
+            exempt: pages_of(blocks.into_iter()),
             complete: false,
             own: Vec::new(),
             found: Vec::new(),
@@ -412,7 +418,10 @@ impl Armed {
         let runs = held.pages.arm(all);
         runs.iter().for_each(|run| self.desk.protect(held, *run));
         self.covered = cutting.covered;
-        self.exempt = pages_of(self.exempt.iter().copied().chain(threads.iter().map(|t| t.clear_child_tid)));
+        let locks =
+            threads.iter().filter_map(|t| Regs::from_bytes(&t.regs.0)).flat_map(|r| locks_in_kernel(&r));
+        let words = threads.iter().map(|t| t.clear_child_tid).chain(locks);
+        self.exempt = pages_of(self.exempt.iter().copied().chain(words));
         for &page in &self.exempt {
             let waits = |s: &&Span| can_wait(s) && (s.range.start..s.range.end()).contains(&page);
             let run = Range { start: page, len: PAGE };
@@ -634,6 +643,26 @@ impl Source for Sweep<'_> {
         self.progress.advance(runs.iter().map(|r| r.len).sum());
         self.put.lock().unwrap_or_else(PoisonError::into_inner).extend(&runs);
         Ok(runs)
+    }
+}
+
+/// Words of a lock that the kernel writes itself, if a thread has just asked it to: where the page is protected, the call fails with
+/// `EFAULT` (`fault_in_user_writeable` of kernel/futex/core.c waits for nobody), and the C library ends the program. Who waits for
+/// such a lock asks once more after each stop.
+fn locks_in_kernel(regs: &Regs) -> [u64; 2] {
+    const LOCK_PI: u64 = 6;
+    const UNLOCK_PI: u64 = 7;
+    const TRYLOCK_PI: u64 = 8;
+    const WAKE_OP: u64 = 5;
+    const WAIT_REQUEUE_PI: u64 = 11;
+    const CMP_REQUEUE_PI: u64 = 12;
+    const LOCK_PI2: u64 = 13;
+    let [first, operation, .., second, _] = regs.call_args();
+    let calls = [regs.orig_rax, regs.rax].contains(&(libc::SYS_futex as u64));
+    match operation & 0x7f {
+        LOCK_PI | UNLOCK_PI | TRYLOCK_PI | LOCK_PI2 if calls => [first, 0],
+        WAKE_OP | WAIT_REQUEUE_PI | CMP_REQUEUE_PI if calls => [first, second],
+        _ => [0, 0],
     }
 }
 
