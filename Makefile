@@ -3,7 +3,7 @@
 CARGO  ?= cargo
 PREFIX ?= /usr/local
 
-.PHONY: all build demo test bench install uninstall clean
+.PHONY: all build demo check test soak faults bench install uninstall clean
 
 all: build
 
@@ -15,9 +15,21 @@ demo:
 	$(CARGO) build --release -p stillpoint -p apsp
 	sh scripts/demo.sh
 
-# Formatting, lints, and all tests; the last line is the sum.
+# For every commit: formatting, lints, the tests of each crate, and one program through all of its life.
+check:
+	sh scripts/test.sh check
+
+# All of that and every feature, engine and program once; the last line is the sum.
 test:
-	sh scripts/test.sh
+	sh scripts/test.sh test
+
+# The same scenarios with all engines, thousands of kills and random moments, for MINUTES (60), by the seed SEED.
+soak:
+	sh scripts/test.sh soak
+
+# That a run notices a wrong byte and a killed program, in spite of second attempts: faults on purpose.
+faults:
+	sh scripts/faults.sh
 
 # Pauses, times and slowdown of every engine, against a raw write of the same bytes and other tools where they are
 # installed: about 15 minutes. BENCH_ONLY=pause,durable measures a part; bench/src/main.rs has the names and the rest.

@@ -1,22 +1,30 @@
 #!/bin/sh
-# Formatting, lints and all tests. The last line is the sum: `N passed, N failed`.
+# Usage: test.sh check|test|soak. Formatting, lints and tests; the last line is the sum: `N passed, N failed`.
+#
+# check  what every commit must pass: the tests of each crate, and one program through all of its life
+# test   everything once
+# soak   the same scenarios with all engines, again and again in an order by chance, for MINUTES (60)
+#
+# SEED sets the run's seed. What the run has to tell stays in target/runs; tests/README.md says how to read it.
 set -u
+tier=${1:-test}
 cd "$(dirname "$0")/.." || exit 1
-
-# Who is started in the background of a script ignores some signals, and so would every program that is tested.
-if [ -z "${STILLPOINT_SIGNALS:-}" ] && env --default-signal true 2>/dev/null; then
-    export STILLPOINT_SIGNALS=1
-    exec env --default-signal sh scripts/test.sh
-fi
+case $tier in
+check | test | soak) ;;
+*)
+    echo "usage: test.sh check|test|soak" >&2
+    exit 2
+    ;;
+esac
 
 # A program can have its old process id again only when somebody buries the dead: some containers have a first process
 # that does not. Then the tests run in a pid namespace with one that does.
 orphan=$(sh -c 'sleep 0.1 & echo $!')
-sleep 3
+sleep 1
 if [ -z "${STILLPOINT_INIT:-}" ] && [ -e "/proc/$orphan" ] && unshare --pid --fork --mount-proc true 2>/dev/null; then
     echo "the first process here leaves ended orphans about: testing in a pid namespace of our own"
     export STILLPOINT_INIT=1
-    exec unshare --pid --fork --kill-child --mount-proc sh -c 'sh scripts/test.sh; exit $?'
+    exec unshare --pid --fork --kill-child --mount-proc sh scripts/test.sh "$@"
 fi
 
 # What a disk that is full makes of a test is hard to read.
@@ -27,54 +35,77 @@ for place in . "${TMPDIR:-/tmp}"; do
     fi
 done
 
-log=$(mktemp) || exit 1
-trap 'rm -f "$log"' EXIT
-failed=0
+STILLPOINT_SEED=${SEED:-${STILLPOINT_SEED:-$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}}
+STILLPOINT_TIER=$tier
+target=${CARGO_TARGET_DIR:-target}
+mkdir -p "$target/runs" || exit 1
+STILLPOINT_RUN=$(mktemp -d "$(cd "$target/runs" && pwd)/$tier.$(date +%m%d-%H%M%S).XXX") || exit 1
+export STILLPOINT_SEED STILLPOINT_TIER STILLPOINT_RUN
 
 begin=$(date +%s)
-step() { printf '== %s (after %d s)\n' "$*" $(($(date +%s) - begin)); }
-
-sh scripts/test-deps.sh
-
-# Each of the two is one check, and counts as one.
+elapsed() { echo $(($(date +%s) - begin)); }
+step() { printf '== %s (after %d s)\n' "$*" "$(elapsed)"; }
+# check NAME COMMAND…: one thing that must succeed, and counts as one.
 check() {
-    step "$@"
-    if "$@"; then
-        echo "test result: ok. 1 passed; 0 failed" >>"$log"
-    else
-        echo "test result: FAILED. 0 passed; 1 failed" >>"$log"
-        failed=1
-    fi
+    name=$1
+    shift
+    step "$name"
+    if "$@"; then outcome=ok; else outcome=failed; fi
+    echo "$outcome $name" >>"$STILLPOINT_RUN/checks"
 }
 
-check cargo fmt --all --check
-check cargo clippy --workspace --all-targets --quiet -- -D warnings
+echo "seed $STILLPOINT_SEED, what this run tells is kept in $STILLPOINT_RUN"
+[ "$tier" = check ] || sh scripts/test-deps.sh
+nextest=$(sh scripts/nextest.sh)
 
-# The tests start the demo's program and the command themselves.
-step cargo build --workspace
-cargo build --workspace || failed=1
-step cargo test --workspace
-tests=$(mktemp) || exit 1
-trap 'rm -f "$log" "$tests" "$tests.pipe"' EXIT
-# Through a pipe, for a restored program would cut a file back; but what a test leaves running may hold that open for as long
-# as it likes, so nobody waits for its end. It is appended, as is what the watchdog says.
-mkfifo "$tests.pipe" || exit 1
-cat "$tests.pipe" >>"$tests" &
-collector=$!
-sh scripts/watchdog.sh "$tests" $$ 480 2900 &
-watchdog=$!
-tail -n +1 -f --pid=$collector "$tests" | grep -a --line-buffered . &
-shown=$!
-cargo test --workspace --no-fail-fast >"$tests.pipe" 2>&1 </dev/null || failed=1
-sleep 1
-kill "$collector" "$watchdog" 2>/dev/null
-wait "$shown"
-cat "$tests" >>"$log"
+check formatting cargo fmt --all --check
+check lints cargo clippy --workspace --all-targets --quiet -- -D warnings
 
-awk -v failed="$failed" '
-    /^test result:/ { for (i = 1; i < NF; i++) { if ($(i + 1) ~ /^passed/) p += $i; if ($(i + 1) ~ /^failed/) f += $i } }
-    END {
-        if (failed && !f) f = 1 # it did not even build
-        printf "%d passed, %d failed\n", p, f
-    }' "$log"
-exit "$failed"
+if [ -z "$nextest" ]; then
+    # Without it a test has no process of its own, no second attempt, and no time limit.
+    echo "cargo-nextest cannot be had here: cargo test runs instead"
+    cargo build --workspace && cargo test --workspace --no-fail-fast >"$STILLPOINT_RUN/output" 2>&1 </dev/null
+    failed=$?
+    cat "$STILLPOINT_RUN/output"
+    cat "$STILLPOINT_RUN/wrong" 2>/dev/null && failed=1
+    grep -q ^failed "$STILLPOINT_RUN/checks" && failed=1
+    awk -v failed="$failed" '
+        /^test result:/ { for (i = 1; i < NF; i++) { if ($(i + 1) ~ /^passed/) p += $i; if ($(i + 1) ~ /^failed/) f += $i } }
+        END { if (failed && !f) f = 1; printf "%d passed, %d failed\n", p, f }' "$STILLPOINT_RUN/output"
+    exit "$failed"
+fi
+
+# tests PROFILE NAME ARGUMENTS…: one run, whose report goes to the run's folder.
+tests() {
+    report=$target/nextest/$1/junit.xml name=$2
+    profile=$1
+    shift 2
+    rm -f "$report"
+    "$nextest" nextest run --workspace --profile "$profile" "$@" </dev/null
+    code=$?
+    # With 100 it says that tests have failed, as the report does; with anything else that they did not all run.
+    case $code in 0 | 100) ;; *) echo "failed $name, the runner ended with $code" >>"$STILLPOINT_RUN/checks" ;; esac
+    mv "$report" "$STILLPOINT_RUN/$name.xml"
+}
+
+check building "$nextest" nextest run --workspace --no-run --cargo-quiet
+step "testing"
+case $tier in
+check) tests check check ;;
+test) tests default test ;;
+soak)
+    # The scenarios in shares, the shares in an order by chance, each with another seed; none begins after the time is over.
+    shares=48 until=$((begin + 60 * ${MINUTES:-60})) round=0
+    while [ "$(date +%s)" -lt "$until" ]; do
+        for share in $(seq "$shares" | awk -v seed="$STILLPOINT_SEED" 'BEGIN { srand(seed) } { print rand(), $0 }' | sort -n | cut -d ' ' -f 2); do
+            [ "$(date +%s)" -lt "$until" ] || break
+            round=$((round + 1)) STILLPOINT_SEED=$((STILLPOINT_SEED + 1))
+            step "round $round: share $share of $shares, seed $STILLPOINT_SEED"
+            tests soak "round-$round" --partition "slice:$share/$shares"
+        done
+    done
+    ;;
+esac
+
+step "done"
+"$target/debug/tally" "$STILLPOINT_RUN"

@@ -3,14 +3,15 @@
 use crate::machine::Held;
 use crate::observe::traces_of_us;
 use crate::target::{Build, Running, Target};
-use crate::{Checkpoint, Scratch, Stillpoint, engine, kernel, skipped, undisturbed_only};
+use crate::{
+    Checkpoint, Scratch, Stillpoint, engine, kernel, right, right_eq, skipped, tier, undisturbed_only,
+};
 use std::path::Path;
-use std::sync::Arc;
 use std::time::Duration;
 
-/// How many checkpoints each life of a writer has: `STILLPOINT_CUTS`, by default 2.
-pub fn cuts() -> usize {
-    std::env::var("STILLPOINT_CUTS").ok().and_then(|c| c.parse().ok()).unwrap_or(2)
+/// How many checkpoints each life of a writer has.
+fn cuts() -> u64 {
+    tier::times("STILLPOINT_CUTS", 2, 4)
 }
 
 /// A scenario that writes all the time, and an engine.
@@ -25,11 +26,8 @@ pub struct Cuts {
     unfit: &'static [&'static str],
     buffers: &'static [&'static str],
     eager: bool,
-    needs: fn() -> Option<Arc<Held>>,
+    needs: fn() -> Option<Held>,
 }
-
-/// What the command says where an engine is not possible for a program, as it is at the moment.
-const IMPOSSIBLE: [&str; 2] = ["auto takes another", "cannot save this program"];
 
 /// Checkpoints, in the order they were taken.
 type History = Vec<Checkpoint>;
@@ -88,7 +86,7 @@ impl Cuts {
     }
 
     /// It needs something of the machine. Where that cannot be had, the scenario says what it lacks.
-    pub fn with(mut self, needs: fn() -> Option<Arc<Held>>) -> Self {
+    pub fn with(mut self, needs: fn() -> Option<Held>) -> Self {
         self.needs = needs;
         self
     }
@@ -177,7 +175,7 @@ impl Life<'_> {
             history.push(self.checkpoint(target)?);
             if !job {
                 let traces = traces_of_us(self.pid, self.cuts.has_children);
-                assert!(traces.is_empty(), "left behind after a checkpoint: {traces:#?}");
+                right!(traces.is_empty(), "left behind after a checkpoint: {traces:#?}");
             }
         }
         Ok(history)
@@ -197,8 +195,7 @@ impl Life<'_> {
         }
         for attempt in 0.. {
             let output = self.stillpoint.run(&arguments);
-            let impossible = output.code() == 1 && IMPOSSIBLE.iter().any(|w| output.stderr.contains(w));
-            if self.cuts.engine != "auto" && impossible {
+            if self.cuts.engine != "auto" && engine::is_impossible(&output) {
                 // The user named the engine: it may not be the one for such a program, and says so.
                 if attempt == 5 {
                     return Err(format!("not by {}: {}", self.cuts.engine, output.stderr.trim()));
@@ -234,10 +231,10 @@ impl Life<'_> {
 
     #[track_caller]
     fn ends(&self, running: Running, expected: Option<&str>, what: &str) {
-        assert!(kernel::alive(running.pid), "{what}: it has ended:\n{}", running.said());
+        right!(kernel::alive(running.pid), "{what}: it has ended:\n{}", running.said());
         let said = running.finish(what);
         if let Some(expected) = expected {
-            assert_eq!(said, expected, "{what}: not what it says undisturbed");
+            right_eq!(said, expected, "{what}: not what it says undisturbed");
         }
     }
 }

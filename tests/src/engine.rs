@@ -1,6 +1,8 @@
 //! The memory engines that the command under test offers.
 
-use crate::stillpoint::binary;
+use crate::scratch::test_name;
+use crate::stillpoint::{Output, binary};
+use crate::tier;
 use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 
@@ -15,9 +17,20 @@ pub fn offered(engine: &str) -> bool {
     OFFERED.get_or_init(|| ENGINES.iter().copied().filter(known).collect()).contains(&engine)
 }
 
+/// The engine whose turn it is for the running test in this run, or all where there is time (see [`tier`](crate::tier)).
+pub fn in_turn() -> Vec<&'static str> {
+    tier::turn(&test_name(), ENGINES)
+}
+
 /// The engines that the command knows.
 pub fn all() -> impl Iterator<Item = &'static str> {
     ENGINES.iter().copied().filter(|e| offered(e))
+}
+
+/// Whether a checkpoint failed as the engine that was named is not for such a program, or not at the moment.
+pub fn is_impossible(output: &Output) -> bool {
+    const WORDS: [&str; 3] = ["auto takes another", "cannot save this program", "is not possible"];
+    output.code() == 1 && WORDS.iter().any(|word| output.stderr.contains(word))
 }
 
 /// Whether a command mentions an option in its help.

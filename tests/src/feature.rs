@@ -1,11 +1,12 @@
 //! One scenario of a target, through everything that can happen to it.
 
 use crate::observe::Facts;
+use crate::scratch::test_name;
 use crate::stillpoint::Checkpoint;
-use crate::target::{Build, Running, Target};
-use crate::{Output, Scratch, Stillpoint, kernel};
+use crate::target::{Build, Running, Target, judge};
+use crate::turn::Turn;
+use crate::{Output, Scratch, Stillpoint, engine, fault, kernel, right, tier, verdict};
 use std::path::Path;
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// A scenario and what is special about it.
@@ -19,11 +20,8 @@ pub struct Feature {
     ignored: Vec<&'static str>,
     restarts: bool,
     refusal: Option<&'static str>,
-    takes_turns: bool,
+    turn: Option<&'static str>,
 }
-
-/// Whose turn it is.
-static TURN: Mutex<()> = Mutex::new(());
 
 impl Feature {
     /// A scenario of `targets/PROGRAM.c`.
@@ -37,14 +35,13 @@ impl Feature {
             ignored: Vec::new(),
             restarts: true,
             refusal: None,
-            takes_turns: false,
+            turn: None,
         }
     }
 
-    /// Not beside others of which the same is said: it has a number again only while nobody else takes that, such as of a
-    /// pseudo-terminal.
-    pub fn in_turn(mut self) -> Self {
-        self.takes_turns = true;
+    /// Not beside others that take this thing of the machine (see [`crate::turn`]).
+    pub fn in_turn(mut self, thing: &'static str) -> Self {
+        self.turn = Some(thing);
         self
     }
 
@@ -80,11 +77,11 @@ impl Feature {
     }
 
     /// Runs the scenario undisturbed; through checkpoints while it goes on; killed and restored in the foreground;
-    /// and restored, checkpointed again, killed and restored once more. Each time it must find everything unchanged,
+    /// and, if it is its turn (see [`tier`]), restored, checkpointed again, killed and restored once more. Each time it must find everything unchanged,
     /// and so must whoever looks from outside.
     #[track_caller]
     pub fn survives(&self) {
-        let _turn = self.takes_turns.then(|| TURN.lock().unwrap_or_else(PoisonError::into_inner));
+        let _turn = self.turn.map(Turn::of);
         let scratch = Scratch::new();
         let Some(target) = Target::new(self.program, self.scenario, self.build) else {
             return crate::skipped(&format!("no compiler for {:?}", self.build));
@@ -101,7 +98,7 @@ impl Feature {
         }
         self.goes_on(&scratch, &target, &stillpoint);
         self.comes_back(&scratch, &target, &stillpoint);
-        if self.restarts {
+        if self.restarts && tier::is_turn_of(&test_name(), 4) {
             self.comes_back_twice(&scratch, &target, &stillpoint);
         }
         scratch.nothing_is_left("in the end");
@@ -125,7 +122,7 @@ impl Feature {
 
     #[track_caller]
     fn same(&self, before: &Facts, pid: u32, what: &str) {
-        let patience = Instant::now() + Duration::from_secs(20); // a command in the foreground may not be through yet
+        let patience = Instant::now() + Duration::from_secs(60); // a command in the foreground may not be through yet
         loop {
             let now = Facts::of(pid).without(&self.ignored);
             let differences = before.differences(&now);
@@ -133,10 +130,16 @@ impl Feature {
                 return;
             }
             if !kernel::alive(pid) {
-                assert!(self.ends_by_itself(), "{what}: the process has ended");
+                right!(self.ends_by_itself(), "{what}: the process has ended");
                 return;
             }
-            assert!(Instant::now() < patience, "{what}: seen from outside, these differ:\n{differences}");
+            if Instant::now() >= patience {
+                let why = format!("{what}: seen from outside, these differ:\n{differences}");
+                match what {
+                    "undisturbed" => panic!("{why}"),
+                    _ => verdict::wrong(why),
+                }
+            }
         }
     }
 
@@ -202,7 +205,7 @@ impl Feature {
                 return Some((running, before, Checkpoint::of(&output.ok())));
             }
             let go = running.directory().join("go");
-            running.finish("before it was cut");
+            running.finish("undisturbed, as the cut came too late");
             std::fs::remove_file(&go).unwrap_or_else(|e| panic!("{}: {e}", go.display()));
         }
     }
@@ -212,11 +215,17 @@ impl Feature {
         let Some((running, before, _)) = self.cut_once(scratch, target, stillpoint, "goes-on", &[]) else {
             return;
         };
+        fault::checkpointed(running.pid);
         self.same(&before, running.pid, "after a checkpoint");
-        for _ in 0..if self.restarts { 2 } else { 0 } {
+        for engine in if self.restarts { engine::in_turn() } else { Vec::new() } {
             self.pause(scratch, Instant::now());
-            stillpoint.checkpoint(running.pid, "goes-on", &[]);
-            self.same(&before, running.pid, "after a checkpoint");
+            let pid = running.pid.to_string();
+            let output =
+                stillpoint.run(&["checkpoint", &pid, "--name", "goes-on", "--engine", engine, "--json"]);
+            if !engine::is_impossible(&output) {
+                Checkpoint::of(&output.ok());
+            }
+            self.same(&before, running.pid, &format!("after a checkpoint by {engine}"));
         }
         running.finish("after checkpoints");
     }
@@ -239,13 +248,12 @@ impl Feature {
         if !self.ends_by_itself() {
             self.same(&before, pid, "after restore");
         }
+        fault::restored(pid);
         running.go();
         let output = restore.wait();
         let said = running.said();
-        assert!(
-            said.lines().any(|l| l == "ok"),
-            "after restore: the target found differences:\n{said}\n{output}"
-        );
+        eprintln!("{output}");
+        judge(&said, "after restore");
         assert_eq!(output.code(), 0, "the command ends as the program did: {output}");
     }
 

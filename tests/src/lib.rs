@@ -7,9 +7,12 @@
 //! Environment:
 //!
 //! * `STILLPOINT_BIN`: the command to test; by default the one of this workspace, built when needed.
-//! * `STILLPOINT_SEED`: the seed of random moments; a failing test prints the one it had.
+//! * `STILLPOINT_SEED`: the seed of a run's random moments and of what has its turn in it; a failing test prints it.
+//! * `STILLPOINT_TIER=soak`: all that a scenario can go through, not what has its turn.
+//! * `STILLPOINT_RUN`: a folder for what a run has to tell (see [`verdict`]).
 //! * `STILLPOINT_UNDISTURBED=1`: only run the programs and their checks, without any checkpoint.
-//! * `STILLPOINT_KILLS`: how many times the tests in `killing_us` kill the command (each).
+//! * `STILLPOINT_FAULT`: a fault on purpose (see [`fault`]).
+//! * `STILLPOINT_KILLS`: how many times the tests that kill the command do so (each).
 //! * `STILLPOINT_CUTS`: how many checkpoints each life of a writer in `instant` goes through.
 //! * `STILLPOINT_CHAIN`: how many checkpoints a chain in `incremental` has.
 //! * `STILLPOINT_KEEP=1`: keep the directories of tests that pass, too.
@@ -18,6 +21,7 @@
 pub mod client;
 pub mod cuts;
 pub mod engine;
+pub mod fault;
 pub mod feature;
 pub mod kernel;
 pub mod machine;
@@ -27,6 +31,9 @@ pub mod scratch;
 pub mod stillpoint;
 pub mod target;
 pub mod terminal;
+pub mod tier;
+pub mod turn;
+pub mod verdict;
 
 pub use client::Client;
 pub use cuts::Cuts;

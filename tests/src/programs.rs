@@ -2,7 +2,7 @@
 
 use crate::scratch::MARK;
 use crate::target::alone;
-use crate::{Scratch, kernel, skipped, undisturbed_only};
+use crate::{Scratch, kernel, skipped, undisturbed_only, verdict};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -171,11 +171,11 @@ impl Program {
             if *want != got {
                 let at = want.iter().zip(&got).position(|(a, b)| a != b).unwrap_or(want.len().min(got.len()));
                 let tail = String::from_utf8_lossy(&got[got.len().saturating_sub(600)..]).into_owned();
-                panic!(
+                verdict::wrong(format!(
                     "{name} differs from byte {at} on ({} bytes, expected {}), ends with:\n{tail}\n{history:#?}",
                     got.len(),
                     want.len()
-                );
+                ));
             }
         }
         Ok(())

@@ -1,9 +1,9 @@
 //! A directory for each test, random moments that can be repeated, and no process left behind.
 
-use crate::{Stillpoint, kernel};
-use std::cell::RefCell;
+use crate::{Stillpoint, kernel, right};
+use std::cell::{Cell, RefCell};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::OnceLock;
 
 /// Environment variable that marks every process of a test.
 pub const MARK: &str = "STILLPOINT_TEST_DIRECTORY";
@@ -13,23 +13,24 @@ pub const MARK: &str = "STILLPOINT_TEST_DIRECTORY";
 #[derive(Debug)]
 pub struct Scratch {
     root: PathBuf,
-    seed: u64,
     rng: RefCell<Rng>,
 }
 
 impl Scratch {
     /// A new directory, named after the running test.
     pub fn new() -> Self {
-        static COUNT: AtomicU32 = AtomicU32::new(0);
-        let seed = std::env::var("STILLPOINT_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or_else(|| {
-            let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-            now.map_or(1, |d| d.as_nanos() as u64 % 1_000_000_007)
-        });
-        let name = test_name().replace("::", "-");
-        let n = COUNT.fetch_add(1, Ordering::Relaxed);
-        let root = std::env::temp_dir().join(format!("stillpoint-{name}.{}.{n}", std::process::id()));
+        thread_local!(static COUNT: Cell<u64> = const { Cell::new(0) });
+        let n = COUNT.replace(COUNT.get() + 1);
+        let name = test_name();
+        if n == 0 {
+            end_earlier_attempts(&name);
+        }
+        // Another attempt of the same test in the same run has the same random numbers.
+        let seed =
+            name.bytes().fold(run_seed() ^ n, |seed, byte| Rng::new(seed ^ u64::from(byte)).next_u64());
+        let root = std::env::temp_dir().join(format!("{}{}.{n}", prefix(&name), std::process::id()));
         std::fs::create_dir_all(&root).unwrap_or_else(|e| panic!("{}: {e}", root.display()));
-        Scratch { root, seed, rng: RefCell::new(Rng::new(seed)) }
+        Scratch { root, rng: RefCell::new(Rng::new(seed)) }
     }
 
     /// The directory.
@@ -56,26 +57,19 @@ impl Scratch {
 
     /// Processes of this test that are alive (zombies are not).
     pub fn processes(&self) -> Vec<u32> {
-        let mark = format!("{MARK}={}\0", self.root.display()).into_bytes();
-        kernel::processes()
-            .into_iter()
-            .filter(|&pid| {
-                let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-                environment.windows(mark.len()).any(|w| w == mark) && kernel::alive(pid)
-            })
-            .collect()
+        marked(&format!("{MARK}={}\0", self.root.display()))
     }
 
-    /// Panics unless every process of this test ends by itself, soon.
+    /// Panics unless every process of this test ends by itself, soon. What is there for minutes does not end.
     #[track_caller]
     pub fn nothing_is_left(&self, what: &str) {
-        let until = std::time::Instant::now() + std::time::Duration::from_secs(30);
+        let until = std::time::Instant::now() + std::time::Duration::from_secs(120);
         loop {
             let left = self.processes();
             if left.is_empty() {
                 return;
             }
-            assert!(
+            right!(
                 std::time::Instant::now() < until,
                 "{what}: processes are left behind: {}",
                 kernel::describe(&left)
@@ -86,17 +80,7 @@ impl Scratch {
 
     /// Ends every process of this test.
     pub fn sweep(&self) {
-        for _ in 0..50 {
-            let left = self.processes();
-            if left.is_empty() {
-                return;
-            }
-            for pid in left {
-                kernel::kill(pid, kernel::SIGKILL);
-                kernel::kill(pid, kernel::SIGCONT);
-            }
-            std::thread::sleep(std::time::Duration::from_millis(10));
-        }
+        sweep(|| self.processes());
     }
 }
 
@@ -116,7 +100,7 @@ impl Drop for Scratch {
             eprintln!("kept: {}", self.root.display());
             eprintln!(
                 "run again: STILLPOINT_SEED={} cargo test -p stillpoint-tests --test {} -- --exact {}",
-                self.seed,
+                run_seed(),
                 binary_name(),
                 test_name()
             );
@@ -125,6 +109,58 @@ impl Drop for Scratch {
         } else {
             eprintln!("kept: {}", self.root.display());
         }
+    }
+}
+
+/// The seed of this run, from which each test has its own: `STILLPOINT_SEED`, or one for each run of the tests.
+pub fn run_seed() -> u64 {
+    static SEED: OnceLock<u64> = OnceLock::new();
+    *SEED.get_or_init(|| {
+        let asked = std::env::var("STILLPOINT_SEED").ok().and_then(|seed| seed.parse().ok());
+        // All attempts of a run have the same id of it, where there is one.
+        let of_run = || {
+            let id = std::env::var("NEXTEST_RUN_ID").ok()?;
+            Some(id.bytes().fold(0, |seed, byte| Rng::new(seed ^ u64::from(byte)).next_u64()) % 1_000_000_007)
+        };
+        let now = || std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+        asked.or_else(of_run).unwrap_or_else(|| now().map_or(1, |d| d.as_nanos() as u64 % 1_000_000_007))
+    })
+}
+
+/// How the names of the directories of a test begin.
+fn prefix(test: &str) -> String {
+    format!("stillpoint-{}.", test.replace("::", "-"))
+}
+
+/// An attempt that took too long was killed, and has left processes.
+fn end_earlier_attempts(test: &str) {
+    let is_first = std::env::var("NEXTEST_ATTEMPT").map_or(true, |attempt| attempt == "1");
+    if !is_first {
+        sweep(|| marked(&format!("{MARK}={}", std::env::temp_dir().join(prefix(test)).display())));
+    }
+}
+
+/// Processes that are alive (zombies are not) and have these bytes in their environment.
+fn marked(mark: &str) -> Vec<u32> {
+    let is_marked = |&pid: &u32| {
+        let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+        environment.windows(mark.len()).any(|w| w == mark.as_bytes()) && kernel::alive(pid)
+    };
+    kernel::processes().into_iter().filter(is_marked).collect()
+}
+
+/// Ends processes until there are none, or they do not end.
+fn sweep(processes: impl Fn() -> Vec<u32>) {
+    for _ in 0..50 {
+        let left = processes();
+        if left.is_empty() {
+            return;
+        }
+        for pid in left {
+            kernel::kill(pid, kernel::SIGKILL);
+            kernel::kill(pid, kernel::SIGCONT);
+        }
+        std::thread::sleep(std::time::Duration::from_millis(10));
     }
 }
 

@@ -1,6 +1,7 @@
 //! The command under test.
 
 use crate::scratch::MARK;
+use crate::{right, verdict};
 use serde_json::Value;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -69,6 +70,24 @@ impl Output {
     pub fn code(&self) -> i32 {
         use std::os::unix::process::ExitStatusExt;
         self.status.code().unwrap_or_else(|| 128 + self.status.signal().unwrap_or(0))
+    }
+
+    /// What was asked and what came of it, in three words: the command, its engine, and how it ended.
+    fn kind(&self) -> String {
+        let mut words = self.arguments.split(' ');
+        let command = words.next().unwrap_or_default();
+        let engine = match words.skip_while(|word| *word != "--engine").nth(1) {
+            Some(engine) => engine,
+            None if command == "checkpoint" => "auto",
+            None => "-",
+        };
+        let end = match self.code() {
+            0 => "done",
+            3 => "refused",
+            code if code > 128 => "killed",
+            _ => "failed",
+        };
+        format!("{command} {engine} {end}")
     }
 
     /// Panics unless it succeeded.
@@ -214,7 +233,15 @@ impl Stillpoint {
         };
         let _ = std::fs::remove_file(out);
         let _ = std::fs::remove_file(err);
+        verdict::note("commands", &output.kind());
         output
+    }
+
+    /// `verify`: no damage in the store.
+    #[track_caller]
+    pub fn verified(&self) {
+        let output = self.run(&["verify"]);
+        right!(output.status.success(), "the store is damaged: {output}");
     }
 
     /// `checkpoint TARGET --name NAME --json [EXTRA…]`, which must succeed.

@@ -1,14 +1,14 @@
-//! The purpose-made programs of `targets/`: built once for each test binary, started, told to go on, judged.
+//! The purpose-made programs of `targets/`: started, told to go on, judged.
 
 use crate::kernel;
 use crate::scratch::MARK;
 use crate::stillpoint::{Stillpoint, binary};
-use std::collections::HashMap;
+use crate::verdict::{self, Judgement};
+use crate::{fault, right};
 use std::ffi::OsStr;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::{Arc, LazyLock, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 /// How a C program is built.
@@ -25,44 +25,22 @@ pub enum Build {
 }
 
 impl Build {
-    /// Compiles a source file; `None` (and a word about it) where the compiler for it is missing.
-    pub fn compile(self, source: &Path) -> Option<PathBuf> {
-        type Slot = Arc<OnceLock<Option<PathBuf>>>;
-        static DONE: LazyLock<Mutex<HashMap<(Build, PathBuf), Slot>>> = LazyLock::new(Default::default);
-        let key = (self, source.to_owned());
-        let slot = DONE.lock().unwrap_or_else(|e| e.into_inner()).entry(key).or_default().clone();
-        slot.get_or_init(|| self.compile_now(source)).clone()
-    }
-
-    fn compile_now(self, source: &Path) -> Option<PathBuf> {
-        let stem = source.file_stem().unwrap_or_default().to_string_lossy();
-        let exe = std::env::current_exe().unwrap_or_default();
-        let directory = exe.ancestors().nth(2).unwrap_or(Path::new("/tmp")).join("targets");
-        std::fs::create_dir_all(&directory).unwrap_or_else(|e| panic!("{}: {e}", directory.display()));
-        let (compiler, flags): (&str, &[&str]) = match self {
-            Build::Dynamic => ("cc", &[]),
-            Build::Static => ("cc", &["-static", "-no-pie"]),
-            Build::Musl => ("musl-gcc", &["-static"]),
-            Build::Bits32 => ("cc", &["-m32"]),
-        };
-        let out = directory.join(format!("{stem}-{self:?}").to_lowercase());
-        // Test binaries run at the same time: each builds under a name of its own, then renames.
-        let temporary = directory.join(format!(".{stem}-{self:?}.{}", std::process::id()));
-        let done = Command::new(compiler)
-            .args(["-O1", "-g", "-pthread", "-o"])
-            .arg(&temporary)
-            .args(flags)
-            .arg(source)
-            .arg("-lm")
-            .output()
-            .ok()?;
-        if !done.status.success() {
-            let said = String::from_utf8_lossy(&done.stderr);
-            assert!(self == Build::Bits32, "{}: {said}", source.display());
-            return None;
+    /// The program of a source file, which `build.rs` has built before any test ran; `None` where the compiler for it is
+    /// missing.
+    pub fn of(self, source: &Path) -> Option<PathBuf> {
+        let here = source.strip_prefix(env!("CARGO_MANIFEST_DIR")).unwrap_or(source).with_extension("");
+        let build = format!("{self:?}").to_lowercase();
+        let program = Path::new(env!("OUT_DIR")).join(format!("{}-{build}", here.display()));
+        if program.exists() {
+            return Some(program);
         }
-        std::fs::rename(&temporary, &out).unwrap_or_else(|e| panic!("{}: {e}", out.display()));
-        Some(out)
+        let missing = program.with_extension("missing");
+        assert!(
+            missing.exists(),
+            "{} is not built as {self:?}: tests/build.rs lists what is",
+            source.display()
+        );
+        None
     }
 }
 
@@ -89,7 +67,7 @@ impl Target {
     /// A scenario of `targets/NAME.c`; `None` where it cannot be built this way.
     pub fn new(name: &str, scenario: &str, build: Build) -> Option<Self> {
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("targets").join(format!("{name}.c"));
-        Some(Target { program: build.compile(&source)?, scenario: scenario.to_owned() })
+        Some(Target { program: build.of(&source)?, scenario: scenario.to_owned() })
     }
 
     /// The command that starts it in a session of its own, with its output in `DIRECTORY/out`.
@@ -140,7 +118,7 @@ impl Target {
         let json: serde_json::Value =
             serde_json::from_str(report.trim()).unwrap_or_else(|e| panic!("run: {e}: {report}"));
         let number = |key: &str| json[key].as_u64().unwrap_or_else(|| panic!("no {key} in {json}")) as u32;
-        let running = Running::restored(number("pid"), directory);
+        let running = Running { pid: number("pid"), child: None, directory: directory.to_owned() };
         running.await_ready();
         Job { running, supervisor: number("supervisor_pid") }
     }
@@ -163,6 +141,7 @@ impl Running {
 
     /// A target that is not.
     pub fn restored(pid: u32, directory: &Path) -> Self {
+        fault::restored(pid);
         Running { pid, child: None, directory: directory.to_owned() }
     }
 
@@ -254,11 +233,24 @@ impl Running {
         self.go();
         let status = self.wait(Duration::from_secs(90));
         let said = self.said();
-        assert!(said.lines().any(|l| l == "ok"), "{what}: the target found differences:\n{said}");
+        judge(&said, what);
         if let Some(status) = status {
-            assert!(status.success(), "{what}: the target ended with {status}:\n{said}");
+            right!(status.success(), "{what}: the target ended with {status}:\n{said}");
         }
         said
+    }
+}
+
+/// Panics unless a target found all as it was. Undisturbed, what it finds is its own fault, or the machine's.
+#[track_caller]
+pub fn judge(said: &str, what: &str) {
+    let first = said.lines().find(|line| line.starts_with("differs: ")).unwrap_or("it says nothing more");
+    let found = format!("{what}: the target found differences: {first}\n{said}");
+    match Judgement::of(said) {
+        Judgement::Right => {}
+        Judgement::Late => panic!("{what}: the target took longer than it should:\n{said}"),
+        Judgement::Wrong if what.contains("undisturbed") => panic!("{found}"),
+        Judgement::Wrong => verdict::wrong(found),
     }
 }
 

@@ -2,6 +2,7 @@
 
 use crate::scratch::MARK;
 use crate::target::alone;
+use crate::turn::{self, Turn};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use rustix::termios::{LocalModes, Winsize, tcgetattr, tcsetwinsize};
 use std::ffi::OsStr;
@@ -11,7 +12,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 /// A pseudo-terminal of which this process is the user.
@@ -22,11 +23,24 @@ pub struct Terminal {
     shown: Arc<Mutex<Vec<u8>>>,
     /// How often there was nobody, and nothing left to be read.
     silences: Arc<AtomicU64>,
+    _turn: Arc<Turn>,
+}
+
+/// The turn of all terminals of this process.
+fn turn_of_all() -> Arc<Turn> {
+    static SLOT: Mutex<Weak<Turn>> = Mutex::new(Weak::new());
+    let mut slot = SLOT.lock().expect("nobody panics with it");
+    slot.upgrade().unwrap_or_else(|| {
+        let turn = Arc::new(Turn::of(turn::TERMINALS));
+        *slot = Arc::downgrade(&turn);
+        turn
+    })
 }
 
 impl Terminal {
     /// A new terminal without a size.
     pub fn new() -> Self {
+        let _turn = turn_of_all();
         let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).expect("a pty");
         grantpt(&master).expect("grantpt");
         unlockpt(&master).expect("unlockpt");
@@ -49,7 +63,7 @@ impl Terminal {
                 }
             }
         });
-        Terminal { master: File::from(master), slave, shown, silences }
+        Terminal { master: File::from(master), slave, shown, silences, _turn }
     }
 
     /// A new terminal of so many rows and columns.

@@ -4,7 +4,7 @@
 
 #define ROOM (24ul << 20)
 #define THREADS 4
-#define STEPS (4ul << 20)
+#define STEPS (2ul << 20)
 
 static char *memory;
 static uint64_t results[THREADS];

@@ -1,6 +1,6 @@
 // What all target programs share. A target is started as `PROGRAM SCENARIO DIRECTORY` with its standard output in
 // DIRECTORY/out. It builds up some state, says "ready", waits until DIRECTORY/go exists, and then checks that all of
-// the state is still there. It ends with "ok" and status 0, or with one line for each thing that differs and status 1.
+// the state is still there. It ends with "ok" and status 0, or with one line for each thing that differs, or is late, and status 1.
 #ifndef TARGET_H
 #define TARGET_H
 #ifndef _GNU_SOURCE
@@ -73,6 +73,15 @@ static UNUSED void say(const char *format, ...) {
       if (failures < 40)                                                                                               \
         say("differs: %s:%d: %s is %lld (%#llx), expected %lld (%#llx), errno %d", __FILE__, __LINE__, #actual, got_,  \
             got_, want_, want_, errno);                                                                                \
+    }                                                                                                                  \
+  } while (0)
+
+// What must hold after the cut unless the machine is busy: it is about time, and nothing differs.
+#define IN_TIME(condition)                                                                                             \
+  do {                                                                                                                 \
+    if (!(condition)) {                                                                                                \
+      __atomic_add_fetch(&failures, 1, __ATOMIC_SEQ_CST);                                                              \
+      say("late: %s:%d: %s", __FILE__, __LINE__, #condition);                                                          \
     }                                                                                                                  \
   } while (0)
 

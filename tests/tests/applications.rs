@@ -9,7 +9,9 @@ use std::time::Duration;
 use stillpoint_tests::programs::{Program, installed, source};
 use stillpoint_tests::scratch::MARK;
 use stillpoint_tests::target::alone;
-use stillpoint_tests::{Scratch, Stillpoint, Terminal, kernel, skipped, undisturbed_only, wait_for};
+use stillpoint_tests::{
+    Scratch, Stillpoint, Terminal, kernel, right, right_eq, skipped, undisturbed_only, wait_for,
+};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 /// How often each is killed and restored.
@@ -93,7 +95,7 @@ impl Job {
     #[track_caller]
     fn ends_with(mut self, code: i32) {
         let status = wait_for("the job to end", PATIENCE, || self.front.try_wait().expect("wait"));
-        assert_eq!(status.code(), Some(code), "{status}: {:?}", self.terminal.shown());
+        right_eq!(status.code(), Some(code), "{status}: {:?}", self.terminal.shown());
         self.scratch.nothing_is_left("in the end");
     }
 }
@@ -127,7 +129,7 @@ fn vim() {
     job.terminal.type_keys("\x1bp:call writefile([&lines . ' ' . &columns], 'size')\r:wq\r");
     has(&format!("{expected}\nfirst line\n"));
     let size = fs::read_to_string(job.directory.join("size")).expect("size");
-    assert_eq!(size, format!("{} {}\n", 24 + LIVES, 80 + LIVES));
+    right_eq!(size, format!("{} {}\n", 24 + LIVES, 80 + LIVES));
     job.ends_with(0);
 }
 
@@ -223,7 +225,7 @@ fn bash_whose_ids_are_taken() {
     says("fg\nand on\n", "heard: and on");
     terminal.type_keys("\x04exit 4\n");
     let status = wait_for("the shell to end", PATIENCE, || other.try_wait().expect("wait"));
-    assert_eq!(status.code(), Some(4), "{:?}", terminal.shown());
+    right_eq!(status.code(), Some(4), "{:?}", terminal.shown());
     job.says("here\n", "heard: here");
     job.says("\x04echo over-$known\n", "over-5");
     job.terminal.type_keys("exit 3\n");
@@ -328,8 +330,8 @@ fn files_on_fuse() {
     let output = scratch.stillpoint().run(&["checkpoint", &child.id().to_string(), "--name", "held"]);
     let output = output.fails(3, &["FUSE", file.to_str().expect("path"), "descriptor 7"]);
     for pid in all() {
-        assert!(kernel::alive(pid), "{output}");
-        assert_eq!(kernel::status(pid, "TracerPid").as_deref(), Some("0"), "{output}");
+        right!(kernel::alive(pid), "{output}");
+        right_eq!(kernel::status(pid, "TracerPid").as_deref(), Some("0"), "{output}");
     }
     scratch.sweep();
     child.wait().expect("wait");

@@ -8,16 +8,18 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 use std::time::Duration;
+use stillpoint_tests::observe::Facts;
 use stillpoint_tests::programs::{built_by_go, installed, source};
 use stillpoint_tests::scratch::MARK;
 use stillpoint_tests::target::{Running, alone};
 use stillpoint_tests::{
-    Build, Output, Scratch, Stillpoint, Target, kernel, skipped, undisturbed_only, wait_for,
+    Build, Output, Scratch, Stillpoint, Target, kernel, right, right_eq, skipped, tier, undisturbed_only,
+    wait_for,
 };
 
 /// How often a test goes back and forth.
 fn turns() -> u64 {
-    std::env::var("STILLPOINT_TURNS").ok().and_then(|k| k.parse().ok()).unwrap_or(24)
+    tier::times("STILLPOINT_TURNS", 8, 50)
 }
 
 /// A program of which snapshots are taken.
@@ -40,6 +42,8 @@ impl Branched {
             skipped(&why);
             return None;
         }
+        // A thread that only begins has not registered its restartable sequences: there is no way back to before that.
+        let _ = Facts::settled(running.pid);
         if undisturbed_only() {
             running.finish("undisturbed");
             return None;
@@ -110,7 +114,7 @@ impl Branched {
                 // What is shared cannot be mapped again.
                 _ => drop(self.try_rollback(any, "shared memory has been unmapped since")),
             }
-            assert!(kernel::alive(self.running.pid), "it has ended:\n{}", self.running.said());
+            right!(kernel::alive(self.running.pid), "it has ended:\n{}", self.running.said());
         }
         there.iter().for_each(|id| self.forget(*id));
     }
@@ -228,7 +232,8 @@ fn ran(scratch: &Scratch, program: &Command) -> String {
     let output = run.output().expect("timeout");
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
     let complaints = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{}: {said}\n{complaints}", output.status);
+    assert!(output.status.code() != Some(124), "it took too long: {said}\n{complaints}");
+    right!(output.status.success(), "{}: {said}\n{complaints}", output.status);
     said
 }
 
@@ -255,7 +260,7 @@ fn library() -> Option<PathBuf> {
 fn a_program_by_itself() {
     let scratch = Scratch::new();
     if let Some(said) = by_itself(&scratch, "tests/programs/branching.c", &["30"]) {
-        assert_eq!(said, "ok\n");
+        right_eq!(said, "ok\n");
         scratch.nothing_is_left("in the end");
     }
 }
@@ -265,7 +270,7 @@ fn a_program_by_itself() {
 fn nothing_is_overlooked() {
     let scratch = Scratch::new();
     if let Some(said) = by_itself(&scratch, "tests/programs/overlooked.c", &["3"]) {
-        assert_eq!(said, "ok\n");
+        right_eq!(said, "ok\n");
         scratch.nothing_is_left("in the end");
     }
 }
@@ -274,7 +279,7 @@ fn nothing_is_overlooked() {
 fn guard_regions_that_come_and_go() {
     let scratch = Scratch::new();
     if let Some(said) = by_itself(&scratch, "tests/programs/guards.c", &["60"]) {
-        assert!(said == "ok\n" || said.contains("no guard regions"), "{said}");
+        right!(said == "ok\n" || said.contains("no guard regions"), "{said}");
     }
 }
 
@@ -292,7 +297,7 @@ fn a_python_program_by_itself() {
     run.arg(root.join("programs/branching.py")).arg("12").env("PYTHONDONTWRITEBYTECODE", "1");
     run.env("STILLPOINT_LIBRARY", folder.join("libstillpoint.so")).env("PYTHONPATH", root.join("../python"));
     let said = ran(&scratch, &run);
-    assert_eq!(said, "ok\n");
+    right_eq!(said, "ok\n");
     scratch.nothing_is_left("in the end");
 }
 
@@ -313,7 +318,7 @@ fn a_notebook() {
     run.arg(root.join("../crates/library/examples/undo.ipynb"));
     run.env("PYTHONDONTWRITEBYTECODE", "1").env("HOME", scratch.directory("home"));
     run.env("STILLPOINT_LIBRARY", folder.join("libstillpoint.so")).env("PYTHONPATH", root.join("../python"));
-    assert_eq!(ran(&scratch, &run), "ok\n");
+    right_eq!(ran(&scratch, &run), "ok\n");
     scratch.nothing_is_left("in the end");
 }
 
@@ -377,7 +382,7 @@ impl Talking {
         let until = self.said().lines().count() + lines;
         wait_for("the program to count", Duration::from_secs(60), || {
             let said = self.said();
-            assert!(!said.contains("wrong") && kernel::alive(self.branched.running.pid), "{said}");
+            right!(!said.contains("wrong") && kernel::alive(self.branched.running.pid), "{said}");
             (said.lines().count() >= until).then_some(())
         });
     }
@@ -506,7 +511,7 @@ fn leaks_nothing(scratch: Scratch, command: &[&str]) {
 fn a_program_of_either_c_library_leaks_nothing() {
     let heap = source("heap.c");
     for build in [Build::Dynamic, Build::Musl] {
-        match build.compile(&heap) {
+        match build.of(&heap) {
             Some(program) => leaks_nothing(Scratch::new(), &[&program.to_string_lossy()]),
             None => skipped("no compiler for it"),
         }
@@ -580,7 +585,7 @@ fn go_goes_back() {
 fn a_search_that_backtracks() {
     let scratch = Scratch::new();
     if let Some(said) = by_itself(&scratch, "crates/library/examples/queens.c", &["6"]) {
-        assert_eq!(said, "1 3 5 0 2 4\n");
+        right_eq!(said, "1 3 5 0 2 4\n");
         scratch.nothing_is_left("in the end");
     }
 }
@@ -589,7 +594,7 @@ fn a_search_that_backtracks() {
 fn a_simulation_that_speculates() {
     let scratch = Scratch::new();
     if let Some(said) = by_itself(&scratch, "crates/library/examples/timewarp.c", &["4", "20"]) {
-        assert!(said.ends_with("rollbacks: as by one thread\n"), "{said}");
+        right!(said.ends_with("rollbacks: as by one thread\n"), "{said}");
         assert!(!said.contains(" 0 rollbacks"), "{said}");
         scratch.nothing_is_left("in the end");
     }
@@ -720,7 +725,7 @@ fn as_many_mappings_as_there_can_be_leave_no_way_back() {
 
 /// A program that checks itself, made from C; otherwise says what is skipped.
 fn made(name: &str) -> Option<String> {
-    let Some(program) = Build::Dynamic.compile(&source(name)) else {
+    let Some(program) = Build::Dynamic.of(&source(name)) else {
         skipped("no compiler for it");
         return None;
     };
@@ -766,7 +771,7 @@ fn connections_leak_nothing() {
 }
 
 /// Who has many children that ended, and waits for none, may be no one who buries a twin. That is not found out by waiting, for the
-/// program stands still: it would for five seconds.
+/// program stands still: it would for five seconds each time.
 #[test]
 fn a_parent_that_buries_nobody_makes_no_snapshot_last() {
     let Some(python) = installed(&["python3"], "python3") else { return };
@@ -790,8 +795,12 @@ time.sleep(1000)";
         let ended = children.iter().filter(|pid| !kernel::alive(**pid)).count();
         children.into_iter().find(|pid| sleeps(pid) && ended == 20)
     });
-    let told = scratch.stillpoint().run(&["snapshot", &pid.to_string(), "--json"]).ok().json();
-    assert!(told["pause_ms"].as_f64().is_some_and(|ms| ms < 5000.0), "{told}");
+    let pauses = (0..4).map(|_| {
+        let told = scratch.stillpoint().run(&["snapshot", &pid.to_string(), "--json"]).ok().json();
+        told["pause_ms"].as_f64().expect("a pause")
+    });
+    let all: f64 = pauses.sum();
+    assert!(all < 15_000.0, "it stood still for {all} ms");
     parent.kill().and_then(|()| parent.wait()).expect("killed");
 }
 
@@ -900,11 +909,11 @@ fn children_made_since_are_killed_and_others_are_missed() {
         let second = branched.snapshot();
         assert!(branched.try_rollback(second, ""));
         talking.goes_on(3);
-        assert!(kernel::alive(child) && kernel::alive(grandchild));
+        right!(kernel::alive(child) && kernel::alive(grandchild));
         branched.stillpoint.run(&["rollback", &back(first)]).fails(3, &["made since", "--kill-children"]);
         assert!(branched.try_rollback(first, ""));
         children(pid, WORKERS);
-        assert!(!kernel::alive(child) && !kernel::alive(grandchild));
+        right!(!kernel::alive(child) && !kernel::alive(grandchild));
         talking.goes_on(3);
         assert!(!branched.try_rollback(second, "has ended since, and does not come back"));
         talking.goes_on(3);
@@ -919,7 +928,7 @@ fn children_made_since_are_killed_and_others_are_missed() {
 #[test]
 fn children_that_come_and_go_are_in_no_snapshots_way() {
     const SNAPSHOTS: usize = 80;
-    let Some(program) = Build::Dynamic.compile(&source("passers.c")) else {
+    let Some(program) = Build::Dynamic.of(&source("passers.c")) else {
         skipped("no compiler for it");
         return;
     };

@@ -13,7 +13,8 @@ use stillpoint_tests::programs::{installed, source};
 use stillpoint_tests::scratch::MARK;
 use stillpoint_tests::target::{Running, alone};
 use stillpoint_tests::{
-    Build, Checkpoint, Scratch, Stillpoint, Target, kernel, skipped, undisturbed_only, wait_for,
+    Build, Checkpoint, Scratch, Stillpoint, Target, kernel, right, right_eq, skipped, tier, undisturbed_only,
+    wait_for,
 };
 
 const PATIENCE: Duration = Duration::from_secs(240);
@@ -23,7 +24,7 @@ const LAZY: [&str; 2] = ["--eager-below", "0"];
 
 /// How often a test kills.
 fn kills() -> u64 {
-    std::env::var("STILLPOINT_KILLS").ok().and_then(|k| k.parse().ok()).unwrap_or(300)
+    tier::times("STILLPOINT_KILLS", 30, 300)
 }
 
 /// A target of which there is a checkpoint.
@@ -89,7 +90,7 @@ fn clones(stillpoint: &Stillpoint, checkpoint: &Checkpoint, count: usize, extra:
     let pid = |line: &str| line.split("restored as pid ").nth(1)?.split(' ').next()?.parse().ok();
     let pids: Vec<u32> = output.stdout.lines().filter_map(pid).collect();
     assert_eq!(pids.len(), count, "{output}");
-    assert!(pids.iter().all(|&pid| kernel::alive(pid)), "{output}");
+    right!(pids.iter().all(|&pid| kernel::alive(pid)), "{output}");
     pids
 }
 
@@ -105,8 +106,8 @@ fn results(directory: &Path, count: usize) -> Vec<String> {
 #[track_caller]
 fn all_are_good(directory: &Path, count: usize) {
     let lines = results(directory, count);
-    assert_eq!(lines.len(), count, "{lines:?}");
-    assert!(lines.iter().all(|line| line.starts_with("good") && *line == lines[0]), "{lines:?}");
+    right_eq!(lines.len(), count, "{lines:?}");
+    right!(lines.iter().all(|line| line.starts_with("good") && *line == lines[0]), "{lines:?}");
     for file in ["results", "go"] {
         let _ = fs::remove_file(directory.join(file));
     }
@@ -198,7 +199,8 @@ fn beside_the_original() {
 fn beside_each_other() {
     let Some(saved) = Saved::new("compute") else { return };
     let Killed { scratch, stillpoint, checkpoint, directory, .. } = saved.killed();
-    for extra in [&[][..], &["--limit-bandwidth", "30MB/s"], &["--eager"], &["--files", "keep"]] {
+    let ways = [&[][..], &["--limit-bandwidth", "30MB/s"], &["--eager"], &["--files", "keep"]];
+    for extra in tier::turn("beside_each_other", &ways) {
         clones(&stillpoint, &checkpoint, 3, extra);
         go(&directory);
         all_are_good(&directory, 3);
@@ -261,7 +263,7 @@ fn one_is_killed() {
             kernel::wait_gone(*pid, PATIENCE);
         }
         wait_for("two jobs", PATIENCE, || (running(&stillpoint).len() == 2).then_some(()));
-        assert!(kernel::alive(pids[0]) && kernel::alive(pids[3]));
+        right!(kernel::alive(pids[0]) && kernel::alive(pids[3]));
         go(&directory);
         all_are_good(&directory, 2);
         scratch.nothing_is_left("in the end");
@@ -533,7 +535,7 @@ fn touching_what_is_missing() {
             std::thread::sleep(Duration::from_micros(scratch.random().below(6_000)));
         };
         let said = fs::read_to_string(directory.join("out")).unwrap_or_default();
-        assert!(status.success(), "{scenario}: {status} after {killed} kills: {said}");
+        right!(status.success(), "{scenario}: {status} after {killed} kills: {said}");
         scratch.nothing_is_left(scenario);
     }
 }
@@ -549,17 +551,17 @@ fn files_stay_as_they_are() {
     fs::write(directory.join("out"), [&before, grown.as_bytes()].concat()).expect("write");
     clones(&stillpoint, &checkpoint, 2, &[]);
     let after = fs::read(directory.join("out")).expect("read");
-    assert_eq!(after, [&before, grown.as_bytes()].concat());
+    right_eq!(after, [&before, grown.as_bytes()].concat());
     // No less where it is not asked to be a clone.
     let out = directory.join("out").display().to_string();
     stillpoint
         .run(&["restore", &checkpoint.name(), "--detach"])
         .fails(3, &["still runs", &original.pid.to_string(), &out, "--clone"]);
-    assert_eq!(fs::read(directory.join("out")).expect("read"), after);
+    right_eq!(fs::read(directory.join("out")).expect("read"), after);
     go(&directory);
     all_are_good(&directory, 3);
     let after = fs::metadata(directory.join("out")).expect("metadata").len() as usize;
-    assert_eq!(after, before.len() + grown.len());
+    right_eq!(after, before.len() + grown.len());
     drop(original);
     scratch.nothing_is_left("in the end");
 }
@@ -590,9 +592,9 @@ fn python_with_threads() {
     let checkpoint = stillpoint.checkpoint(original.id(), "job", &[]);
     let output = stillpoint.run(&arguments(&checkpoint.name(), "5", &[])).ok();
     let line = String::from_utf8_lossy(&expected.stdout).into_owned();
-    assert_eq!(output.stdout, line.repeat(5), "{output}");
+    right_eq!(output.stdout, line.repeat(5), "{output}");
     let original = original.wait_with_output().expect("wait");
-    assert_eq!(String::from_utf8_lossy(&original.stdout), line);
+    right_eq!(String::from_utf8_lossy(&original.stdout), line);
     scratch.nothing_is_left("in the end");
 }
 
@@ -722,10 +724,10 @@ print(b''.join(found).hex(), repr(sys.stdin.read()), flush=True)
     let mut said = String::new();
     // It ends when all who could say something have ended.
     child.stdout.take().expect("a pipe").read_to_string(&mut said).expect("what they said");
-    assert!(child.wait().expect("wait").success());
+    right!(child.wait().expect("wait").success());
     let lines: Vec<&str> = said.lines().collect();
-    assert!(lines.len() == 4 && lines.iter().all(|line| *line == lines[0]), "{said}");
-    assert!(lines[0].ends_with(" ''"), "{said}");
+    right!(lines.len() == 4 && lines.iter().all(|line| *line == lines[0]), "{said}");
+    right!(lines[0].ends_with(" ''"), "{said}");
     scratch.nothing_is_left("in the end");
 }
 
@@ -777,7 +779,7 @@ with open('results', 'ab', 0) as file:
     clones(&stillpoint, &checkpoint, 2, &[]);
     go(&directory);
     all_are_good(&directory, 5);
-    assert!(child.wait().expect("wait").success());
+    right!(child.wait().expect("wait").success());
     scratch.nothing_is_left("in the end");
 }
 
@@ -817,7 +819,7 @@ fn killed_while_twins_are_made() {
             kernel::kill(ours, kernel::SIGKILL);
         }
         let _ = front.wait();
-        assert!(kernel::alive(original.pid));
+        right!(kernel::alive(original.pid));
         // Those that stood already run, and some of them have lost whoever loads their memory.
         let is_twin = |twin: &u32| {
             let name = fs::read_to_string(format!("/proc/{twin}/comm")).unwrap_or_default();
@@ -835,6 +837,6 @@ fn killed_while_twins_are_made() {
     println!("{whole} times there were both");
     go(&directory);
     let lines = results(&directory, 1);
-    assert!(lines[0].starts_with("good"), "{lines:?}");
+    right!(lines[0].starts_with("good"), "{lines:?}");
     original.finish("the original");
 }

@@ -10,7 +10,9 @@ use std::time::Duration;
 use stillpoint_tests::observe::Facts;
 use stillpoint_tests::stillpoint::binary;
 use stillpoint_tests::target::{Running, alone};
-use stillpoint_tests::{Build, Scratch, Stillpoint, Target, kernel, skipped, undisturbed_only, wait_for};
+use stillpoint_tests::{
+    Build, Scratch, Stillpoint, Target, kernel, right_eq, skipped, undisturbed_only, wait_for,
+};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -78,11 +80,11 @@ fn run_passes_input_output_and_signals() {
     let mut output = BufReader::new(child.stdout.take().expect("pipe"));
     let mut line = String::new();
     output.read_line(&mut line).expect("read");
-    assert_eq!(line, "ready\n");
+    right_eq!(line, "ready\n");
     writeln!(input, "hello").expect("write");
     line.clear();
     output.read_line(&mut line).expect("read");
-    assert_eq!(line, "echo hello\n");
+    right_eq!(line, "echo hello\n");
     drop(input);
     assert!(child.wait().expect("wait").success());
 
@@ -120,7 +122,7 @@ fn stdio_follows_whoever_restores() {
     writeln!(input, "one").expect("write");
     line.clear();
     output.read_line(&mut line).expect("read");
-    assert_eq!(line, "echo one\n");
+    right_eq!(line, "echo one\n");
     known(&stillpoint, "echo");
     stillpoint.checkpoint("echo", "echo", &["--kill"]);
     let status = first.wait().expect("wait");
@@ -133,7 +135,7 @@ fn stdio_follows_whoever_restores() {
         writeln!(input, "two {generation}").expect("write");
         line.clear();
         output.read_line(&mut line).expect("read");
-        assert_eq!(line, format!("echo two {generation}\n"));
+        right_eq!(line, format!("echo two {generation}\n"));
         if generation == 0 {
             known(&stillpoint, "echo");
             stillpoint.checkpoint("echo", "echo", &["--kill"]);
@@ -142,7 +144,7 @@ fn stdio_follows_whoever_restores() {
             writeln!(input, "end").expect("write");
             line.clear();
             output.read_line(&mut line).expect("read");
-            assert_eq!(line, "echo end\n");
+            right_eq!(line, "echo end\n");
             assert_eq!(again.wait().expect("wait").code(), Some(0));
         }
     }
@@ -368,6 +370,6 @@ fn whoever_looks_at_a_program_that_is_being_restored_changes_nothing() {
     }
     restored.join().expect("restore").ok();
     let running = Running::restored(pid, &directory);
-    assert_eq!(before.differences(&Facts::settled(pid)), "");
+    right_eq!(before.differences(&Facts::settled(pid)), "");
     running.finish("after restore");
 }

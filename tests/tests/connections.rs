@@ -10,7 +10,8 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 use stillpoint_tests::target::{Running, alone};
 use stillpoint_tests::{
-    Build, Client, Feature, Rng, Scratch, Stillpoint, Target, kernel, skipped, undisturbed_only, wait_for,
+    Build, Client, Feature, Rng, Scratch, Stillpoint, Target, kernel, right, right_eq, skipped,
+    undisturbed_only, wait_for,
 };
 
 /// Each scenario through everything that can happen to it; and restored from a checkpoint that it went on after, so that its
@@ -159,7 +160,7 @@ impl Served {
             };
             while kernel::alive(self.running.pid) && !answered() {
                 assert!(began.elapsed() < Duration::from_secs(60), "{what}: clients wait in vain");
-                assert!(!self.clients.iter().any(Client::has_lost), "{what}: a client has lost");
+                right!(!self.clients.iter().any(Client::has_lost), "{what}: a client has lost");
                 std::thread::sleep(Duration::from_millis(2));
             }
             if kernel::alive(self.running.pid) {
@@ -282,7 +283,7 @@ fn a_connection_that_waits_to_be_accepted_is_kept() {
     let mut heard = [0; 5];
     client.set_read_timeout(Some(Duration::from_secs(60))).expect("timeout");
     client.read_exact(&mut heard).expect("its answer");
-    assert_eq!(&heard, b"hello");
+    right_eq!(&heard, b"hello");
     drop(client);
     served.finish();
 }
@@ -450,7 +451,7 @@ fn says_back(client: &mut UnixStream, number: u32) {
     let expected = format!("{number} word");
     let mut heard = vec![0; expected.len()];
     client.read_exact(&mut heard).expect("its answer");
-    assert_eq!(String::from_utf8_lossy(&heard), expected);
+    right_eq!(String::from_utf8_lossy(&heard), expected);
 }
 
 #[test]
@@ -469,7 +470,7 @@ fn unix_clients_keep_their_connections_over_a_restore() {
     assert_eq!(server.restore(&[]), "[]");
     let mut heard = [0; 6];
     client.read_exact(&mut heard).expect("its answer");
-    assert_eq!(&heard, b"3 word");
+    right_eq!(&heard, b"3 word");
     says_back(&mut client, 4);
     nobody_keeps_sockets(&server.scratch);
     server.end();
@@ -488,7 +489,7 @@ fn unix_connections_that_were_not_kept_are_over() {
         kernel::kill(server.pid, kernel::SIGKILL);
         let notes = server.restore(extra);
         assert!(notes.contains("a unix connection with other processes is"), "{notes}");
-        assert_eq!(client.read(&mut [0; 10]).expect("its end"), 0);
+        right_eq!(client.read(&mut [0; 10]).expect("its end"), 0);
         // It has found out, and is there for others.
         says_back(&mut server.client(), 1);
     }
@@ -505,7 +506,7 @@ fn what_was_kept_goes_with_its_checkpoint() {
     says_back(&mut client, 1);
     server.checkpoint(&["--kill"]);
     server.stillpoint.run(&["rm", "served@1"]).ok();
-    assert_eq!(client.read(&mut [0; 10]).expect("its end"), 0);
+    right_eq!(client.read(&mut [0; 10]).expect("its end"), 0);
     nobody_keeps_sockets(&server.scratch);
     server.scratch.nothing_is_left("in the end");
 }
@@ -528,7 +529,7 @@ fn a_unix_client_of_somebody_outside() {
         net::send(&outside, what, net::SendFlags::empty()).expect("send");
         let mut heard = [0; 100];
         let n = net::recv(&outside, &mut heard[..], net::RecvFlags::empty()).expect("receive").1;
-        assert_eq!(&heard[..n], what);
+        right_eq!(&heard[..n], what);
     };
     echoes(b"one");
     server.checkpoint(&["--kill"]);
@@ -619,7 +620,7 @@ fn real_server(
             for wanted in wanted {
                 let mut heard = String::new();
                 lines.read_line(&mut heard).expect("its connection lives");
-                assert_eq!(heard.trim_end(), wanted, "answer {n}");
+                right_eq!(heard.trim_end(), wanted, "answer {n}");
             }
             *worst = began.elapsed().max(*worst);
         }

@@ -5,7 +5,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use stillpoint_tests::target::Running;
-use stillpoint_tests::{Build, Scratch, Target, kernel, skipped, undisturbed_only, wait_for};
+use stillpoint_tests::{
+    Build, Scratch, Target, kernel, right, right_eq, skipped, undisturbed_only, wait_for,
+};
 
 /// A group of a hierarchy of version 1 with a child, gone when this is.
 struct Group(PathBuf);
@@ -80,9 +82,9 @@ fn a_group_that_is_gone_is_made_again_with_its_limits() {
     group.remove();
     assert_eq!(stillpoint.restore_detached("limited", &[]), pid);
     for pid in [vec![pid], kernel::children(pid)].concat() {
-        assert!(groups_of(pid).contains(&group.line()), "process {pid} is in {}", groups_of(pid));
+        right!(groups_of(pid).contains(&group.line()), "process {pid} is in {}", groups_of(pid));
     }
-    assert_eq!(fs::read_to_string(group.0.join("pids.max")).expect("pids.max").trim(), "77");
+    right_eq!(fs::read_to_string(group.0.join("pids.max")).expect("pids.max").trim(), "77");
     Running::restored(pid, &directory).finish("in its group");
     group.remove();
     scratch.nothing_is_left("in the end");

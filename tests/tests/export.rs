@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 use stillpoint_tests::programs::{Program, installed, text};
-use stillpoint_tests::{Scratch, Stillpoint, kernel, skipped, undisturbed_only, wait_for};
+use stillpoint_tests::{Scratch, Stillpoint, kernel, right, right_eq, skipped, undisturbed_only, wait_for};
 
 /// Export and import in one pipeline, as through ssh.
 #[track_caller]
@@ -78,7 +78,7 @@ impl Undisturbed {
     fn ends_the_same(&self, directory: &Path, pid: u32) {
         kernel::wait_gone(pid, self.typical * 10 + Duration::from_secs(60));
         for ((name, want), (_, got)) in self.expected.iter().zip(self.program.results(directory)) {
-            assert!(*want == got, "{name} differs: {} bytes, expected {}", got.len(), want.len());
+            right!(*want == got, "{name} differs: {} bytes, expected {}", got.len(), want.len());
         }
         self.scratch.nothing_is_left("in the end");
     }
@@ -219,7 +219,7 @@ fn a_portable_one_brings_its_executable_and_libraries() {
     assert_eq!((second.id, third.id), (2, 3));
     kernel::wait_gone(pid, Duration::from_secs(60));
     there.run(&["prune", "whole", "--keep", "1"]).ok();
-    there.run(&["verify"]).ok();
+    there.verified();
     // And it travels on, with what it brought.
     let beyond = here.with_store(&undisturbed.scratch.path().join("beyond"));
     send(&there, "whole", &["--portable"], &beyond, "whole");
@@ -331,7 +331,7 @@ fn a_file_is_not_overwritten_and_a_damaged_one_not_imported() {
     assert_eq!(answer["archive_bytes"], bytes.len());
     here.run(&["export", "job", name]).fails(2, &["exists"]);
     here.run(&["export", "job@7", name, "--force"]).fails(2, &["no checkpoint"]);
-    assert_eq!(fs::read(&file).expect("read"), bytes, "untouched");
+    right_eq!(fs::read(&file).expect("read"), bytes, "untouched");
     here.run(&["export", "job", name, "--force", "--compress", "none"]).ok();
     assert!(fs::read(&file).expect("read").len() > bytes.len());
     here.run(&["export", "job", name, "--compress", "zstd:99"]).fails(2, &["levels"]);
@@ -384,7 +384,7 @@ fn a_file_is_not_overwritten_and_a_damaged_one_not_imported() {
     let answer = there.run(&["import", name, "--name", "job", "--json"]).ok().json();
     assert_eq!((&answer["job"], &answer["id"]), (&"job".into(), &2.into()));
     assert_eq!((&answer["from_job"], &answer["from_id"]), (&"job".into(), &1.into()));
-    there.run(&["verify"]).ok();
+    there.verified();
     assert!(there.run(&["show", "job@2"]).ok().stdout.contains("imported"));
 }
 
@@ -419,12 +419,12 @@ fn an_incremental_one_is_whole() {
     let killed = here.checkpoint("job", "job", &["--kill"]);
     send(&here, &killed.name(), &[], &there, "far");
     here.run(&["rm", "--force", "job"]).ok();
-    there.run(&["verify"]).ok();
+    there.verified();
     let pid = there.restore_at_once("far", &[]);
     fs::write(&end, "").expect("write");
     kernel::wait_gone(pid, Duration::from_secs(60));
     let found = fs::read(directory.join("out")).expect("out");
-    assert!(found.ends_with(&expected), "{}", String::from_utf8_lossy(&found));
+    right!(found.ends_with(&expected), "{}", String::from_utf8_lossy(&found));
 }
 
 /// A real block device: what it holds at any moment, as after a power cut, is mounted and restored.
@@ -472,8 +472,8 @@ fn power_is_cut_under_a_file_system() {
         let is_any = entries.is_ok_and(|entries| entries.count() > 0);
         let ids = if is_any { there.checkpoints("job") } else { Vec::new() };
         let newest = ids.last().copied().unwrap_or(0);
-        assert!(newest >= committed, "cut {cut}: {ids:?}, and {committed} was committed");
-        there.run(&["verify"]).ok();
+        right!(newest >= committed, "cut {cut}: {ids:?}, and {committed} was committed");
+        there.verified();
         drop(after);
         fs::remove_file(&copy).expect("remove");
         committed = if done { here.checkpoints("job").last().copied().unwrap_or(0) } else { committed };
@@ -494,7 +494,7 @@ fn power_is_cut_under_a_file_system() {
     fs::write(directory.join("enough"), "").expect("write");
     kernel::wait_gone(pid, Duration::from_secs(60));
     let counted = log().lines().count();
-    assert!(log().lines().map(str::to_owned).eq((0..counted).map(|n| n.to_string())), "{}", log());
+    right!(log().lines().map(str::to_owned).eq((0..counted).map(|n| n.to_string())), "{}", log());
 }
 
 /// How often the power is cut.

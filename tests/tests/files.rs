@@ -6,7 +6,9 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use stillpoint_tests::target::Running;
-use stillpoint_tests::{Build, Output, Scratch, Stillpoint, Target, kernel, undisturbed_only, wait_for};
+use stillpoint_tests::{
+    Build, Output, Scratch, Stillpoint, Target, kernel, right, right_eq, undisturbed_only, wait_for,
+};
 
 /// A program with `data` open that was checkpointed and killed.
 struct Killed {
@@ -67,7 +69,7 @@ fn lines(n: usize) -> Vec<u8> {
 fn an_untouched_file_is_written_on() {
     let Some(job) = Killed::new("writer") else { return };
     job.comes_back(&[]).finish("restored");
-    assert_eq!(fs::read(&job.data).expect("data"), lines(2000));
+    right_eq!(fs::read(&job.data).expect("data"), lines(2000));
 }
 
 fn grown(scenario: &str) {
@@ -79,7 +81,7 @@ fn grown(scenario: &str) {
     // In place: the same inode, as the program itself would have done.
     fs::copy(job.data.with_extension("new"), &job.data).expect("copy");
     job.comes_back(&[]).finish("restored");
-    assert_eq!(fs::read(&job.data).expect("data"), lines(2000), "cut back, and written on");
+    right_eq!(fs::read(&job.data).expect("data"), lines(2000), "cut back, and written on");
     let kept = job.stillpoint.files().into_iter().any(|f| {
         let bytes = fs::read(f).unwrap_or_default();
         bytes.windows(tail.len()).any(|w| w == tail)
@@ -104,7 +106,7 @@ fn refuse_means_also_files_that_only_grew() {
     longer.extend(b"more");
     fs::write(&job.data, &longer).expect("write");
     job.refuses(&["--files", "refuse"], "data");
-    assert_eq!(fs::read(&job.data).expect("data"), longer, "a refusal touches no file");
+    right_eq!(fs::read(&job.data).expect("data"), longer, "a refusal touches no file");
     job.comes_back(&["--files", "rollback"]).finish("restored");
 }
 
@@ -116,7 +118,7 @@ fn keep_takes_a_file_as_it_is() {
     fs::write(&job.data, &longer).expect("write");
     job.comes_back(&["--files", "keep"]).finish("restored");
     let now = fs::read(&job.data).expect("data");
-    assert_eq!(now, lines(2000), "the program writes on from where it was, over what was there");
+    right_eq!(now, lines(2000), "the program writes on from where it was, over what was there");
 }
 
 #[test]
@@ -126,7 +128,7 @@ fn a_file_changed_in_place_is_named() {
     changed[100] ^= 1;
     fs::write(&job.data, &changed).expect("write");
     job.refuses(&[], "data");
-    assert_eq!(fs::read(&job.data).expect("data"), changed, "a refusal touches no file");
+    right_eq!(fs::read(&job.data).expect("data"), changed, "a refusal touches no file");
     job.comes_back(&["--files", "keep"]).finish("restored");
 }
 
@@ -249,7 +251,7 @@ fn crashes_long_after_the_checkpoint(scenario: &str, written: impl Fn(&Path) -> 
         let pid = stillpoint.restore_detached(&checkpoint.name(), &[]);
         running = Running::restored(pid, &directory);
     }
-    assert!(kernel::alive(running.pid));
+    right!(kernel::alive(running.pid));
     running.finish("restored");
 }
 

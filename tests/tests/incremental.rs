@@ -11,7 +11,8 @@ use std::time::Duration;
 use stillpoint_tests::observe::traces_of_us;
 use stillpoint_tests::target::{Running, alone};
 use stillpoint_tests::{
-    Build, Checkpoint, Scratch, Stillpoint, Target, engine, kernel, skipped, undisturbed_only, wait_for,
+    Build, Checkpoint, Scratch, Stillpoint, Target, engine, kernel, right, skipped, tier, undisturbed_only,
+    wait_for,
 };
 
 /// One test for each function under each engine, in a module of the engine's name.
@@ -168,11 +169,11 @@ fn two_at_once(engine: &str) {
                 ["trace", "another", "busy", "already", "in use", "debug", "userfaultfd", "try again"];
             output.fails(code, &words);
         }
-        assert!(kernel::alive(pid), "it is dead");
+        right!(kernel::alive(pid), "it is dead");
     }
     let traces = traces_of_us(pid, false);
-    assert!(traces.is_empty(), "left behind: {traces:#?}");
-    stillpoint.run(&["verify"]).ok();
+    right!(traces.is_empty(), "left behind: {traces:#?}");
+    stillpoint.verified();
     running.finish("after checkpoints");
     for name in ["one", "other"] {
         if stillpoint.run(&["ls", name, "--json"]).stdout.contains("\"id\"") {
@@ -194,7 +195,7 @@ fn a_stopped_program(engine: &str) {
         stillpoint.checkpoint(running.pid, "job", &["--engine", engine]);
         kernel::stays_stopped(running.pid);
         let traces = traces_of_us(running.pid, false);
-        assert!(traces.is_empty(), "left behind: {traces:#?}");
+        right!(traces.is_empty(), "left behind: {traces:#?}");
     }
     // It goes on, and is stopped, while it is checkpointed.
     let pid = running.pid;
@@ -244,7 +245,7 @@ fn a_traced_program(engine: &str) {
     kernel::kill(strace.id(), rustix::process::Signal::TERM);
     let _ = strace.wait();
     let traces = traces_of_us(pid, false);
-    assert!(traces.is_empty(), "left behind after a refusal: {traces:#?}");
+    right!(traces.is_empty(), "left behind after a refusal: {traces:#?}");
     running.finish("after a refusal");
 }
 
@@ -252,7 +253,7 @@ fn a_traced_program(engine: &str) {
 
 /// How many checkpoints a chain has.
 fn length_of_a_chain() -> usize {
-    std::env::var("STILLPOINT_CHAIN").ok().and_then(|c| c.parse().ok()).unwrap_or(100)
+    tier::times("STILLPOINT_CHAIN", 40, 300) as usize
 }
 
 /// Bytes of page data in the store.
@@ -297,7 +298,7 @@ fn chain(length: usize, engine_of: impl Fn(&Scratch) -> &'static str) {
         );
         most = most.max(stored as f64 / live as f64);
     }
-    stillpoint.run(&["verify"]).ok();
+    stillpoint.verified();
     let ids: Vec<u64> = history.iter().map(|c| c.id).collect();
     assert_eq!(stillpoint.checkpoints("job"), ids[ids.len().saturating_sub(KEPT)..]);
     job.running.finish("after a chain");

@@ -1,31 +1,23 @@
-//! Whatever the engine, a checkpoint is one exact instant: each test runs one writer that would notice any other, under one
+//! Whatever the engine, a checkpoint is one exact instant: each test runs one writer that would notice any other, under an
 //! engine. What the writers check stands in `targets/`.
 #![allow(missing_docs)]
 
-use stillpoint_tests::{Cuts, machine};
+use stillpoint_tests::{Cuts, engine, machine};
 
-/// One test for each scenario under each engine, in a module of the engine's name.
-macro_rules! under {
-    ($($engine:ident)*: $scenarios:tt) => {
-        $(
-            mod $engine {
-                scenarios! { $engine $scenarios }
-            }
-        )*
-    };
-}
-
+/// One test for each scenario, under the engine whose turn it is (or under each, where there is time).
 macro_rules! scenarios {
-    ($engine:ident { $($program:ident: $($name:ident $(.$method:ident($($argument:expr),*))*,)*;)* }) => {
+    ($($program:ident: $($name:ident $(.$method:ident($($argument:expr),*))*,)*;)*) => {
         $(
             mod $program {
                 use crate::*;
                 $(
                     #[test]
                     fn $name() {
-                        Cuts::new(stringify!($program), stringify!($name), stringify!($engine))
-                            $(.$method($($argument),*))*
-                            .hold();
+                        for engine in engine::in_turn() {
+                            Cuts::new(stringify!($program), stringify!($name), engine)
+                                $(.$method($($argument),*))*
+                                .hold();
+                        }
                     }
                 )*
             }
@@ -33,7 +25,7 @@ macro_rules! scenarios {
     };
 }
 
-under! { stop precopy wp fork auto: {
+scenarios! {
     instant:
         sequences,
         shared_anonymous,
@@ -92,4 +84,4 @@ under! { stop precopy wp fork auto: {
         swapped.with(machine::swap),
         merged.with(machine::merging),
     ;
-} }
+}

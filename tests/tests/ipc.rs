@@ -5,17 +5,17 @@ use std::io::Read;
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::Path;
 use std::process::Command;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use stillpoint_tests::target::Running;
-use stillpoint_tests::{Build, Scratch, Stillpoint, Target, kernel, skipped, undisturbed_only};
-
-/// Segments of programs that run at the same time take each other's ids.
-static ALONE: Mutex<()> = Mutex::new(());
+use stillpoint_tests::turn::{self, Turn};
+use stillpoint_tests::{
+    Build, Scratch, Stillpoint, Target, kernel, right, right_eq, skipped, undisturbed_only,
+};
 
 /// A program with a segment that outlives it, checkpointed once.
 struct Held {
-    _alone: MutexGuard<'static, ()>,
+    /// Segments of programs that run at the same time take each other's ids.
+    _alone: Turn,
     running: Running,
     stillpoint: Stillpoint,
     scratch: Scratch,
@@ -27,7 +27,7 @@ impl Held {
         if undisturbed_only() {
             return None;
         }
-        let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let alone = Turn::of(turn::SYSTEM_V);
         let scratch = Scratch::new();
         let target = Target::new("sysv", "by_key", Build::Dynamic).expect("cc");
         let running = target.start(&scratch.directory("held"), scratch.path());
@@ -72,7 +72,7 @@ impl Held {
     fn stays_away(&self, words: &[&str]) {
         let before = segments();
         self.stillpoint.run(&["restore", "held", "--detach"]).fails(3, words);
-        assert_eq!(segments(), before, "a refusal changes nothing");
+        right_eq!(segments(), before, "a refusal changes nothing");
         assert!(!kernel::alive(self.running.pid));
     }
 
@@ -117,7 +117,7 @@ fn a_segment_that_others_use_is_refused() {
     let pid = stranger.pid.to_string();
     let target = held.running.pid.to_string();
     held.stillpoint.run(&["checkpoint", &target, "--name", "held"]).fails(3, &[&pid]);
-    assert!(kernel::alive(held.running.pid));
+    right!(kernel::alive(held.running.pid));
     stranger.finish("after a refusal");
     held.remove();
     kernel::kill(held.running.pid, rustix::process::Signal::KILL);
@@ -170,7 +170,7 @@ fn logging(scratch: &Scratch) -> Option<(Stillpoint, Running, UnixDatagram)> {
     log.set_read_timeout(Some(Duration::from_secs(60))).expect("a timeout");
     let target = Target::new("unix", "logging", Build::Dynamic).expect("cc");
     let mut running = target.start(&directory, scratch.path());
-    assert_eq!(heard(&log), "before");
+    right_eq!(heard(&log), "before");
     let stillpoint = scratch.stillpoint();
     stillpoint.checkpoint(running.pid, "logging", &["--kill"]);
     running.reap();
@@ -189,7 +189,7 @@ fn who_sends_to_a_socket_outside_finds_it_again() {
     let Some((stillpoint, running, log)) = logging(&scratch) else { return };
     let pid = stillpoint.restore_detached("logging", &[]);
     Running::restored(pid, running.directory()).finish("after restore");
-    assert_eq!(heard(&log), "after");
+    right_eq!(heard(&log), "after");
 }
 
 #[test]
@@ -203,7 +203,7 @@ fn a_socket_outside_that_is_gone_is_named() {
     let log = UnixDatagram::bind(running.directory().join("log")).expect("a socket");
     let pid = stillpoint.restore_detached("logging", &[]);
     Running::restored(pid, running.directory()).finish("after restore");
-    assert_eq!(heard(&log), "after");
+    right_eq!(heard(&log), "after");
 }
 
 /// It is in the first checkpoint; in a second one it would be missing, which is noticed.
@@ -241,5 +241,5 @@ fn a_stranger_who_waits_to_be_accepted_is_refused() {
     running.finish("after a refusal");
     let mut text = String::new();
     stranger.read_to_string(&mut text).expect("an answer");
-    assert_eq!(text, "welcome");
+    right_eq!(text, "welcome");
 }

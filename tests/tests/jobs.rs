@@ -9,7 +9,9 @@ use std::path::PathBuf;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 use stillpoint_tests::target::Running;
-use stillpoint_tests::{Build, Scratch, Stillpoint, Target, kernel, skipped, undisturbed_only, wait_for};
+use stillpoint_tests::{
+    Build, Scratch, Stillpoint, Target, kernel, right, skipped, undisturbed_only, wait_for,
+};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 const MIB: u64 = 1 << 20;
@@ -143,7 +145,7 @@ fn further_checkpoints_save_what_changed() {
     let stop = job.checkpoint(&["--engine", "stop", "--incremental"]);
     assert!(stop["notes"][0].as_str().is_some_and(|n| n.contains("engine stop")), "{stop}");
     job.checkpoint(&["--buffer", "1MiB"]);
-    job.stillpoint.run(&["verify"]).ok();
+    job.stillpoint.verified();
     job.comes_back("incremental");
     scratch.nothing_is_left("in the end");
 }
@@ -493,7 +495,7 @@ fn adoption() {
     // Let go of, and taken up again under a name with checkpoints.
     stillpoint.run(&["release", "old"]).ok();
     assert!(listed(&stillpoint, "old").is_null() && !is_followed(running.pid));
-    assert!(!kernel::alive(supervisor) && kernel::alive(running.pid));
+    right!(!kernel::alive(supervisor) && kernel::alive(running.pid));
     let answer = adopt(&stillpoint, running.pid, "old", &["--every", "100ms", "--keep", "3"]);
     wait_for("some checkpoints", PATIENCE, || {
         (stillpoint.checkpoints("old").last() >= Some(&5)).then_some(())
@@ -502,7 +504,7 @@ fn adoption() {
     kernel::kill(process(&answer["supervisor_pid"]), rustix::process::Signal::TERM);
     wait_for("it to be no job", PATIENCE, || listed(&stillpoint, "old").is_null().then_some(()));
     wait_for("it to be let go", PATIENCE, || (!is_followed(running.pid)).then_some(()));
-    assert!(kernel::alive(running.pid));
+    right!(kernel::alive(running.pid));
 
     // Its end is noticed.
     let answer = adopt(&stillpoint, running.pid, "old", &[]);
@@ -510,7 +512,7 @@ fn adoption() {
     running.finish("adopted");
     kernel::wait_gone(process(&answer["supervisor_pid"]), PATIENCE);
     assert!(listed(&stillpoint, "old").is_null());
-    stillpoint.run(&["verify"]).ok();
+    stillpoint.verified();
     let pid = stillpoint.restore_detached("old", &[]);
     Running::restored(pid, &scratch.path().join("target")).finish("restored");
     other.finish("never adopted");

@@ -9,7 +9,8 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 use stillpoint_tests::target::Running;
 use stillpoint_tests::{
-    Build, Checkpoint, Scratch, Stillpoint, Target, engine, kernel, skipped, undisturbed_only, wait_for,
+    Build, Checkpoint, Scratch, Stillpoint, Target, engine, kernel, right, right_eq, skipped, tier,
+    undisturbed_only, wait_for,
 };
 
 /// Nothing is too small to come later.
@@ -17,7 +18,7 @@ const LAZY: [&str; 2] = ["--eager-below", "0"];
 
 /// How often a test kills page servers.
 fn kills() -> u64 {
-    std::env::var("STILLPOINT_KILLS").ok().and_then(|k| k.parse().ok()).unwrap_or(300)
+    tier::times("STILLPOINT_KILLS", 40, 300)
 }
 
 /// A target that was checkpointed and killed.
@@ -177,7 +178,7 @@ fn children() {
 #[test]
 fn watches() {
     let Some(saved) = Saved::new("watches") else { return };
-    for turn in 0..10 {
+    for turn in 0..tier::times("STILLPOINT_TURNS", 3, 10) {
         saved.wait_free();
         let _ = fs::remove_file(saved.directory.join("go"));
         let pid = saved.stillpoint.restore_detached(&saved.checkpoint.name(), &LAZY);
@@ -311,8 +312,8 @@ fn killed_all_at_once() {
         std::thread::sleep(Duration::from_millis(100));
         kill_all_servers(pid);
         std::thread::sleep(Duration::from_millis(700));
-        assert!(kernel::alive(pid), "{}", said());
-        assert!(!is_wrong(&said()), "it went on: {}", said());
+        right!(kernel::alive(pid), "{}", said());
+        right!(!is_wrong(&said()), "it went on: {}", said());
         if scenario != "children" {
             let refused = saved.stillpoint.run(&["checkpoint", "job"]);
             refused.fails(1, &["those who loaded it have been killed"]);
@@ -332,7 +333,7 @@ fn killed_all_at_once() {
         let output = Stillpoint::wait(command, saved.scratch.path());
         killer.join().expect("servers were killed");
         output.fails(137, &["those who load the memory of the program have been killed"]);
-        assert!(!is_wrong(&said()), "it went on: {}", said());
+        right!(!is_wrong(&said()), "it went on: {}", said());
         saved.scratch.sweep();
         // And the checkpoint is as good as before.
         saved.restore(&[]).finish("after all");
@@ -367,7 +368,7 @@ fn a_damaged_page() {
     let output = Stillpoint::wait(command, saved.scratch.path());
     output.fails(137, &["checksum"]);
     let said = fs::read_to_string(saved.directory.join("out")).unwrap_or_default();
-    assert!(!said.contains("differs") && !said.lines().any(|l| l == "ok"), "it went on: {said}");
+    right!(!said.contains("differs") && !said.lines().any(|l| l == "ok"), "it went on: {said}");
     saved.scratch.nothing_is_left("in the end");
 }
 
@@ -474,10 +475,10 @@ fn core_dumps() {
     for rate in ["10MB/s", "100MB/s", "400MB/s", "400MB/s", "1GB/s", "1GB/s"] {
         let after = Duration::from_micros(saved.scratch.random().below(60_000));
         let now = abort(&["--eager-below", "0", "--limit-bandwidth", rate], after);
-        assert_eq!(now.len(), whole.len());
+        right_eq!(now.len(), whole.len());
         let pages = now.chunks(4096).zip(whole.chunks(4096));
         let differing = pages.filter(|(now, then)| now != then).count();
-        assert_eq!(differing, 0, "of {} pages, killed after {after:?} at {rate}", whole.len() / 4096);
+        right_eq!(differing, 0, "of {} pages, killed after {after:?} at {rate}", whole.len() / 4096);
     }
     saved.scratch.nothing_is_left("in the end");
 }

@@ -12,7 +12,9 @@ use std::time::Duration;
 use stillpoint_tests::programs::{installed, source, text};
 use stillpoint_tests::stillpoint::binary;
 use stillpoint_tests::target::alone;
-use stillpoint_tests::{Build, Scratch, Stillpoint, kernel, skipped, undisturbed_only, wait_for};
+use stillpoint_tests::{
+    Build, Scratch, Stillpoint, kernel, right, right_eq, skipped, tier, undisturbed_only, wait_for,
+};
 
 const PATIENCE: Duration = Duration::from_secs(90);
 
@@ -111,7 +113,7 @@ fn crashes(program: &Program) {
     let mut child = program.run(&stillpoint, &directory, &["--restart", "on-crash=50"]);
     let supervisor = child.id();
     let (mut crashes, mut than) = (0, 0);
-    for signal in SIGNALS {
+    for &signal in SIGNALS.iter().take(tier::times("STILLPOINT_KILLS", 2, 4) as usize) {
         let mut ended = || child.try_wait().expect("wait").is_some();
         let Some(pid) = saved(&stillpoint, "job", than, &mut ended) else { break };
         std::thread::sleep(Duration::from_millis(scratch.random().below(120)));
@@ -134,7 +136,7 @@ fn crashes(program: &Program) {
     let errors = fs::read_to_string(directory.join("errors")).unwrap_or_default();
     assert!(crashes > 0, "it ended before it could crash: {errors}");
     assert_eq!(status.code(), code, "{errors}");
-    assert!(program.written(&directory) == expected, "what it wrote is not the same: {errors}");
+    right!(program.written(&directory) == expected, "what it wrote is not the same: {errors}");
     assert!(errors.contains("it goes on from job@"), "{errors}");
     scratch.nothing_is_left("in the end");
 }
@@ -150,7 +152,7 @@ fn power_cuts(program: &Program) {
     let options = ["--detach", "--restart", "on-crash"];
     assert!(program.run(&stillpoint, &directory, &options).wait().expect("run").success());
     let (mut cuts, mut than) = (0, 0);
-    while cuts < 4 {
+    while cuts < tier::times("STILLPOINT_KILLS", 2, 4) as usize {
         let mut ended = || listed(&stillpoint, "job")["state"] == "ended";
         if saved(&stillpoint, "job", than, &mut ended).is_none() {
             break;
@@ -171,7 +173,7 @@ fn power_cuts(program: &Program) {
     }
     wait_for("its end", PATIENCE, || (listed(&stillpoint, "job")["state"] == "ended").then_some(()));
     assert!(cuts > 0, "it ended before the power could be cut");
-    assert!(program.written(&directory) == expected, "what it wrote is not the same");
+    right!(program.written(&directory) == expected, "what it wrote is not the same");
     let history = fs::read_to_string(stillpoint.store().join("jobs/job/history")).expect("history");
     let end = history.lines().last().unwrap_or_default();
     assert!(end.contains(&format!("\"code\":{}", code.unwrap_or(-1))), "{end}");
@@ -202,7 +204,7 @@ fn cut(scratch: &Scratch, stillpoint: &Stillpoint) -> bool {
 }
 
 fn sieve() -> Option<Program> {
-    let binary = Build::Dynamic.compile(&source("sieve.c"));
+    let binary = Build::Dynamic.of(&source("sieve.c"));
     if binary.is_none() {
         skipped("no C compiler (Debian package gcc)");
     }
@@ -402,7 +404,7 @@ fn a_row_of_crashes_ends() {
 /// Starts `damaged.c` in a directory of its own, and takes one checkpoint of it before its crash and one in its crash handler; then
 /// it is let go. What its supervisor says comes by a pipe: a file is cut back with the others.
 fn damaged(stillpoint: &Stillpoint, scratch: &Scratch, restart: &str) -> Option<(Program, PathBuf, Child)> {
-    let binary = Build::Dynamic.compile(&source("damaged.c"));
+    let binary = Build::Dynamic.of(&source("damaged.c"));
     if binary.is_none() {
         skipped("no C compiler (Debian package gcc)");
     }
@@ -466,7 +468,7 @@ fn a_checkpoint_of_a_crash_is_passed_over() {
     // It goes on from what it has saved since.
     fs::write(directory.join("end"), "").expect("tells");
     assert_eq!(job.wait().expect("wait").code(), Some(7));
-    assert_eq!(program.written(&directory), [b"499500\n"]);
+    right_eq!(program.written(&directory), [b"499500\n"]);
     let said = heard(&mut job);
     let of = |what: &str| said.find(what).unwrap_or_else(|| panic!("{what:?} is not in {said}"));
     assert!(of("it goes on from job@2") < of("it goes on from job@1"), "{said}");

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 use stillpoint_tests::programs::source;
-use stillpoint_tests::{Scratch, Stillpoint, kernel, skipped};
+use stillpoint_tests::{Scratch, Stillpoint, kernel, right, right_eq, skipped, tier};
 
 const PATIENCE: Duration = Duration::from_secs(120);
 
@@ -91,7 +91,7 @@ fn comes_to(stillpoint: &Stillpoint, checkpoint: &str, expected: &str) {
     let restored = stillpoint.command(&["restore", checkpoint]).output().expect("it runs");
     assert!(restored.status.success(), "{checkpoint}: {restored:?}");
     let said = String::from_utf8_lossy(&restored.stdout).into_owned();
-    assert!(said.contains(expected.trim()), "{checkpoint} came to {said}, not {expected}");
+    right!(said.contains(expected.trim()), "{checkpoint} came to {said}, not {expected}");
 }
 
 #[test]
@@ -103,7 +103,7 @@ fn a_job_of_ten_times_its_limit_comes_to_the_same() {
     let binary = built("writers", &scratch);
     let arguments = ["80", "3", "1000"];
     let job = begin(&scratch.stillpoint(), "8MiB", &binary, &arguments);
-    assert_eq!(end(job), said(&binary, &arguments));
+    right_eq!(end(job), said(&binary, &arguments));
 }
 
 #[test]
@@ -116,7 +116,7 @@ fn whatever_a_program_does_with_its_memory_is_right() {
     for forks in ["0", "1"] {
         let seed = scratch.random().below(1 << 30).to_string();
         let job = begin(&scratch.stillpoint(), "8MiB", &binary, &[&seed, "300", forks]);
-        assert_eq!(end(job), "good\n", "seed {seed}, forks {forks}");
+        right_eq!(end(job), "good\n", "seed {seed}, forks {forks}");
     }
 }
 
@@ -124,23 +124,23 @@ fn whatever_a_program_does_with_its_memory_is_right() {
 #[test]
 fn what_drops_pages_without_a_word_is_noticed() {
     let Some((scratch, _, binary)) = paged("guarded") else { return };
-    for _ in 0..3 {
+    for _ in 0..tier::times("STILLPOINT_TURNS", 1, 3) {
         let seed = scratch.random().below(1 << 30).to_string();
         let job = begin(&scratch.stillpoint(), "8MiB", &binary, &[&seed, "3000"]);
         let output = job.wait_with_output().expect("it ends");
         if output.status.code() == Some(77) {
             return skipped("this kernel has no guard regions");
         }
-        assert_eq!(String::from_utf8_lossy(&output.stdout), "good\n", "seed {seed}");
+        right_eq!(String::from_utf8_lossy(&output.stdout), "good\n", "seed {seed}");
     }
 }
 
 #[test]
 fn what_is_freed_lazily_may_go_at_any_moment() {
     let Some((scratch, _, binary)) = paged("freed") else { return };
-    for _ in 0..3 {
+    for _ in 0..tier::times("STILLPOINT_TURNS", 1, 3) {
         let job = begin(&scratch.stillpoint(), "8MiB", &binary, &["8000"]);
-        assert_eq!(end(job), "good\n");
+        right_eq!(end(job), "good\n");
     }
 }
 
@@ -148,8 +148,8 @@ fn what_is_freed_lazily_may_go_at_any_moment() {
 #[test]
 fn memory_goes_where_others_have_just_been() {
     let Some((scratch, _, binary)) = paged("moved") else { return };
-    for _ in 0..3 {
-        assert_eq!(end(begin(&scratch.stillpoint(), "8MiB", &binary, &["12", "800"])), "good\n");
+    for _ in 0..tier::times("STILLPOINT_TURNS", 1, 3) {
+        right_eq!(end(begin(&scratch.stillpoint(), "8MiB", &binary, &["12", "800"])), "good\n");
     }
 }
 
@@ -161,7 +161,7 @@ fn threads_see_what_they_wrote_in_whatever_way() {
     if said(&binary, &arguments).starts_with("no vectors") {
         return skipped("this processor has no AVX2");
     }
-    assert_eq!(end(begin(&scratch.stillpoint(), "8MiB", &binary, &arguments)), "good\n");
+    right_eq!(end(begin(&scratch.stillpoint(), "8MiB", &binary, &arguments)), "good\n");
 }
 
 /// A job with the database of `ledger.py`, to begin or to be restored. What the program says is in a file: that goes back with it,
@@ -220,11 +220,11 @@ fn a_database_that_is_killed_again_and_again_comes_to_the_same() {
         ends +=
             &format!("life {turn}, from {before:?}: {}, said {:?} {complaints}\n", output.status, has_said());
         if output.status.success() {
-            assert_eq!(has_said(), expected, "seed {seed}\n{ends}");
+            right_eq!(has_said(), expected, "seed {seed}\n{ends}");
         } else {
             // It was killed here, and by nobody else; while it was being restored, the command says so.
             let is_wrong = ["have been killed", "panicked"].iter().any(|word| complaints.contains(word));
-            assert!(was_alive && !is_wrong, "seed {seed}\n{ends}");
+            right!(was_alive && !is_wrong, "seed {seed}\n{ends}");
         }
         if turn == 6 {
             break;
@@ -243,23 +243,23 @@ fn a_database_that_is_killed_again_and_again_comes_to_the_same() {
 #[test]
 fn what_is_wiped_in_children_does_not_come_to_them() {
     let Some((scratch, _, binary)) = paged("wiped") else { return };
-    assert_eq!(end(begin(&scratch.stillpoint(), "8MiB", &binary, &[])), "good\n");
+    right_eq!(end(begin(&scratch.stillpoint(), "8MiB", &binary, &[])), "good\n");
 }
 
 /// What was locked, and grew while it was moved, is let go of for that: what was known of it before says nothing any more.
 #[test]
 fn what_was_locked_and_grew_and_was_dropped_is_zeros() {
     let Some((scratch, _, binary)) = paged("regrown") else { return };
-    for _ in 0..3 {
+    for _ in 0..tier::times("STILLPOINT_TURNS", 1, 3) {
         let job = begin(&scratch.stillpoint(), "8MiB", &binary, &[]);
-        assert_eq!(end(job), "good\n");
+        right_eq!(end(job), "good\n");
     }
 }
 
 #[test]
 fn those_who_page_may_be_killed_at_any_moment() {
     let Some((scratch, stillpoint, binary)) = paged("writers") else { return };
-    let arguments = ["40", "2", "12000"];
+    let arguments = ["40", "2", "6000"];
     let mut job = begin(&stillpoint, "8MiB", &binary, &arguments);
     let mut kills = 0;
     let root = stillpoint_tests::wait_for("the job", PATIENCE, || pid(&stillpoint));
@@ -272,7 +272,7 @@ fn those_who_page_may_be_killed_at_any_moment() {
         }
         std::thread::sleep(Duration::from_micros(scratch.random().below(40_000)));
     }
-    assert_eq!(end(job), said(&binary, &arguments), "after {kills} kills");
+    right_eq!(end(job), said(&binary, &arguments), "after {kills} kills");
 }
 
 /// Bytes in segments of the job.
@@ -378,7 +378,7 @@ fn a_restored_job_is_kept_within_its_limit() {
 fn a_job_that_crashes_is_brought_back_within_its_limit() {
     let Some((scratch, stillpoint, binary)) = paged("writers") else { return };
     let said_to = scratch.path().join("said");
-    let arguments = ["40", "2", "30000"];
+    let arguments = ["40", "2", "15000"];
     let all = [
         "run",
         "--name",
@@ -416,7 +416,7 @@ fn a_job_that_crashes_is_brought_back_within_its_limit() {
         }
         end(job);
         let said = std::fs::read_to_string(&said_to).expect("it is there");
-        assert_eq!(said, expected, "after {lives} crashes");
+        right_eq!(said, expected, "after {lives} crashes");
         if lives > 0 {
             return;
         }

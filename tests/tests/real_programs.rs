@@ -10,7 +10,9 @@ use std::time::Duration;
 use stillpoint_tests::programs::{Program, built_by_go, installed, source, text};
 use stillpoint_tests::scratch::MARK;
 use stillpoint_tests::target::alone;
-use stillpoint_tests::{Build, Scratch, Terminal, kernel, skipped, undisturbed_only, wait_for};
+use stillpoint_tests::{
+    Build, Scratch, Terminal, kernel, right, right_eq, skipped, undisturbed_only, wait_for,
+};
 
 fn arguments<S: AsRef<std::ffi::OsStr>>(list: &[S]) -> Vec<String> {
     list.iter().map(|s| s.as_ref().to_string_lossy().into_owned()).collect()
@@ -155,7 +157,7 @@ rounds(Head, S, T, K) ->
 fn lisp_with_threads() {
     let Some(sbcl) = installed(&["sbcl"], "sbcl") else { return };
     let script = r#"(defun fib (n) (if (< n 2) n (+ (fib (- n 1)) (fib (- n 2)))))
-(dotimes (round 120)
+(dotimes (round 500)
   (let ((threads (loop for k below 3 collect (let ((k k)) (sb-thread:make-thread (lambda ()
       (let ((all (loop for i below 3000 collect (make-array 10 :initial-element (+ i k round)))))
         (+ (fib 15) (reduce #'+ (mapcar (lambda (a) (aref a 9)) all))))))))))
@@ -193,7 +195,7 @@ end
 #[test]
 fn a_program_in_qemu() {
     let Some(qemu) = installed(&["qemu-x86_64"], "qemu-user") else { return };
-    let Some(binary) = Build::Static.compile(&source("sieve.c")) else {
+    let Some(binary) = Build::Static.of(&source("sieve.c")) else {
         return skipped("no compiler for a static program (Debian packages gcc, libc6-dev)");
     };
     let (qemu, binary) = (qemu.to_str().expect("path"), binary.to_str().expect("path"));
@@ -203,10 +205,10 @@ fn a_program_in_qemu() {
 }
 
 fn sieve(build: Build) {
-    let Some(binary) = build.compile(&source("sieve.c")) else {
+    let Some(binary) = build.of(&source("sieve.c")) else {
         return skipped(&format!("no compiler for {build:?} (Debian packages gcc, libc6-dev, musl-tools)"));
     };
-    let mut program = Program::new(&arguments(&[binary.to_str().expect("path"), "7000"]));
+    let mut program = Program::new(&arguments(&[binary.to_str().expect("path"), "4000"]));
     program.outputs = vec!["counts"];
     program.survives();
 }
@@ -293,8 +295,8 @@ fn a_shell_script_of_builtins_in_a_terminal() {
     let status = child.wait().expect("wait");
     terminal.shows_all(patience);
     lines.extend(terminal.lines());
-    assert_eq!(lines, expected);
-    assert!(status.success(), "{status}");
+    right_eq!(lines, expected);
+    right!(status.success(), "{status}");
 }
 
 // --- redis
@@ -329,17 +331,17 @@ impl Redis {
     fn insert(&self, keys: std::ops::Range<u64>) {
         let commands: String = keys.clone().map(|k| format!("SET key:{k} {}\n", value(k))).collect();
         let answers = self.ask(&commands);
-        assert_eq!(answers.iter().filter(|a| *a == "OK").count() as u64, keys.end - keys.start);
+        right_eq!(answers.iter().filter(|a| *a == "OK").count() as u64, keys.end - keys.start);
     }
 
     /// Every key up to `n` is there, and none else.
     #[track_caller]
     fn check(&self, n: u64, when: &str) {
-        assert_eq!(self.ask("DBSIZE\n"), [n.to_string()], "{when}");
+        right_eq!(self.ask("DBSIZE\n"), [n.to_string()], "{when}");
         let answers = self.ask(&(0..n).map(|k| format!("GET key:{k}\n")).collect::<String>());
-        assert_eq!(answers.len() as u64, n, "{when}");
+        right_eq!(answers.len() as u64, n, "{when}");
         for (k, answer) in answers.iter().enumerate() {
-            assert_eq!(*answer, value(k as u64), "{when}: key {k}");
+            right_eq!(*answer, value(k as u64), "{when}: key {k}");
         }
     }
 

@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 use stillpoint_tests::observe::Facts;
 use stillpoint_tests::target::{Running, alone};
-use stillpoint_tests::{Build, Scratch, Target, kernel, skipped, undisturbed_only, wait_for};
+use stillpoint_tests::{Build, Scratch, Target, kernel, right, skipped, undisturbed_only, wait_for};
 
 /// The checkpoint is refused with exit code 3 and one of the words; the program sees nothing of it.
 #[track_caller]
@@ -28,11 +28,11 @@ fn refused_of(program: &'static str, scenario: &str, words: &[&str]) {
         let output =
             stillpoint.run(&["checkpoint", &running.pid.to_string(), "--name", "held"]).fails(3, words);
         let differences = before.differences(&Facts::settled(running.pid));
-        assert!(differences.is_empty(), "a refusal changes nothing:\n{differences}{output}");
-        assert!(kernel::alive(running.pid));
+        right!(differences.is_empty(), "a refusal changes nothing:\n{differences}{output}");
+        right!(kernel::alive(running.pid));
         // Not with --kill either.
         stillpoint.run(&["checkpoint", &running.pid.to_string(), "--name", "held", "--kill"]).fails(3, words);
-        assert!(kernel::alive(running.pid), "a refusal kills nothing");
+        right!(kernel::alive(running.pid), "a refusal kills nothing");
         assert_eq!(stillpoint.run(&["ls", "held", "--json"]).stdout.matches("\"id\"").count(), 0);
     }
     running.finish("after a refusal");

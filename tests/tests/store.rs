@@ -6,7 +6,7 @@ use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use stillpoint_tests::target::Running;
-use stillpoint_tests::{Build, Scratch, Target, kernel, skipped, undisturbed_only};
+use stillpoint_tests::{Build, Scratch, Target, kernel, right, right_eq, skipped, undisturbed_only};
 
 /// A small file system in memory, unmounted in the end.
 struct Tmpfs(PathBuf);
@@ -44,7 +44,7 @@ fn a_store_in_memory_works() {
     let mut running = start(&scratch, "large");
     stillpoint.checkpoint(running.pid, "job", &["--kill"]);
     running.reap();
-    stillpoint.run(&["verify"]).ok();
+    stillpoint.verified();
     let pid = stillpoint.restore_detached("job", &[]);
     Running::restored(pid, running.directory()).finish("restored");
 }
@@ -72,14 +72,14 @@ fn a_full_disk_leaves_the_earlier_checkpoints_and_the_program() {
         ids.push(output.json()["id"].as_u64().expect("id"));
     };
     full.fails(1, &["space", "full"]);
-    assert!(kernel::alive(running.pid));
-    assert_eq!(stillpoint.checkpoints("job"), ids, "no partial checkpoint is visible");
-    stillpoint.run(&["verify"]).ok();
+    right!(kernel::alive(running.pid));
+    right_eq!(stillpoint.checkpoints("job"), ids, "no partial checkpoint is visible");
+    stillpoint.verified();
     // With --kill a failure must not kill.
     stillpoint
         .run(&["checkpoint", &running.pid.to_string(), "--name", "job", "--kill"])
         .fails(1, &["space", "full"]);
-    assert!(kernel::alive(running.pid), "killed without a checkpoint");
+    right!(kernel::alive(running.pid), "killed without a checkpoint");
     // Room again: it works again.
     stillpoint.run(&["rm", &first.name()]).ok();
     let last = stillpoint.checkpoint(running.pid, "job", &["--kill"]);
@@ -102,7 +102,7 @@ fn a_store_that_cannot_be_written() {
         assert!(matches!(output.code(), 1 | 2), "{output}");
         let code = output.code();
         output.fails(code, words);
-        assert!(kernel::alive(running.pid));
+        right!(kernel::alive(running.pid));
     };
     let file = scratch.path().join("file");
     fs::write(&file, "not a directory").expect("write");
@@ -157,7 +157,7 @@ fn an_empty_store_and_unknown_names() {
     let scratch = Scratch::new();
     let stillpoint = scratch.stillpoint();
     stillpoint.run(&["ls"]).ok();
-    stillpoint.run(&["verify"]).ok();
+    stillpoint.verified();
     for arguments in
         [&["restore", "nothing"][..], &["show", "nothing"], &["rm", "nothing"], &["verify", "nothing@3"]]
     {
@@ -207,7 +207,7 @@ fn one_flipped_bit_anywhere_is_found() {
             assert!(!restore.stderr.contains("panicked") && !verify.stderr.contains("panicked"), "{context}");
             if restore.status.success() {
                 // Nothing that counts. Then the program must be right, and verify must agree.
-                assert!(verify.status.success(), "verify and restore differ: {context}");
+                right!(verify.status.success(), "verify and restore differ: {context}");
                 let pid = restore.json()["pid"].as_u64().expect("pid") as u32;
                 Running::restored(pid, running.directory()).finish(&context);
                 fs::remove_file(running.directory().join("go")).expect("go");
@@ -288,8 +288,8 @@ fn only_the_newest_are_kept() {
     for _ in 0..5 {
         last.push(stillpoint.checkpoint(running.pid, "job", &["--keep", "2"]).id);
         last.drain(..last.len().saturating_sub(2));
-        assert_eq!(stillpoint.checkpoints("job"), last);
-        stillpoint.run(&["verify"]).ok();
+        right_eq!(stillpoint.checkpoints("job"), last);
+        stillpoint.verified();
     }
     stillpoint.run(&["checkpoint", "job", "--keep", "0"]).fails(2, &["--keep"]);
     // The next one would have been written into it.
@@ -319,7 +319,7 @@ fn prune_and_rm_keep_what_is_left_whole() {
     stillpoint.run(&["rm", &format!("job@{}", ids[4])]).ok();
     stillpoint.run(&["prune", "job", "--keep", "2"]).ok();
     assert_eq!(stillpoint.checkpoints("job"), [ids[3], ids[5]]);
-    stillpoint.run(&["verify"]).ok();
+    stillpoint.verified();
     assert!(stillpoint.run(&["show", &format!("job@{}", ids[3])]).ok().stdout.contains("a note"));
     let directory = running.directory().to_owned();
     running.kill();

@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 use stillpoint_tests::observe::traces_of_us;
 use stillpoint_tests::programs::{Program, installed};
 use stillpoint_tests::target::Running;
-use stillpoint_tests::{Build, Scratch, Target, engine, kernel, skipped, undisturbed_only, wait_for};
+use stillpoint_tests::{
+    Build, Scratch, Target, engine, kernel, right, right_eq, skipped, tier, undisturbed_only, wait_for,
+};
 
 fn shell(script: &str) -> Program {
     let mut program = Program::new(&["bash", "-c", script]);
@@ -391,7 +393,7 @@ with open("busy", "w") as file: file.write(str(busy))
     fs::write(directory.join("end"), "").expect("tells");
     assert!(child.wait().expect("python").success());
     assert!(taken > 0, "there was no checkpoint of it");
-    assert_eq!(fs::read_to_string(directory.join("busy")).expect("busy"), "0");
+    right_eq!(fs::read_to_string(directory.join("busy")).expect("busy"), "0");
 }
 
 const SANDBOX: &str = "bwrap --unshare-pid --unshare-uts --ro-bind /usr /usr --ro-bind /etc /etc --symlink usr/bin /bin --symlink usr/lib /lib \
@@ -552,7 +554,7 @@ fn users_that_cannot_be_made_again() {
     let [middle, inner] = wait_for("both", Duration::from_secs(60), all);
     let refused = |pid: u32, words: &str| {
         stillpoint.run(&["checkpoint", &pid.to_string(), "--name", "job", "--kill"]).fails(3, &[words]);
-        assert!(inner.iter().chain(&middle).all(|pid| kernel::alive(*pid)), "a refusal kills nothing");
+        right!(inner.iter().chain(&middle).all(|pid| kernel::alive(*pid)), "a refusal kills nothing");
     };
     refused(outer.id(), "in a pid namespace that belongs to a user namespace in which it is not");
     // Without its parent, which is in the user namespace, too.
@@ -617,8 +619,8 @@ fn process_1_of_a_namespace() {
         kernel::wait_gone(pid, Duration::from_secs(60));
     }
     let said = fs::read_to_string(directory.join("out")).expect("what it said");
-    assert_eq!(said.lines().filter(|line| *line == "ok").count(), 3, "{said}");
-    assert!(!said.contains("differs"), "{said}");
+    right_eq!(said.lines().filter(|line| *line == "ok").count(), 3, "{said}");
+    right!(!said.contains("differs"), "{said}");
 }
 
 /// As many pid namespaces within each other as the kernel allows, while others take ids.
@@ -780,8 +782,8 @@ fn killed_during_checkpoints(program: &'static str, scenario: &'static str) {
     if undisturbed_only() {
         return;
     }
-    let kills: u32 = std::env::var("STILLPOINT_KILLS").ok().and_then(|k| k.parse().ok()).unwrap_or(60);
-    for engine in engine::all() {
+    let kills = tier::times("STILLPOINT_KILLS", 8, 60);
+    for engine in engine::in_turn().into_iter().filter(|engine| engine::offered(engine)) {
         let scratch = Scratch::new();
         let stillpoint = scratch.stillpoint();
         let target = Target::new(program, scenario, Build::Dynamic).expect("cc");
@@ -789,7 +791,7 @@ fn killed_during_checkpoints(program: &'static str, scenario: &'static str) {
         let pid = running.pid.to_string();
         let arguments = ["checkpoint", &pid, "--name", "job", "--json", "--engine", engine];
         let typical = stillpoint.run(&arguments).ok().wall;
-        for n in 0..kills / engine::all().count() as u32 {
+        for n in 0..kills {
             let mut command = stillpoint.command(&arguments);
             let mut child = command
                 .stdout(Stdio::null())
@@ -808,15 +810,15 @@ fn killed_during_checkpoints(program: &'static str, scenario: &'static str) {
             std::thread::sleep(typical.mul_f64(scratch.random().fraction() * most));
             kernel::kill(child.id(), kernel::SIGKILL);
             let _ = child.wait();
-            assert!(kernel::alive(running.pid), "{engine}, kill {n}: the root has ended: {}", running.said());
+            right!(kernel::alive(running.pid), "{engine}, kill {n}: the root has ended: {}", running.said());
         }
         let ours = |pid: u32| traces_of_us(pid, true);
         let until = Instant::now() + Duration::from_secs(30);
         while Instant::now() < until && !ours(running.pid).is_empty() {
             std::thread::sleep(Duration::from_millis(5));
         }
-        assert_eq!(ours(running.pid), Vec::<String>::new(), "{engine}: left behind");
-        stillpoint.run(&["verify"]).ok();
+        right_eq!(ours(running.pid), Vec::<String>::new(), "{engine}: left behind");
+        stillpoint.verified();
         stillpoint.run(&arguments).ok();
         running.finish(&format!("{engine}: after kills"));
         scratch.nothing_is_left("in the end");
@@ -888,8 +890,8 @@ open("ready", "w"); time.sleep(1000)
     let output = output.fails(3, &["userfaultfd"]);
     for pid in &children {
         assert!(output.stderr.contains(&pid.to_string()), "process {pid} is not named: {output}");
-        assert!(kernel::alive(*pid));
-        assert_eq!(kernel::status(*pid, "TracerPid").as_deref(), Some("0"));
+        right!(kernel::alive(*pid));
+        right_eq!(kernel::status(*pid, "TracerPid").as_deref(), Some("0"));
     }
     for pid in children {
         kernel::kill(pid, kernel::SIGKILL);

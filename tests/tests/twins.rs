@@ -10,7 +10,9 @@ use std::time::Duration;
 use stillpoint_tests::programs::{built_by_go, installed, source};
 use stillpoint_tests::scratch::MARK;
 use stillpoint_tests::target::{Running, alone};
-use stillpoint_tests::{Build, Scratch, Stillpoint, Target, kernel, skipped, undisturbed_only, wait_for};
+use stillpoint_tests::{
+    Build, Scratch, Stillpoint, Target, kernel, right, right_eq, skipped, undisturbed_only, wait_for,
+};
 
 const PATIENCE: Duration = Duration::from_secs(120);
 
@@ -60,7 +62,7 @@ impl Original {
         expected.sort_unstable();
         let mut lines = results(&directory, expected.len());
         lines.sort_unstable();
-        assert_eq!(lines, expected, "{}", running.said());
+        right_eq!(lines, expected, "{}", running.said());
         running.finish("the original");
         scratch.nothing_is_left("in the end");
     }
@@ -185,7 +187,7 @@ fn jobs_of_their_own() {
     let checkpoint = stillpoint.checkpoint(jobs[1], jobs[1], &[]);
     fs::write(directory.join("go"), "").expect("go");
     let lines = results(&directory, 5);
-    assert!(lines.iter().all(|line| line.starts_with("good")), "{lines:?}");
+    right!(lines.iter().all(|line| line.starts_with("good")), "{lines:?}");
     running.finish("the original");
     scratch.nothing_is_left("the twins");
     for file in ["results", "go"] {
@@ -193,7 +195,7 @@ fn jobs_of_their_own() {
     }
     stillpoint.restore_at_once(&checkpoint.name(), &[]);
     fs::write(directory.join("go"), "").expect("go");
-    assert!(results(&directory, 1)[0].starts_with("good"));
+    right!(results(&directory, 1)[0].starts_with("good"));
     scratch.nothing_is_left("in the end");
 }
 
@@ -224,7 +226,7 @@ fn held_locks() {
             let Original { scratch, directory, running, .. } = original;
             fs::write(directory.join("go"), "").expect("go");
             let lines = results(&directory, 2);
-            assert!(lines.iter().all(|line| *line == format!("good {}", running.pid)), "{lines:?}");
+            right!(lines.iter().all(|line| *line == format!("good {}", running.pid)), "{lines:?}");
             running.finish("the original");
             scratch.nothing_is_left("in the end");
         }
@@ -301,7 +303,7 @@ fn killed_meanwhile() {
             kernel::kill(ours, kernel::SIGKILL);
         }
         let _ = front.wait();
-        assert!(kernel::alive(own));
+        right!(kernel::alive(own));
         wait_for("the end of all others", PATIENCE, || {
             let others: Vec<u32> = scratch.processes().into_iter().filter(|&other| other != own).collect();
             others.iter().for_each(|&other| kernel::kill(other, kernel::SIGKILL));
@@ -310,7 +312,7 @@ fn killed_meanwhile() {
     }
     fs::write(directory.join("go"), "").expect("go");
     let lines = results(&directory, 1);
-    assert!(lines[0].starts_with("good"), "{lines:?}");
+    right!(lines[0].starts_with("good"), "{lines:?}");
     running.finish("the original");
 }
 
@@ -329,7 +331,7 @@ fn go_on(scratch: Scratch, command: &[&str]) {
     let mut child = run.spawn().expect("the program");
     let goes_on = |of: &str, until: usize| {
         wait_for(&format!("{of} to count"), PATIENCE, || {
-            assert!(!said().contains("wrong"), "{}", said());
+            right!(!said().contains("wrong"), "{}", said());
             (said().lines().count() > until).then_some(())
         });
     };
@@ -340,7 +342,7 @@ fn go_on(scratch: Scratch, command: &[&str]) {
     for twin in &all {
         goes_on("twins", said().lines().count() + 60);
         let pid = twin["pid"].as_u64().expect("a process id") as u32;
-        assert!(kernel::alive(pid), "{}", said());
+        right!(kernel::alive(pid), "{}", said());
         kernel::kill(pid, kernel::SIGKILL);
         kernel::wait_gone(pid, PATIENCE);
     }

@@ -212,7 +212,7 @@ fn a_history_that_cannot_be_written_costs_nothing_else() {
         (&"job".into(), &1.into()),
         "{told}"
     );
-    stillpoint.run(&["verify"]).ok();
+    stillpoint.verified();
 }
 
 #[test]

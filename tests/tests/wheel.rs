@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use stillpoint_tests::programs::installed;
 use stillpoint_tests::scratch::MARK;
 use stillpoint_tests::target::alone;
-use stillpoint_tests::{Scratch, Stillpoint, skipped, undisturbed_only};
+use stillpoint_tests::{Scratch, Stillpoint, right_eq, skipped, undisturbed_only};
 
 /// A new environment with the package in it, and whatever else this Python has.
 fn environment(scratch: &Scratch) -> Option<PathBuf> {
@@ -75,7 +75,7 @@ assert twin > 0
 print('ok')
 ";
     std::fs::write(&simple, script).expect("a script");
-    assert_eq!(run(&[&simple]).ok().stdout, "ok\n");
+    right_eq!(run(&[&simple]).ok().stdout, "ok\n");
     // The command came with it.
     let mut command = Command::new(environment.join("bin/stillpoint"));
     command.arg("--version").env_clear();
@@ -87,11 +87,11 @@ print('ok')
         tried.is_ok_and(|status| status.success())
     };
     if has("numpy") {
-        assert_eq!(run(&[&programs.join("branching.py"), Path::new("8")]).ok().stdout, "ok\n");
+        right_eq!(run(&[&programs.join("branching.py"), Path::new("8")]).ok().stdout, "ok\n");
     }
     if has("ipykernel") && has("jupyter_client") {
         let undo = programs.join("../../crates/library/examples/undo.ipynb");
-        assert_eq!(run(&[&programs.join("notebook.py"), scratch.path(), &undo]).ok().stdout, "ok\n");
+        right_eq!(run(&[&programs.join("notebook.py"), scratch.path(), &undo]).ok().stdout, "ok\n");
     }
     scratch.nothing_is_left("in the end");
 }

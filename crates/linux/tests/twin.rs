@@ -437,7 +437,9 @@ fn killed_at_random_moments_the_program_is_whole() {
         assert!(visitor.child.wait().unwrap().success());
         start.elapsed()
     };
-    let kills = std::env::var("STILLPOINT_KILLS").ok().and_then(|k| k.parse().ok()).unwrap_or(300u32);
+    let soaks = std::env::var_os("STILLPOINT_TIER").is_some_and(|tier| tier == "soak");
+    let asked = std::env::var("STILLPOINT_KILLS").ok().and_then(|k| k.parse().ok());
+    let kills: u32 = asked.unwrap_or(if soaks { 1000 } else { 60 });
     for n in 0..kills {
         let mut visitor = Visitor::start(&program);
         visitor.begin();

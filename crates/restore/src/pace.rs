@@ -58,7 +58,7 @@ mod tests {
     fn bytes_take_their_time() {
         let began = Instant::now();
         Pace::new(None).travel(1 << 40);
-        assert!(began.elapsed() < Duration::from_secs(1));
+        assert!(began.elapsed() < Duration::from_secs(10));
         let pace = Pace::new(Some(1 << 20));
         std::thread::scope(|scope| {
             for _ in 0..4 {

@@ -3,7 +3,7 @@
 #![allow(missing_docs)]
 
 use std::time::Duration;
-use stillpoint_tests::{Build, Feature};
+use stillpoint_tests::{Build, Feature, turn};
 
 /// One test for each scenario, by its name.
 macro_rules! scenarios {
@@ -11,6 +11,8 @@ macro_rules! scenarios {
         $(
             #[test]
             fn $name() {
+                #[allow(unused_imports)]
+                use crate::turn;
                 crate::Feature::new($program, stringify!($name))$(.$method($($argument),*))*.survives();
             }
         )*
@@ -61,9 +63,9 @@ mod descriptors {
         inotifys,
         fanotifys,
         pidfds,
-        ptys.in_turn(),
-        pty_modes.in_turn(),
-        pty_unread.in_turn().ignoring(&["thread", "map", "fd"]),
+        ptys.in_turn(turn::TERMINALS),
+        pty_modes.in_turn(turn::TERMINALS),
+        pty_unread.in_turn(turn::TERMINALS).ignoring(&["thread", "map", "fd"]),
         leases,
         devices.ignoring(&["map"]), // a private mapping of /dev/zero is anonymous memory by another name
         locks,
@@ -200,7 +202,7 @@ mod mount_namespaces {
         over_read_only,
         over_the_root,
         marked,
-        terminals.in_turn(),
+        terminals.in_turn(turn::TERMINALS),
     );
 }
 
@@ -238,7 +240,7 @@ mod trees {
         alone,
         parent_death,
         sleeping.ignoring(&["thread", "child"]),
-        terminals.in_turn(),
+        terminals.in_turn(turn::TERMINALS),
         turns.ignoring(&["thread", "child"]),
         token.ignoring(&["thread", "child"]),
         forks.ignoring(&["thread", "child"]),
@@ -276,36 +278,20 @@ mod sharers {
 }
 
 mod sysv {
-    use std::sync::{Mutex, PoisonError};
-
-    /// Segments of programs that run at the same time take each other's ids.
-    static ALONE: Mutex<()> = Mutex::new(());
-
-    macro_rules! one_by_one {
-        ($($name:ident,)*) => {
-            $(
-                #[test]
-                fn $name() {
-                    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-                    crate::Feature::new("sysv", stringify!($name)).survives();
-                }
-            )*
-        };
-    }
-
-    one_by_one! {
-        marked,
-        by_key,
-        read_only,
-        parts,
-        locked,
-        others,
-        huge,
-        two_segments,
-        semaphores,
-        queue,
-        posix_queues,
-    }
+    // Segments of programs that run at the same time take each other's ids.
+    scenarios!("sysv":
+        marked.in_turn(turn::SYSTEM_V),
+        by_key.in_turn(turn::SYSTEM_V),
+        read_only.in_turn(turn::SYSTEM_V),
+        parts.in_turn(turn::SYSTEM_V),
+        locked.in_turn(turn::SYSTEM_V),
+        others.in_turn(turn::SYSTEM_V),
+        huge.in_turn(turn::SYSTEM_V),
+        two_segments.in_turn(turn::SYSTEM_V),
+        semaphores.in_turn(turn::SYSTEM_V),
+        queue.in_turn(turn::SYSTEM_V),
+        posix_queues.in_turn(turn::SYSTEM_V),
+    );
 }
 
 mod threads {
