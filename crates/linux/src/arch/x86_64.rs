@@ -214,6 +214,7 @@ pub fn home_frame(base: u64, regs: &Regs, xstate: &[u8], mask: u64, sigreturn: R
     debug_assert_eq!(words.len() * 8, 8 + UCONTEXT_LEN);
     let mut frame: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
     frame.resize(fp_offset, 0);
+    let xstate = &xstate[..used_xstate_len(xstate)];
     frame.extend_from_slice(xstate);
     let fp = &mut frame[fp_offset..];
     // `struct _fpx_sw_bytes`: magic1, extended_size, xfeatures, xstate_size. The kernel's ptrace format keeps XCR0,
@@ -226,6 +227,23 @@ pub fn home_frame(base: u64, regs: &Regs, xstate: &[u8], mask: u64, sigreturn: R
     fp[SW_BYTES + 16..SW_BYTES + 20].copy_from_slice(&len.to_le_bytes());
     frame.extend_from_slice(&FP_XSTATE_MAGIC2.to_le_bytes());
     frame
+}
+
+/// How many bytes of extended state (ptrace's XSAVE format) are in use: to the end of the last component that is not as in the
+/// beginning (`XSTATE_BV`).
+///
+/// ptrace tells all that the processor has, with tiles (AMX) some 11,000 bytes. A frame with more than what is reserved for the thread is
+/// taken for one without a header (`check_xstate_in_sigframe` in arch/x86/kernel/fpu/signal.c), and all but its SSE registers are lost.
+fn used_xstate_len(xstate: &[u8]) -> usize {
+    const HEADER_END: usize = 576;
+    let used = xstate.get(512..520).map_or(0, |b| u64::from_le_bytes(b.try_into().unwrap_or_default()));
+    let ends = (2..63).filter(|feature| used >> feature & 1 == 1).map(|feature| {
+        // SAFETY: whoever has extended state in this format has leaf 0xd, which tells size and offset of each component.
+        #[allow(unused_unsafe)]
+        let component = unsafe { std::arch::x86_64::__cpuid_count(0xd, feature) };
+        (component.eax + component.ebx) as usize
+    });
+    ends.fold(HEADER_END, usize::max).min(xstate.len())
 }
 
 /// XCR0: the extended-state features whose registers `xstate` (ptrace's XSAVE format) can hold.
@@ -412,6 +430,27 @@ mod tests {
         let frame = home_frame(0, &regs, &[0; 576], 0, RemoteAddr(0));
         let at = FRAME_FIRST_ARGUMENT as usize;
         assert_eq!(frame[at..at + 8], regs.rdi.to_le_bytes());
+    }
+
+    #[test]
+    fn a_frame_has_no_more_extended_state_than_is_used() {
+        let mut xstate = vec![0; 11008];
+        let len = |xstate: &[u8]| {
+            let frame = home_frame(0, &Regs::default(), xstate, 0, RemoteAddr(0));
+            assert_eq!(frame[frame.len() - 4..], FP_XSTATE_MAGIC2.to_le_bytes());
+            let at = (8 + UCONTEXT_LEN).next_multiple_of(64) + SW_BYTES;
+            let word = |at: usize| u32::from_le_bytes(frame[at..at + 4].try_into().expect("four bytes"));
+            assert_eq!(word(at + 4), word(at + 16) + 4);
+            word(at + 16)
+        };
+        assert_eq!(len(&xstate), 576);
+        xstate[512] = 0b11; // x87 and SSE
+        assert_eq!(len(&xstate), 576);
+        if std::arch::is_x86_feature_detected!("avx") {
+            xstate[512] = 0b111;
+            assert_eq!(len(&xstate), 576 + 256);
+            assert_eq!(len(&xstate[..700]), 700);
+        }
     }
 
     #[test]
