@@ -1,6 +1,6 @@
 #!/bin/sh
 # Prints the path of the runner of the tests, cargo-nextest in the version that is pinned here, which it builds first where it
-# is not there (some five minutes); nothing where it cannot be had.
+# is not there (two to three minutes); nothing where it cannot be had.
 set -u
 version=0.9.151
 cd "$(dirname "$0")/.." || exit 1

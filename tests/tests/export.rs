@@ -245,7 +245,7 @@ fn a_checkpoint_keeps_its_files() {
     let copies = here.run(&["show", "job"]).ok();
     assert!(copies.stdout.contains("in the store"), "{copies}");
     become_another_machine(&own);
-    here.run(&["verify"]).ok();
+    here.verified();
     assert_eq!(here.restore_detached("job", &[]), pid);
     undisturbed.ends_the_same(&directory, pid);
 }

@@ -286,7 +286,6 @@ fn tidy(work: &dyn Duty, claim: &Claim) {
     let Ok(folders) = folders else { return };
     keep.extend(folders.descriptors().map(|fd| fd.as_raw_fd()));
     let is_left_over = |fd: u32| match folders.process_of(fd) {
-        _ if split::is_handle_of_nobody(fd as i32) => true,
         Ok(Some(_)) => has_ended(split::shared_descriptor(fd as i32)),
         Ok(None) => true,
         // Somebody who shares the table has closed it.

@@ -650,18 +650,17 @@ impl Source for Sweep<'_> {
 /// `EFAULT` (`fault_in_user_writeable` of kernel/futex/core.c waits for nobody), and the C library ends the program. Who waits for
 /// such a lock asks once more after each stop.
 fn locks_in_kernel(regs: &Regs) -> [u64; 2] {
-    const LOCK_PI: u64 = 6;
-    const UNLOCK_PI: u64 = 7;
-    const TRYLOCK_PI: u64 = 8;
-    const WAKE_OP: u64 = 5;
-    const WAIT_REQUEUE_PI: u64 = 11;
-    const CMP_REQUEUE_PI: u64 = 12;
-    const LOCK_PI2: u64 = 13;
     let [first, operation, .., second, _] = regs.call_args();
     let calls = [regs.orig_rax, regs.rax].contains(&(libc::SYS_futex as u64));
-    match operation & 0x7f {
-        LOCK_PI | UNLOCK_PI | TRYLOCK_PI | LOCK_PI2 if calls => [first, 0],
-        WAKE_OP | WAIT_REQUEUE_PI | CMP_REQUEUE_PI if calls => [first, second],
+    match operation as i32 & libc::FUTEX_CMD_MASK {
+        libc::FUTEX_LOCK_PI | libc::FUTEX_UNLOCK_PI | libc::FUTEX_TRYLOCK_PI | libc::FUTEX_LOCK_PI2
+            if calls =>
+        {
+            [first, 0]
+        }
+        libc::FUTEX_WAKE_OP | libc::FUTEX_WAIT_REQUEUE_PI | libc::FUTEX_CMP_REQUEUE_PI if calls => {
+            [first, second]
+        }
         _ => [0, 0],
     }
 }
