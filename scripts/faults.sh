@@ -15,8 +15,8 @@ run() {
     export STILLPOINT_RUN STILLPOINT_FAULT
     echo "== fault: ${1:-none}"
     rm -f "$report"
-    cargo build --quiet -p stillpoint-tests --bins &&
-        "$nextest" nextest run -p stillpoint-tests -E 'binary(features) and test(=memory::anonymous)' \
+    cargo build --quiet --workspace --bins &&
+        "$nextest" nextest run --workspace -E 'test(=features::memory::anonymous)' \
             >"$STILLPOINT_RUN/output" 2>&1 </dev/null
     mv "$report" "$STILLPOINT_RUN/report.xml"
     told=$("$target/debug/tally" "$STILLPOINT_RUN")

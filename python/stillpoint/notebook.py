@@ -113,6 +113,9 @@ class Undo(Magics):
     def settle(self):
         sys.stdout.flush()
         sys.stderr.flush()
+        # A thread writes the history now and then. If it was in the middle of that, there would be no way back to a journal that is
+        # gone when it is done.
+        self.shell.history_manager.writeout_cache()
         kernel = getattr(self.shell, "kernel", None)
         if kernel is None:
             return

@@ -99,9 +99,8 @@ impl Drop for Scratch {
         if std::thread::panicking() {
             eprintln!("kept: {}", self.root.display());
             eprintln!(
-                "run again: STILLPOINT_SEED={} cargo test -p stillpoint-tests --test {} -- --exact {}",
+                "run again: STILLPOINT_SEED={} cargo test -p stillpoint-tests --test end_to_end -- --exact {}",
                 run_seed(),
-                binary_name(),
                 test_name()
             );
         } else if std::env::var_os("STILLPOINT_KEEP").is_none() {
@@ -129,7 +128,7 @@ pub fn run_seed() -> u64 {
 
 /// How the names of the directories of a test begin.
 fn prefix(test: &str) -> String {
-    format!("stillpoint-{}.", test.replace("::", "-"))
+    format!("sp-{}.", test.replace("::", "-"))
 }
 
 /// An attempt that took too long was killed, and has left processes.
@@ -167,12 +166,6 @@ fn sweep(processes: impl Fn() -> Vec<u32>) {
 /// Name of the running test.
 pub fn test_name() -> String {
     std::thread::current().name().unwrap_or("test").to_owned()
-}
-
-fn binary_name() -> String {
-    let exe = std::env::current_exe().unwrap_or_default();
-    let stem = exe.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-    stem.rsplit_once('-').map_or(stem.clone(), |(name, _)| name.to_owned())
 }
 
 /// SplitMix64: small, and the same everywhere.

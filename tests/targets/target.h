@@ -112,6 +112,13 @@ static UNUSED void nap(double s) {
     ;
 }
 
+// Leaves the processor to others for a while, after each round of something endless. Not in a soak.
+static UNUSED void give_way(double s) {
+  const char *tier = getenv("STILLPOINT_TIER");
+  if (!tier || strcmp(tier, "soak"))
+    nap(s);
+}
+
 static UNUSED int gone(void) {
   return access(go_path, F_OK) == 0;
 }

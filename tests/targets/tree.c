@@ -642,6 +642,12 @@ static void expect_parts(long first, long last) {
   }
 }
 
+// What one of the four has in common with others it has no more once they have ended.
+static void all_have_looked(void) {
+  arrive();
+  await_arrivals(3 + 4);
+}
+
 // Has the first four parts from its parent, and the fifth from its grandparent too.
 static void grandchild(long unused) {
   (void)unused;
@@ -651,6 +657,7 @@ static void grandchild(long unused) {
   expect_parts(1, 3);
   CHECK(filled(parts[4], PART, 77));
   EQUAL(in_common(parts[4], PART), PART / PAGE);
+  all_have_looked();
 }
 
 static void heir(long unused) {
@@ -673,6 +680,7 @@ static void heir(long unused) {
   expect_parts(1, 3);
   CHECK(filled(parts[4], PART, 77) && filled(moved, 16 * PAGE, 5000 + 3 * PART / 4 / 8));
   CHECK(filled(parts[5], PART / 2, 5000));
+  all_have_looked();
   await(pid, 0);
 }
 
@@ -688,6 +696,7 @@ static void other_heir(long unused) {
   expect_parts(1, 4);
   CHECK(all_zero(parts[5], 16 * PAGE) && filled(parts[5] + 16 * PAGE, 16 * PAGE, 9));
   CHECK(filled(parts[5] + 32 * PAGE, PART - 32 * PAGE, 5000 + 32 * WORDS_OF_A_PAGE));
+  all_have_looked();
 }
 
 static void inherited(void) {
@@ -705,6 +714,7 @@ static void inherited(void) {
   cut();
   CHECK(all_zero(parts[0], PART / 4) && filled(parts[0] + PART / 4, 3 * PART / 4, PART / 4 / 8));
   expect_parts(1, 3);
+  all_have_looked();
   for (int i = 0; i < 2; i++)
     await(pids[i], 0);
 }
@@ -1223,6 +1233,7 @@ static void passes_token(long n) {
       if (__atomic_load_n(&board->words[101], __ATOMIC_ACQUIRE))
         return;
       sched_yield();
+      give_way(0.00005);
     }
     EQUAL(__atomic_load_n(token, __ATOMIC_ACQUIRE), mine * 4 + n);
     if (failures)
@@ -1273,6 +1284,7 @@ static void begins_others(long how) {
     int status = -1;
     EQUAL(waitpid(pid, &status, 0), pid);
     EQUAL(status, how ? 0 : (i % 100) << 8);
+    give_way(how ? 0.005 : 0.001);
     if (failures)
       return;
   }

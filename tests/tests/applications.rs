@@ -1,6 +1,5 @@
 //! Applications that people sit in front of, or start by others: editors, viewers, shells with jobs, an MPI program. They are
 //! checkpointed, killed and restored, and what they do then is what they would have done.
-#![allow(missing_docs)]
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,6 +1,5 @@
 //! Snapshots of running programs, and rollback: programs that check themselves all the time are sent back and forth at random, and
 //! must find all as they left it, whoever is killed meanwhile.
-#![allow(missing_docs)]
 
 use serde_json::Value;
 use std::fs::File;
@@ -157,7 +156,7 @@ macro_rules! return_of {
                 $(
                     #[test]
                     fn $name() {
-                        crate::returns(stringify!($program), stringify!($name), super::Build::Dynamic);
+                        crate::branch::returns(stringify!($program), stringify!($name), super::Build::Dynamic);
                     }
                 )*
             }

@@ -1,6 +1,5 @@
 //! Many restores of one checkpoint at once, and twins of a running program: they all come to the right end beside each other and
 //! beside the original, whoever is killed meanwhile, and where one cannot be brought back there is none.
-#![allow(missing_docs)]
 
 use serde_json::Value;
 use std::fs;

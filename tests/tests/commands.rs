@@ -1,5 +1,4 @@
 //! `run`, `restore` and the jobs in the store, as a user meets them.
-#![allow(missing_docs)]
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};

@@ -1,5 +1,4 @@
 //! Connections: between two sockets of the program, and with clients outside.
-#![allow(missing_docs)]
 
 use rustix::net;
 use std::fs::File;

@@ -1,5 +1,4 @@
 //! Control groups: a program is in its own again after a restore, and is limited as it was.
-#![allow(missing_docs)]
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,5 +1,4 @@
 //! Checkpoints that travel: through pipes and files into other stores, to where executables, libraries and files are others.
-#![allow(missing_docs)]
 
 use std::fs;
 use std::io::Write;
@@ -171,7 +170,7 @@ fn moved_xz(scratch: &Scratch) -> Option<(Program, PathBuf)> {
     ]);
     program.environment.push(("LD_LIBRARY_PATH".into(), own.display().to_string()));
     program.prepare =
-        Box::new(|directory| fs::write(directory.join("input"), text(40 << 20)).expect("input"));
+        Box::new(|directory| fs::write(directory.join("input"), text(20 << 20)).expect("input"));
     Some((program, own))
 }
 

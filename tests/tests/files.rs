@@ -1,5 +1,4 @@
 //! Files that changed between checkpoint and restore.
-#![allow(missing_docs)]
 
 use std::fs;
 use std::os::unix::fs::FileExt;

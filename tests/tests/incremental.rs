@@ -1,6 +1,5 @@
 //! Checkpoint after checkpoint of one program: what is given back in between is gone, the store stays bounded, memory that
 //! is only reserved costs nothing, and neighbours of every kind do no harm. Each under every engine that the command offers.
-#![allow(missing_docs)]
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -31,10 +30,10 @@ macro_rules! each {
         $(
             #[test]
             fn $name() {
-                if !crate::undisturbed_only() {
-                    match crate::engine::offered(stringify!($engine)) {
-                        true => crate::$name(stringify!($engine)),
-                        false => crate::skipped(concat!("the command has no engine ", stringify!($engine))),
+                if !crate::incremental::undisturbed_only() {
+                    match crate::incremental::engine::offered(stringify!($engine)) {
+                        true => crate::incremental::$name(stringify!($engine)),
+                        false => crate::incremental::skipped(concat!("the command has no engine ", stringify!($engine))),
                     }
                 }
             }

@@ -1,6 +1,5 @@
 //! Whatever the engine, a checkpoint is one exact instant: each test runs one writer that would notice any other, under an
 //! engine. What the writers check stands in `targets/`.
-#![allow(missing_docs)]
 
 use stillpoint_tests::{Cuts, engine, machine};
 
@@ -9,7 +8,7 @@ macro_rules! scenarios {
     ($($program:ident: $($name:ident $(.$method:ident($($argument:expr),*))*,)*;)*) => {
         $(
             mod $program {
-                use crate::*;
+                use crate::instant::*;
                 $(
                     #[test]
                     fn $name() {

@@ -1,5 +1,4 @@
 //! Objects of interprocess communication that outlive the program: what a restore finds of them, and who else uses them.
-#![allow(missing_docs)]
 
 use std::io::Read;
 use std::os::unix::net::{UnixDatagram, UnixStream};

@@ -1,6 +1,5 @@
 //! Jobs and whoever takes their checkpoints: one after the other, as time passes, for clients that go away, and when
 //! one of the processes involved is killed.
-#![allow(missing_docs)]
 
 use std::fs;
 use std::io::{Read, Write};

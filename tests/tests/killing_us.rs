@@ -1,6 +1,5 @@
 //! SIGKILL for the command itself, and for the supervisor of a job, at random moments, under each engine: the target is
 //! never harmed, nothing of ours stays in it, no partial checkpoint is ever seen, no half process is left behind.
-#![allow(missing_docs)]
 
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -14,7 +13,7 @@ use stillpoint_tests::{
 
 /// How often the tests kill: the restoring command half as often, the checkpointing one so often under all engines together.
 fn kills() -> u64 {
-    tier::times("STILLPOINT_KILLS", 50, 1000)
+    tier::times("STILLPOINT_KILLS", 30, 1000)
 }
 
 /// The counters that the target keeps in a shared file: rounds of each thread, and how often something was wrong.
@@ -120,12 +119,12 @@ macro_rules! under {
             mod $engine {
                 #[test]
                 fn during_checkpoint() {
-                    crate::with(stringify!($engine), crate::during_checkpoint);
+                    crate::killing_us::with(stringify!($engine), crate::killing_us::during_checkpoint);
                 }
 
                 #[test]
                 fn the_supervisor() {
-                    crate::with(stringify!($engine), crate::the_supervisor);
+                    crate::killing_us::with(stringify!($engine), crate::killing_us::the_supervisor);
                 }
             }
         )*

@@ -1,6 +1,5 @@
 //! Programs that run while most of their memory is still to come: every way to touch what is missing, page servers that are
 //! killed, stores that break, checkpoints and removals meanwhile.
-#![allow(missing_docs)]
 
 use std::collections::HashMap;
 use std::fs;

@@ -1,6 +1,5 @@
 //! Jobs that outlive crashes and power cuts: brought back by their supervisors, or by `resume`, at random moments, until
 //! they end with what they would have written undisturbed.
-#![allow(missing_docs)]
 
 use rustix::process::Signal;
 use serde_json::Value;
@@ -208,7 +207,7 @@ fn sieve() -> Option<Program> {
     if binary.is_none() {
         skipped("no C compiler (Debian package gcc)");
     }
-    Some(Program::new(&[binary?.to_str()?, "7000"], &["counts"]))
+    Some(Program::new(&[binary?.to_str()?, "5000"], &["counts"]))
 }
 
 fn python() -> Option<Program> {
@@ -218,7 +217,7 @@ import hashlib, sys, time
 log = open('log', 'w')
 block = bytes(1 << 16)
 last = time.monotonic_ns()
-for i in range(60000):
+for i in range(40000):
     now = time.monotonic_ns()
     if now < last:
         sys.exit(f'the clock went back by {last - now} ns')
@@ -235,7 +234,7 @@ sys.exit(7)
 fn xz() -> Option<Program> {
     let xz = installed(&["xz"], "xz-utils")?;
     let words = [xz.to_str()?, "-T2", "-4", "--block-size=1MiB", "-k", "-c", "input"];
-    Some(Program { input: Some(text(14 << 20)), ..Program::new(&words, &[]) })
+    Some(Program { input: Some(text(10 << 20)), ..Program::new(&words, &[]) })
 }
 
 fn sqlite() -> Option<Program> {

@@ -1,6 +1,5 @@
 //! Programs that take less memory than they use: whatever they do with it, and whatever becomes of those who page it, what they
 //! come to is the same.
-#![allow(missing_docs)]
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -17,6 +16,11 @@ fn built(name: &str, scratch: &Scratch) -> PathBuf {
     compiler.args(["-O2", "-pthread", "-o"]).arg(&binary).arg(source(&format!("{name}.c")));
     assert!(compiler.status().is_ok_and(|status| status.success()), "cc {name}.c");
     binary
+}
+
+/// How often a program does what it does: `once` in a test, `all` in a soak.
+fn rounds(once: u64, all: u64) -> &'static str {
+    tier::times("STILLPOINT_ROUNDS", once, all).to_string().leak()
 }
 
 fn said(binary: &Path, arguments: &[&str]) -> String {
@@ -115,7 +119,7 @@ fn whatever_a_program_does_with_its_memory_is_right() {
     let binary = built("mappings", &scratch);
     for forks in ["0", "1"] {
         let seed = scratch.random().below(1 << 30).to_string();
-        let job = begin(&scratch.stillpoint(), "8MiB", &binary, &[&seed, "300", forks]);
+        let job = begin(&scratch.stillpoint(), "8MiB", &binary, &[&seed, rounds(150, 300), forks]);
         right_eq!(end(job), "good\n", "seed {seed}, forks {forks}");
     }
 }
@@ -126,7 +130,7 @@ fn what_drops_pages_without_a_word_is_noticed() {
     let Some((scratch, _, binary)) = paged("guarded") else { return };
     for _ in 0..tier::times("STILLPOINT_TURNS", 1, 3) {
         let seed = scratch.random().below(1 << 30).to_string();
-        let job = begin(&scratch.stillpoint(), "8MiB", &binary, &[&seed, "3000"]);
+        let job = begin(&scratch.stillpoint(), "8MiB", &binary, &[&seed, rounds(1500, 3000)]);
         let output = job.wait_with_output().expect("it ends");
         if output.status.code() == Some(77) {
             return skipped("this kernel has no guard regions");
@@ -139,7 +143,7 @@ fn what_drops_pages_without_a_word_is_noticed() {
 fn what_is_freed_lazily_may_go_at_any_moment() {
     let Some((scratch, _, binary)) = paged("freed") else { return };
     for _ in 0..tier::times("STILLPOINT_TURNS", 1, 3) {
-        let job = begin(&scratch.stillpoint(), "8MiB", &binary, &["8000"]);
+        let job = begin(&scratch.stillpoint(), "8MiB", &binary, &[rounds(4000, 8000)]);
         right_eq!(end(job), "good\n");
     }
 }
@@ -149,7 +153,7 @@ fn what_is_freed_lazily_may_go_at_any_moment() {
 fn memory_goes_where_others_have_just_been() {
     let Some((scratch, _, binary)) = paged("moved") else { return };
     for _ in 0..tier::times("STILLPOINT_TURNS", 1, 3) {
-        right_eq!(end(begin(&scratch.stillpoint(), "8MiB", &binary, &["12", "800"])), "good\n");
+        right_eq!(end(begin(&scratch.stillpoint(), "8MiB", &binary, &["12", rounds(400, 800)])), "good\n");
     }
 }
 
@@ -157,7 +161,7 @@ fn memory_goes_where_others_have_just_been() {
 fn threads_see_what_they_wrote_in_whatever_way() {
     let Some((scratch, _, binary)) = paged("laid") else { return };
     let file = scratch.path().join("file").to_string_lossy().into_owned();
-    let arguments = ["24", "6", "1500", &file];
+    let arguments = ["24", "6", rounds(800, 1500), &file];
     if said(&binary, &arguments).starts_with("no vectors") {
         return skipped("this processor has no AVX2");
     }
@@ -259,7 +263,7 @@ fn what_was_locked_and_grew_and_was_dropped_is_zeros() {
 #[test]
 fn those_who_page_may_be_killed_at_any_moment() {
     let Some((scratch, stillpoint, binary)) = paged("writers") else { return };
-    let arguments = ["40", "2", "6000"];
+    let arguments = ["40", "2", rounds(3000, 6000)];
     let mut job = begin(&stillpoint, "8MiB", &binary, &arguments);
     let mut kills = 0;
     let root = stillpoint_tests::wait_for("the job", PATIENCE, || pid(&stillpoint));
@@ -286,7 +290,7 @@ fn stored(stillpoint: &Stillpoint) -> u64 {
 fn a_job_that_nobody_pages_any_more_is_ended() {
     let Some((scratch, stillpoint, binary)) = paged("writers") else { return };
     let binary = binary.to_string_lossy();
-    let all = ["run", "--name", "it", "--memory-limit", "8MiB", "--", &binary, "40", "2", "100000000"];
+    let all = ["run", "--name", "it", "--memory-limit", "8MiB", "--", &binary, "40", "2", "30000000"];
     let mut command = stillpoint.command(&all);
     let mut job = command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().expect("it starts");
     let root = stillpoint_tests::wait_for("the job", PATIENCE, || pid(&stillpoint));
@@ -307,7 +311,7 @@ fn a_job_that_nobody_pages_any_more_is_ended() {
 #[test]
 fn checkpoints_of_a_job_that_is_paged_come_to_the_same() {
     let Some((scratch, stillpoint, binary)) = paged("writers") else { return };
-    let arguments = ["40", "2", "100000000"];
+    let arguments = ["40", "2", "30000000"];
     let expected = said(&binary, &arguments);
     // Under its limit it would take hours; restored, it has all of its memory.
     let mut job = begin(&stillpoint, "8MiB", &binary, &arguments);
@@ -341,7 +345,7 @@ fn status_kib(pid: u32, field: &str) -> u64 {
 #[test]
 fn a_restored_job_is_kept_within_its_limit() {
     let Some((scratch, stillpoint, binary)) = paged("writers") else { return };
-    let arguments = ["40", "2", "100000000"];
+    let arguments = ["40", "2", "30000000"];
     let expected = said(&binary, &arguments);
     let mut job = begin(&stillpoint, "8MiB", &binary, &arguments);
     stillpoint_tests::wait_for("pages to leave", PATIENCE, || (stored(&stillpoint) > 40 << 20).then_some(()));
@@ -378,7 +382,7 @@ fn a_restored_job_is_kept_within_its_limit() {
 fn a_job_that_crashes_is_brought_back_within_its_limit() {
     let Some((scratch, stillpoint, binary)) = paged("writers") else { return };
     let said_to = scratch.path().join("said");
-    let arguments = ["40", "2", "15000"];
+    let arguments = ["40", "2", rounds(8000, 15_000)];
     let all = [
         "run",
         "--name",

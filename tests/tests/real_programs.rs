@@ -1,6 +1,5 @@
 //! Programs from Debian, and Go, Java, static and musl programs: checkpointed at random moments, killed, restored; what
 //! they write must be what they write undisturbed. See `tests/PACKAGES` for what they come from.
-#![allow(missing_docs)]
 
 use std::fs;
 use std::io::Write;

@@ -1,5 +1,4 @@
 //! What cannot be captured is refused by name, before anything is changed; bad targets get one clear sentence.
-#![allow(missing_docs)]
 
 use std::process::{Command, Stdio};
 use std::time::Duration;

@@ -1,6 +1,5 @@
 //! Servers that were not written here, under load: checkpointed by every engine, killed and restored, again and again, while
 //! clients outside keep their connections, and their data is counted in the end.
-#![allow(missing_docs)]
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Result, Write};

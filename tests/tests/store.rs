@@ -1,5 +1,4 @@
 //! Stores that cannot be written, are full, are damaged: one clear sentence each, nothing half done.
-#![allow(missing_docs)]
 
 use std::fs;
 use std::os::unix::fs::{FileExt, PermissionsExt};

@@ -1,6 +1,5 @@
 //! Whole applications of several processes: what they compute and write must be what they write undisturbed; kills of the
 //! command while it takes checkpoints of them harm none of them.
-#![allow(missing_docs)]
 
 use std::fs;
 use std::process::{Command, Stdio};
@@ -782,7 +781,7 @@ fn killed_during_checkpoints(program: &'static str, scenario: &'static str) {
     if undisturbed_only() {
         return;
     }
-    let kills = tier::times("STILLPOINT_KILLS", 8, 60);
+    let kills = tier::times("STILLPOINT_KILLS", 4, 60);
     for engine in engine::in_turn().into_iter().filter(|engine| engine::offered(engine)) {
         let scratch = Scratch::new();
         let stillpoint = scratch.stillpoint();

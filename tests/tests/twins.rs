@@ -1,6 +1,5 @@
 //! Twins beside a running program, under other process ids: what the kernel and the C library know of ids is of the twin's own; where that
 //! cannot be, there are none.
-#![allow(missing_docs)]
 
 use serde_json::Value;
 use std::fs::{self, File};

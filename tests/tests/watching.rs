@@ -1,5 +1,4 @@
 //! What is told of a job while it runs and afterwards: its history, `top`, `report`.
-#![allow(missing_docs)]
 
 use rustix::process::Signal;
 use serde_json::Value;

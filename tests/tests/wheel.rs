@@ -1,5 +1,4 @@
 //! The Python package as `pip install` makes it from the tree, in an environment with nothing else in it: it brings its library and its command.
-#![allow(missing_docs)]
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};

@@ -202,8 +202,7 @@ fn any_flipped_bit_is_noticed() {
     let bytes = archive(&prepare(far.path(), 12), Compression::default());
     let near = Near::new();
     // Every bit of the headers, and every so many of the rest.
-    let soaks = std::env::var_os("STILLPOINT_TIER").is_some_and(|tier| tier == "soak");
-    let every = if soaks { 61 } else { 607 };
+    let every = if stillpoint_tests::tier::soaks() { 61 } else { 607 };
     let is_head = |bit: &usize| bit / 8 < 200 || bit / 8 + 80 > bytes.len();
     let bits = (0..bytes.len() * 8).filter(|bit| is_head(bit) || bit % every == 0);
     for bit in bits {

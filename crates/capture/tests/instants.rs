@@ -12,6 +12,7 @@ use std::time::Duration;
 use stillpoint_capture::{Engine, Options, Progress, Report, Session, checkpoint};
 use stillpoint_image::{Owner, PAGE, Place};
 use stillpoint_store::{Fault, Op, Store};
+use stillpoint_tests::tier;
 
 struct Quiet;
 
@@ -123,7 +124,7 @@ fn hold_instants(storms: &str, engine: Engine, buffer: u64, lasting: bool, lossy
     let pid = target.child.id();
     let mut session = Session::new(pid);
     let mut reports = Vec::new();
-    for n in 0..12 {
+    for n in 0..tier::times("STILLPOINT_CUTS", 6, 12) {
         let options = options(engine, buffer);
         let report = match lasting {
             true => session.checkpoint(&store, &options, &Quiet),
@@ -166,9 +167,9 @@ fn wp_while_threads_come_and_go() {
 
 #[test]
 fn wp_in_storms() {
-    for storms in ["d", "m", "r", "dmrt"] {
+    for storms in tier::turn("storms", &["d", "m", "r", "dmrt"]) {
         let done = hold_instants(storms, Engine::Wp, 16 << 20, false, true);
-        eprintln!("{storms}: {} of 12", done.len());
+        eprintln!("{storms}: {} reports", done.len());
     }
 }
 
@@ -187,7 +188,7 @@ fn wp_incremental() {
 #[test]
 fn wp_incremental_in_storms() {
     let done = hold_instants("dmrt", Engine::Wp, 16 << 20, true, true);
-    eprintln!("{} of 12", done.len());
+    eprintln!("{} reports", done.len());
 }
 
 /// A medium that is slow, and fails after some writes.

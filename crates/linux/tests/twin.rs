@@ -14,6 +14,7 @@ use stillpoint_linux::memory::Memory;
 use stillpoint_linux::proc::{self, Proc};
 use stillpoint_linux::ptrace::{Seized, Stop, Stopped, Waited, options};
 use stillpoint_linux::twin::{self, Twin};
+use stillpoint_tests::tier;
 
 const PAGE: u64 = 4096;
 const REGION: u64 = 64 * PAGE;
@@ -392,12 +393,13 @@ fn visitor() {
     std::process::exit(0);
 }
 
-/// Kills the visitor at its first, second, … entry to and exit from a system call.
+/// Kills the visitor at its first, second, … entry to and exit from a system call: at every third, whose turn it is, or at all.
 #[test]
 fn killed_at_any_of_our_system_calls_the_program_is_whole() {
     let program = Program::start(&["1"]);
     let before = program.facts();
-    for step in 0.. {
+    let turn = tier::turn("steps", &[0, 1, 2]);
+    for step in (0..).filter(|step| turn.contains(&(step % 3))) {
         let mut visitor = Visitor::start(&program);
         let seized = Seized::seize(visitor.tid, options::SYSCALL_GOOD).unwrap();
         seized.interrupt().unwrap();
@@ -437,9 +439,7 @@ fn killed_at_random_moments_the_program_is_whole() {
         assert!(visitor.child.wait().unwrap().success());
         start.elapsed()
     };
-    let soaks = std::env::var_os("STILLPOINT_TIER").is_some_and(|tier| tier == "soak");
-    let asked = std::env::var("STILLPOINT_KILLS").ok().and_then(|k| k.parse().ok());
-    let kills: u32 = asked.unwrap_or(if soaks { 1000 } else { 60 });
+    let kills = tier::times("STILLPOINT_KILLS", 40, 1000) as u32;
     for n in 0..kills {
         let mut visitor = Visitor::start(&program);
         visitor.begin();

@@ -98,7 +98,9 @@ impl Tally {
             let attempts: Vec<_> = case.children().filter(bad).collect();
             let has_failed =
                 attempts.iter().any(|node| node.has_tag_name("failure") || node.has_tag_name("error"));
-            let counts = self.suites.entry(suite.to_owned()).or_default();
+            // The end-to-end tests are one program with a module for each kind.
+            let kind = name.split_once("::").filter(|_| suite.ends_with("::end_to_end"));
+            let counts = self.suites.entry(kind.map_or(suite, |(module, _)| module).to_owned()).or_default();
             counts.0 += 1;
             counts.1 += usize::from(!has_failed);
             let Some(first) = attempts.first() else { continue };
@@ -204,9 +206,9 @@ mod tests {
     use super::{Mishap, Tally};
 
     const REPORT: &str = r#"<testsuites name="nextest-run">
-  <testsuite name="stillpoint-tests::features">
-    <testcase name="good"/>
-    <testcase name="late">
+  <testsuite name="stillpoint-tests::end_to_end">
+    <testcase name="features::good"/>
+    <testcase name="features::late">
       <flakyFailure type="test failure"><system-err>
 thread 'late' (7) panicked at tests/src/lib.rs:9:5:
 waited 60s in vain: the target to be ready
@@ -214,7 +216,7 @@ kept: /tmp/stillpoint-late.7.0
 run again: STILLPOINT_SEED=42 cargo test
 </system-err></flakyFailure>
     </testcase>
-    <testcase name="bad"><failure type="test failure"/><rerunFailure type="test timeout"/></testcase>
+    <testcase name="features::bad"><failure type="test failure"/><rerunFailure type="test timeout"/></testcase>
   </testsuite>
 </testsuites>"#;
 
@@ -227,9 +229,9 @@ run again: STILLPOINT_SEED=42 cargo test
     #[test]
     fn attempts_are_told_apart() {
         let tally = of(REPORT);
-        assert_eq!(tally.suites["stillpoint-tests::features"], (3, 2));
+        assert_eq!(tally.suites["features"], (3, 2));
         let flaky = Mishap {
-            test: "stillpoint-tests::features late".into(),
+            test: "stillpoint-tests::end_to_end features::late".into(),
             attempts: 2,
             why: "waited 60s in vain: the target to be ready".into(),
             seed: "42".into(),
@@ -262,7 +264,7 @@ run again: STILLPOINT_SEED=42 cargo test
     fn other_packages_tell_by_their_output() {
         let report = REPORT.replace("stillpoint-tests::", "stillpoint-restore::");
         let tally = of(&report.replace("waited 60s", "WRONG: waited 60s"));
-        assert_eq!(tally.wrong, ["WRONG: waited 60s in vain: the target to be ready (test late)"]);
+        assert_eq!(tally.wrong, ["WRONG: waited 60s in vain: the target to be ready (test features::late)"]);
     }
 
     #[test]

@@ -1,6 +1,5 @@
 //! Everything a program can hold, one by one: each test runs one scenario of a target program undisturbed, through
 //! checkpoints, and killed and restored. What a scenario checks stands in `targets/`.
-#![allow(missing_docs)]
 
 use std::time::Duration;
 use stillpoint_tests::{Build, Feature, turn};
@@ -12,8 +11,8 @@ macro_rules! scenarios {
             #[test]
             fn $name() {
                 #[allow(unused_imports)]
-                use crate::turn;
-                crate::Feature::new($program, stringify!($name))$(.$method($($argument),*))*.survives();
+                use crate::features::turn;
+                crate::features::Feature::new($program, stringify!($name))$(.$method($($argument),*))*.survives();
             }
         )*
     };
@@ -324,7 +323,7 @@ mod timers {
 
     #[test]
     fn alarm_once() {
-        crate::half_way("timers", "alarm_once");
+        crate::features::half_way("timers", "alarm_once");
     }
 }
 
@@ -364,7 +363,7 @@ mod waits {
             $(
                 #[test]
                 fn $name() {
-                    crate::half_way("sleeps", stringify!($name));
+                    crate::features::half_way("sleeps", stringify!($name));
                 }
             )*
         };
@@ -412,14 +411,14 @@ mod waits {
 
 /// Programs whose C library is linked in, and another C library: nothing may depend on what glibc brings along.
 mod other_builds {
-    use crate::Build;
+    use crate::features::Build;
 
     macro_rules! built {
         ($build:ident: $($name:ident: $program:literal $scenario:literal $(.$with:ident($($value:expr),*))*,)*) => {
             $(
                 #[test]
                 fn $name() {
-                    crate::Feature::new($program, $scenario).built(Build::$build)$(.$with($($value),*))*.survives();
+                    crate::features::Feature::new($program, $scenario).built(Build::$build)$(.$with($($value),*))*.survives();
                 }
             )*
         };
