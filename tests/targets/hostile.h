@@ -61,6 +61,39 @@ static UNUSED void together(void (*const round[])(long), long threads) {
     pthread_join(t[i], 0);
 }
 
+// --- growth: a mapping that grows by a page at a time, and each page of it is what was written there. However it is looked at meanwhile, it is one
+// mapping: to grow never fails.
+static UNUSED int growing_flags;
+
+static UNUSED void grow_one(long me) {
+  static struct {
+    uint64_t *at;
+    size_t pages;
+  } all[THREADS];
+  size_t most = 4096;
+  uint64_t *at = all[me].at;
+  size_t pages = all[me].pages;
+  if (!at) { // what is shared does not become larger than it was in the beginning
+    MUST((at = mmap(0, most * PAGE, PROT_READ | PROT_WRITE, growing_flags | MAP_ANONYMOUS, -1, 0)) != MAP_FAILED);
+    pages = most;
+    at[0] = mix(me);
+  }
+  size_t next = pages < most ? pages + 1 : 1;
+  uint64_t *moved = mremap(at, pages * PAGE, next * PAGE, MREMAP_MAYMOVE);
+  CHECK(moved != MAP_FAILED);
+  if (moved != MAP_FAILED) {
+    at = moved;
+    pages = next;
+    if (next > 1) {
+      at[(next - 1) * PAGE / 8] = mix(me + next - 1);
+      size_t any = mix(next * 31 + (size_t)me) % next;
+      EQUAL(at[any * PAGE / 8], mix(me + any));
+    }
+  }
+  all[me].at = at;
+  all[me].pages = pages;
+}
+
 // --- cells: a sum that is kept beside them grows by what each of them grows by
 
 struct cells {

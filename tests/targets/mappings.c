@@ -474,6 +474,13 @@ static void everything(void) {
   run_arenas();
 }
 
+static void (*const growers[])(long) = {grow_one, grow_one};
+
+static void grows(void) {
+  growing_flags = MAP_PRIVATE;
+  together(growers, 2);
+}
+
 static void no_more_of_them(void) { // as many as a process may have
   int most = 0;
   FILE *f = fopen("/proc/sys/vm/max_map_count", "r");
@@ -490,4 +497,4 @@ static void no_more_of_them(void) { // as many as a process may have
 }
 
 SCENARIOS({"no_more_of_them", no_more_of_them}, {"moves", moves}, {"overlaid", overlaid}, {"drops", drops}, {"replacements", replacements}, {"zeros", zeros}, {"protections", protections},
-          {"collapses", collapses}, {"wide", wide}, {"inherited", inherited}, {"everything", everything})
+          {"collapses", collapses}, {"grows", grows}, {"wide", wide}, {"inherited", inherited}, {"everything", everything})

@@ -190,4 +190,19 @@ static void attached(void) {
   run();
 }
 
-SCENARIOS({"by_two", by_two}, {"by_children", by_children}, {"dropped", dropped}, {"remapped", remapped}, {"attached", attached})
+static void grows(void) {
+  growing_flags = MAP_SHARED;
+  pid_t child = fork();
+  MUST(child >= 0);
+  if (!child) {
+    while (!gone())
+      grow_one(0);
+    _exit(failures != 0);
+  }
+  cut();
+  int status = -1;
+  EQUAL(waitpid(child, &status, 0), child);
+  EQUAL(status, 0);
+}
+
+SCENARIOS({"grows", grows}, {"by_two", by_two}, {"by_children", by_children}, {"dropped", dropped}, {"remapped", remapped}, {"attached", attached})

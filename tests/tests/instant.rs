@@ -55,6 +55,7 @@ scenarios! {
         zeros,
         protections,
         collapses,
+        grows,
         // With little room, the cut looks closer at what it found.
         wide.within(&["16MiB", "256KiB"]),
         inherited.with_children(),
@@ -66,6 +67,7 @@ scenarios! {
         dropped.with_children(),
         remapped.with_children(),
         attached.with_children(),
+        grows.with_children(),
     ;
     storms:
         heap,

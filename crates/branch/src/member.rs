@@ -85,7 +85,7 @@ impl Member {
     pub fn follow(who: u64, target: &Arc<Target>, mut recalled: Recalled) -> Result<Self> {
         let (mut tracking, _) = Tracking::begin_with(target, &mut recalled.earlier)?;
         let maps = target.process.maps()?;
-        tracking.look(target, || Ok(spans_of_maps(&maps)), Look::Protect)?;
+        tracking.look(target, || Ok(spans_of_maps(&maps)), Look::Ahead)?;
         let tracking = Arc::new(Mutex::new(tracking));
         Ok(Member { who, target: target.clone(), recalled, tracking, history: None })
     }

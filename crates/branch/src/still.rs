@@ -120,7 +120,7 @@ impl Looked {
     fn look(target: &Target, maps: &[Vma], tracking: &mut Tracking, how: Look) -> Result<Self> {
         let found = tracking.look(target, || Ok(spans_of_maps(maps)), how)?;
         let places = match how {
-            Look::Protect => found.guards.clone(),
+            Look::Ahead | Look::Protect => found.guards.clone(),
             // A page that was the program's own may have become one.
             Look::AtRest => {
                 union(&found.guards, &found.dirty.iter().map(|(range, _)| *range).collect::<Vec<_>>())

@@ -52,7 +52,7 @@ impl Drop for Follower {
     fn drop(&mut self) {
         // Closing the descriptor would release everything in one step, with the program's page faults waiting.
         for range in &self.followed {
-            self.userfault.unregister_gently(RemoteAddr(range.start), RemoteAddr(range.end()));
+            self.userfault.release_gently(RemoteAddr(range.start), RemoteAddr(range.end()));
         }
     }
 }

@@ -23,7 +23,7 @@ use crate::freeze::Frozen;
 use crate::work::Member;
 use crate::{Builder, Progress, Result};
 use followers::{Follower, Looking, Watch};
-use objects::{Key, Object, mappings_by_row, objects};
+use objects::{Key, Mapping, Object, mappings_by_row, objects};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use stillpoint_image::{FileKind, Owner, PAGE, Range, SignalAction};
@@ -81,8 +81,8 @@ impl Ahead {
         }
         let all = self.followers.iter().map(|(pid, follower)| (*pid, follower.userfault.clone())).collect();
         self.watch = Some(Watch::begin(all)?);
-        for member in members.iter() {
-            let followed = self.follow(member.target.pid);
+        for member in members.iter_mut() {
+            let followed = self.follow(member, log);
             self.check(member.target.pid);
             if !followed? {
                 self.followers.remove(&member.target.pid);
@@ -118,20 +118,34 @@ impl Ahead {
         Ok(())
     }
 
-    /// Follows what a process has of these objects; false if that cannot be.
-    fn follow(&mut self, pid: u32) -> Result<bool> {
-        let Some(follower) = self.followers.get_mut(&pid) else { return Ok(false) };
-        for mapping in self.objects.values().flat_map(|o| &o.mappings).filter(|m| m.pid == pid) {
-            let span = mapping.span();
-            if follower.userfault.register(RemoteAddr(span.start), RemoteAddr(span.end())).is_err() {
-                return Ok(false);
+    /// Follows what a process has of these objects; false if that cannot be. Mappings are listed and registered within one stop: one that
+    /// grows in between would be registered in part, and the program could not move it as one any more.
+    fn follow(&mut self, member: &mut Member, log: &mut Log) -> Result<bool> {
+        let target = member.target.clone();
+        let Some(follower) = self.followers.get_mut(&target.pid) else { return Ok(false) };
+        let mut spans = Vec::new();
+        let register = |_: &mut Frozen| {
+            let maps = target.process.maps()?;
+            for (key, object) in &self.objects {
+                for mapping in object.mappings.iter().filter(|m| m.pid == target.pid) {
+                    let (start, end) = (RemoteAddr(mapping.start), RemoteAddr(mapping.end));
+                    if !is_there(&maps, mapping, *key) || follower.userfault.register(start, end).is_err() {
+                        return Ok(false);
+                    }
+                    spans.push(mapping.span());
+                }
             }
-            follower.followed.push(span);
+            Ok(true)
+        };
+        let (registered, pause) = stop_briefly(&target, &mut member.earlier, register)?;
+        log.pauses.push(pause);
+        follower.followed.extend(&spans);
+        for span in spans {
             if follower.written(span, true)?.is_none() {
                 return Ok(false);
             }
         }
-        Ok(true)
+        Ok(registered)
     }
 
     /// Copies until little is left.
@@ -201,11 +215,7 @@ impl Ahead {
         let maps = follower.target.process.maps().unwrap_or_default();
         for (key, object) in &mut self.objects {
             for mapping in object.mappings.iter().filter(|m| m.pid == pid) {
-                let is_it = |v: &Vma| {
-                    let place = (v.start, v.end, v.offset) == (mapping.start, mapping.end, mapping.offset);
-                    place && v.shared && v.deleted && v.ino == key.1
-                };
-                if !maps.iter().any(is_it) {
+                if !is_there(&maps, mapping, *key) {
                     object.is_followed = false;
                     self.taken.push((pid, mapping.span()));
                 }
@@ -358,4 +368,10 @@ impl Ahead {
             }
         }
     }
+}
+
+/// Whether a process still has a mapping of an object where it had it.
+fn is_there(maps: &[Vma], mapping: &Mapping, (_, number): Key) -> bool {
+    let place = (mapping.start, mapping.end, mapping.offset);
+    maps.iter().any(|v| (v.start, v.end, v.offset) == place && v.shared && v.deleted && v.ino == number)
 }

@@ -175,8 +175,10 @@ impl Precopy {
         let Some(tracking) = &mut self.tracking else {
             return Err(Error::Failed("it is not followed".into()));
         };
+        let pause = tracking.enroll(running.target, running.earlier)?;
+        running.log.pauses.extend(pause);
         self.looked = Instant::now();
-        let Found { dirty, .. } = tracking.look(running.target, spans, Look::Protect)?;
+        let Found { dirty, .. } = tracking.look(running.target, spans, Look::Ahead)?;
         // Looked at after pages were protected and before they are copied: see there.
         if writes_unnoticed(running.target.pid)? {
             let why = "it reads files past the page cache (O_DIRECT), or has its own memory open as a file";

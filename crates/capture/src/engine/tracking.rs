@@ -5,7 +5,7 @@ use crate::blocked::{Earlier, would_be_noticed};
 use crate::brief::stop_briefly;
 use crate::freeze::Frozen;
 use crate::lend::Lender;
-use crate::regions::{Span, range, within};
+use crate::regions::{Span, range, spans_of_maps, within};
 use crate::target::Target;
 use crate::{Error, Result};
 use std::os::fd::AsFd;
@@ -41,6 +41,8 @@ const TRY: Duration = Duration::from_millis(2);
 const PIECES: usize = 512;
 /// Pages in more runs than this are protected by a look at all.
 const SETTLED: usize = 512;
+/// So much of what has come since, bytes, is worth a stop to follow it.
+pub(crate) const WORTH_A_STOP: u64 = 1 << 20;
 /// Written pages this close to each other are looked at together, bytes: a look at so much takes as long as one more call.
 const NEAR: u64 = 256 * PAGE;
 
@@ -50,8 +52,12 @@ pub struct Tracking {
     userfault: Userfault,
     /// None before the first checkpoint, and after one that failed.
     pub(crate) base: Option<Base>,
-    /// Spans that were followed at the last look.
+    /// Spans that were followed at the last look, ascending.
     followed: Vec<Range>,
+    /// Those of them that have begun to be followed since: pages there may have marks of an earlier time.
+    fresh: Vec<Range>,
+    /// Spans that could not be registered when that was tried last: no reason to stop the program again.
+    hopeless: Vec<Range>,
     /// Those of them that were taken for memory in which pages of zeros need not be kept. While the program runs, something else
     /// may take their place before they are looked at.
     zeros_omitted: Vec<Range>,
@@ -68,10 +74,21 @@ pub struct Tracking {
     pub(crate) outpaced: u32,
 }
 
+/// What came of beginning to follow a span.
+struct Claimed {
+    /// What we follow that we did not.
+    ours: Vec<Range>,
+    /// Nothing of it could not be registered.
+    is_whole: bool,
+}
+
 /// What a look leaves behind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Look {
-    /// All pages protected again, so that each write is found by this look or by the next.
+    /// The program runs. All pages that are followed are protected again, so that each write is found by this look or by the next. Nothing
+    /// else begins to be followed (see [`Tracking::enroll`]): it is dirty.
+    Ahead,
+    /// As [`Look::Ahead`] of a program that stands still: what is not followed is from here on.
     Protect,
     /// The program stands still, and what was written may stay as it is: the next look finds it once more. Among what is
     /// told to be own and dirty may be pages that were dropped since the last look, which read as zeros, or not at all.
@@ -159,20 +176,75 @@ impl Tracking {
     ) -> Result<(Self, Duration)> {
         // Those who page it stop it all the time, until they are asked.
         loading.iter_mut().filter(|loading| loading.is_paged()).try_for_each(Loading::ask)?;
-        let open = |frozen: &mut Frozen| open_inside(target, frozen, Mode::Noted);
-        let (userfault, pause) = stop_briefly(target, earlier, open)?;
-        let tracking = Tracking {
-            userfault,
-            base: None,
-            followed: Vec::new(),
-            zeros_omitted: Vec::new(),
-            seen: Vec::new(),
-            is_paged: loading.as_ref().is_some_and(Loading::is_paged),
-            loading,
-            owed: Vec::new(),
-            outpaced: 0,
+        let open = |frozen: &mut Frozen| {
+            let mut tracking = Tracking {
+                userfault: open_inside(target, frozen, Mode::Noted)?,
+                base: None,
+                followed: Vec::new(),
+                fresh: Vec::new(),
+                hopeless: Vec::new(),
+                zeros_omitted: Vec::new(),
+                seen: Vec::new(),
+                is_paged: loading.as_ref().is_some_and(Loading::is_paged),
+                loading,
+                owed: Vec::new(),
+                outpaced: 0,
+            };
+            tracking.enroll_now(target)?;
+            Ok(tracking)
         };
-        Ok((tracking, pause))
+        stop_briefly(target, earlier, open)
+    }
+
+    /// Begins to follow what private memory has come since, if there is much in it; tells for how long the program stood still.
+    ///
+    /// That takes a stop. A mapping may grow between the moment at which it is listed and that at which it is registered: it would be
+    /// registered in part, which makes two of it for the kernel, and the program could not move, grow or shrink it as one (`mremap(2)`:
+    /// `EFAULT`). So mappings are listed and registered within one stop, or at the cut; what is neither counts as written.
+    ///
+    /// # Errors
+    /// As [`Tracking::look`].
+    pub(crate) fn enroll(&mut self, target: &Target, earlier: &mut Earlier) -> Result<Option<Duration>> {
+        let spans = spans_of_maps(&target.process.maps()?);
+        // Where something else has been mapped since, at the same place, nothing is followed any more.
+        let lost: Vec<Range> =
+            self.seen.iter().filter(|seen| !seen.followed).map(|seen| seen.piece).collect();
+        let mut still = Vec::with_capacity(self.followed.len());
+        for range in std::mem::take(&mut self.followed) {
+            let is_doubtful = range.parts_of(&lost).next().is_some() && !self.hopeless.contains(&range);
+            if !is_doubtful || target.pagemap.is_followed(RemoteAddr(range.start), RemoteAddr(range.end()))? {
+                still.push(range);
+            }
+        }
+        self.followed = still;
+        let known = Range::joined([&self.followed[..], &self.hopeless].concat());
+        if there_beside(target, &spans, &known)? < WORTH_A_STOP {
+            return Ok(None);
+        }
+        let ((), pause) = stop_briefly(target, earlier, |_| self.enroll_now(target))?;
+        Ok(Some(pause))
+    }
+
+    /// Follows all private memory. The program stands still.
+    fn enroll_now(&mut self, target: &Target) -> Result<()> {
+        let spans = spans_of_maps(&target.process.maps()?);
+        let before = std::mem::take(&mut self.followed);
+        self.hopeless.clear();
+        for span in &spans {
+            match self.claim(target, span, &before) {
+                Ok(Claimed { ours, is_whole }) => {
+                    self.fresh.extend(ours);
+                    self.followed.push(span.range);
+                    self.hopeless.extend((!is_whole).then_some(span.range));
+                }
+                Err(e) => {
+                    // What somebody else follows is not ours to release.
+                    self.followed = before;
+                    return Err(e);
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Follows by itself what those follow who have loaded it, piece by piece, in a brief stop each: the marks of what was
@@ -286,7 +358,7 @@ impl Tracking {
             let Some(span) = span else { continue };
             let mut now = Vec::new();
             for range in &windows {
-                let (known, runs) = self.scan(target, &Span { range: *range, ..*span })?;
+                let (known, runs) = self.scan(target, &Span { range: *range, ..*span }, Look::Protect)?;
                 // It was not what it was taken for: at the next look all counts as written.
                 piece.followed &= known;
                 now.extend(runs.iter().map(self::range));
@@ -324,20 +396,35 @@ impl Tracking {
 
     /// Begins a [`Tracking::look`], which is over when [`Tracking::work`] has returned in all threads that called it.
     pub(crate) fn begin(&mut self, target: &Target, spans: Vec<Span>, look: Look) -> Result<Looking> {
-        let before = std::mem::replace(&mut self.followed, spans.iter().map(|s| s.range).collect());
+        let before = std::mem::take(&mut self.followed);
         for kept in spans.iter().filter(|s| s.zeros_matter) {
             self.owed.extend(kept.range.parts_of(&self.zeros_omitted));
         }
         self.zeros_omitted = spans.iter().filter(|s| !s.zeros_matter).map(|s| s.range).collect();
         for span in &spans {
             let known = before.binary_search_by_key(&span.range.start, |r| r.start);
-            if !known.is_ok_and(|i| before[i] == span.range)
-                && let Err(e) = self.claim(target, span, &before)
-            {
-                // What somebody else follows is not ours to release.
-                self.followed = before;
-                return Err(e);
+            if known.is_ok_and(|i| before[i] == span.range) {
+                self.followed.push(span.range);
+            } else if look == Look::Ahead {
+                // Of one that has grown, or was parted, what was followed is so still.
+                self.followed.extend(span.range.parts_of(&before));
+            } else {
+                match self.claim(target, span, &before) {
+                    Ok(claimed) => {
+                        self.fresh.extend(claimed.ours);
+                        self.followed.push(span.range);
+                    }
+                    Err(e) => {
+                        // What somebody else follows is not ours to release.
+                        self.followed = before;
+                        return Err(e);
+                    }
+                }
             }
+        }
+        while let Some(fresh) = self.fresh.last() {
+            self.unmark(target, RemoteAddr(fresh.start), RemoteAddr(fresh.end()))?;
+            self.fresh.pop();
         }
         let pieces = groups(&spans).iter().flat_map(pieces).collect();
         Ok(Looking { spans, pieces, look, next: AtomicUsize::new(0), seen: Mutex::default() })
@@ -413,14 +500,14 @@ impl Tracking {
             for span in inside {
                 let start = span.range.start.max(piece.range.start);
                 let range = Range { start, len: span.range.end().min(piece.range.end()) - start };
-                let (known, runs) = self.scan(target, &Span { range, ..*span })?;
+                let (known, runs) = self.scan(target, &Span { range, ..*span }, look)?;
                 let part = Seen::all(span, known, &runs);
                 seen.own.extend(part.own);
                 seen.dirty.extend(part.dirty);
             }
             return Ok(seen);
         }
-        let (known, runs) = self.scan(target, piece)?;
+        let (known, runs) = self.scan(target, piece, look)?;
         Ok(Seen::all(piece, known, &runs))
     }
 
@@ -435,7 +522,7 @@ impl Tracking {
         }
         let written: Vec<Range> = written.iter().map(range).collect();
         let windows = match look {
-            Look::Protect => joined(written.iter().copied(), NEAR),
+            Look::Ahead | Look::Protect => joined(written.iter().copied(), NEAR),
             // Of what was the program's own before, there is nothing more to ask.
             Look::AtRest => joined(replaced(&written, &before.own, Vec::new()).into_iter(), NEAR),
         };
@@ -446,10 +533,10 @@ impl Tracking {
         let mut seen = Seen { piece: piece.range, followed: true, own: Vec::new(), dirty: rest, rest: None };
         let mut now = Vec::new();
         for part in &windows {
-            let (known, runs) = self.scan(target, &Span { range: *part, ..*piece })?;
+            let (known, runs) = self.scan(target, &Span { range: *part, ..*piece }, look)?;
             if !known {
                 // It was replaced meanwhile, and what was found before is protected already.
-                let (_, runs) = self.scan(target, piece)?;
+                let (_, runs) = self.scan(target, piece, look)?;
                 return Ok(Some(Seen::all(piece, false, &runs)));
             }
             let part = Seen::all(piece, true, &runs);
@@ -462,44 +549,59 @@ impl Tracking {
         Ok(Some(seen))
     }
 
-    /// Begins to follow a span, `before` being what was followed at the last look. Where somebody else follows the process,
-    /// it would look as if we did, what they have seen would count as unwritten, and what we see would be hidden from
-    /// them.
-    fn claim(&self, target: &Target, span: &Span, before: &[Range]) -> Result<()> {
+    /// Begins to follow a span of a program that stands still, `before` being what was followed at the last look; tells what we follow
+    /// that we did not. Where somebody else follows the process, it would look as if we did, what they have seen would count as
+    /// unwritten, and what we see would be hidden from them.
+    fn claim(&self, target: &Target, span: &Span, before: &[Range]) -> Result<Claimed> {
         let Range { start, .. } = span.range;
         let new = match target.pagemap.is_followed(RemoteAddr(start), RemoteAddr(span.range.end()))? {
             // A mapping that has grown is followed where it is new, too.
             true => Range::without(&[span.range], before),
             false => vec![span.range],
         };
+        let (mut ours, mut is_whole) = (Vec::with_capacity(new.len()), true);
         for part in new {
-            match self.follow(target, RemoteAddr(part.start), RemoteAddr(part.end())) {
-                // By those who load it: their marks serve us as well.
+            match self.register(RemoteAddr(part.start), RemoteAddr(part.end())) {
+                Ok(()) => ours.push(part),
+                // By those who load it: their marks serve us as well, and are theirs to take away.
                 Err(Error::Kernel(e)) if e.errno() == Some(libc::EBUSY) && self.loading.is_some() => {}
                 Err(Error::Kernel(e)) if e.errno() == Some(libc::EBUSY) => {
                     return Err(Error::Failed("somebody else follows what it writes already".into()));
                 }
                 // Whether it can be followed shows when it is looked at.
-                _ => {}
+                Err(_) => is_whole = false,
             }
         }
-        Ok(())
+        Ok(Claimed { ours, is_whole })
     }
 
-    /// Follows a range; all that is there counts as written. A mapping ceases to be followed when another one is moved
-    /// next to it and the kernel makes one of the two (`mremap(2)`). Its pages keep the marks of what was not written,
-    /// and if it was followed again would be written unnoticed: those marks are taken away.
-    fn follow(&self, target: &Target, start: RemoteAddr, end: RemoteAddr) -> Result<()> {
+    fn register(&self, start: RemoteAddr, end: RemoteAddr) -> Result<()> {
         if self.loading.as_ref().is_some_and(Loading::is_paged) {
             // They follow all of it, and could not take out what we do.
             return Err(Error::Failed("those who page its memory do not follow it yet".into()));
         }
-        self.userfault.register(start, end)?;
+        Ok(self.userfault.register(start, end)?)
+    }
+
+    /// Follows a range of a program that stands still; all that is there counts as written.
+    fn follow(&self, target: &Target, start: RemoteAddr, end: RemoteAddr) -> Result<()> {
+        self.register(start, end)?;
+        self.unmark(target, start, end)
+    }
+
+    /// Takes marks of an earlier time away from what has just begun to be followed. A mapping ceases to be followed when another one is
+    /// moved next to it and the kernel makes one of the two (`mremap(2)`). Its pages keep the marks of what was not written, and would
+    /// be written unnoticed.
+    fn unmark(&self, target: &Target, start: RemoteAddr, end: RemoteAddr) -> Result<()> {
         let mut marked = Vec::new();
         let query = Query { any: Category::PRESENT | Category::SWAPPED, ..Query::none_of(Category::WRITTEN) };
         target.pagemap.scan(start, end, query, &mut marked)?;
         for run in marked {
-            self.userfault.release(RemoteAddr(run.start), RemoteAddr(run.end))?;
+            match self.userfault.release(RemoteAddr(run.start), RemoteAddr(run.end)) {
+                // It has been unmapped, moved or parted since: what is there now is not what was registered.
+                Err(e) if matches!(e.errno(), Some(libc::ENOENT | libc::EAGAIN | libc::EINVAL)) => {}
+                released => released?,
+            }
         }
         Ok(())
     }
@@ -507,7 +609,7 @@ impl Tracking {
     /// Runs of own pages of a span. With false, all of them are dirty, whatever their categories: because they have not
     /// been followed, or because the look failed half-way (a part of the span has been replaced since it was listed)
     /// and what it had found by then is lost.
-    fn scan(&self, target: &Target, span: &Span) -> Result<(bool, Vec<Run>)> {
+    fn scan(&self, target: &Target, span: &Span, look: Look) -> Result<(bool, Vec<Run>)> {
         let report = Category::WP_ALLOWED | Category::WRITTEN | Category::SWAPPED;
         let query = Query { report, ..span.query() };
         let (start, end) = (RemoteAddr(span.range.start), RemoteAddr(span.range.end()));
@@ -516,7 +618,16 @@ impl Tracking {
             return Ok((true, runs));
         }
         runs.clear();
-        match self.follow(target, start, end) {
+        // Of a running program it may be another mapping by now, which must not be registered in part. Whether there is such a program
+        // any more is told by what does nothing where it is not followed.
+        let begin = || match look {
+            Look::Ahead => {
+                self.userfault.release(start, RemoteAddr(start.0 + PAGE))?;
+                Err(Error::Failed("it is not followed".into()))
+            }
+            Look::Protect | Look::AtRest => self.follow(target, start, end),
+        };
+        match begin() {
             Ok(()) if target.pagemap.scan_and_protect(start, end, query, &mut runs)? => {
                 return Ok((false, runs));
             }
@@ -535,6 +646,20 @@ impl Tracking {
 /// What a helper did, which may have been to panic.
 pub(crate) fn joined_with(helper: std::thread::Result<Result<()>>) -> Result<()> {
     helper.unwrap_or_else(|_| Err(Error::Failed("looking at memory failed inside stillpoint".into())))
+}
+
+/// How much is in spans beside what is known, bytes.
+pub(crate) fn there_beside(target: &Target, spans: &[Span], known: &[Range]) -> Result<u64> {
+    let mut there = 0;
+    for span in spans {
+        for new in Range::without(&[span.range], known) {
+            let mut runs = Vec::new();
+            let (start, end) = (RemoteAddr(new.start), RemoteAddr(new.end()));
+            target.pagemap.scan(start, end, span.query(), &mut runs)?;
+            there += runs.iter().map(|run| run.end - run.start).sum::<u64>();
+        }
+    }
+    Ok(there)
 }
 
 /// Spans of the same kind that touch, as one: a look takes as long as many pages, and the stacks of threads lie side by

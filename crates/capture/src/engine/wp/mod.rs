@@ -19,7 +19,7 @@ mod copies;
 mod pages;
 mod server;
 
-use super::tracking::{open_inside, writes_through_proc};
+use super::tracking::{WORTH_A_STOP, open_inside, there_beside, writes_through_proc};
 use super::{Base, Copied, Cut, Engine, Kept, MemoryEngine, Running, Still, politely};
 use crate::brief::stop_briefly;
 use crate::checkpoint::Progress;
@@ -40,7 +40,7 @@ use stillpoint_linux::arch::Regs;
 use stillpoint_linux::host;
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::pagemap::{Category, Pagemap, Query, Run};
-use stillpoint_linux::userfault::Mode;
+use stillpoint_linux::userfault::{Mode, Userfault};
 use stillpoint_store::{PutError, Source, Zeros};
 
 /// Threads that serve waiting writers, where there are as many processors.
@@ -79,6 +79,8 @@ pub(crate) struct Armed {
     servers: Vec<JoinHandle<()>>,
     /// Where every page that appears is noted, because there is a page or a mark in each place.
     covered: Vec<Range>,
+    /// Mappings that are registered, ascending, as they were when they were.
+    enrolled: Vec<Range>,
     /// All that was followed.
     followed: Vec<Range>,
     /// Mappings of few pages, which are protected in the cut only.
@@ -245,15 +247,18 @@ impl Armed {
                 blocks.extend([regs.fs_base, regs.fs_base + THREAD_BLOCK]);
                 blocks.extend(locks_in_kernel(&regs));
             }
-            Ok((open_inside(target, frozen, Mode::Waits)?, blocks))
+            let userfault = open_inside(target, frozen, Mode::Waits)?;
+            let enrolled = enroll_now(&userfault, target)?;
+            Ok((userfault, blocks, enrolled))
         };
-        let ((userfault, blocks), pause) = stop_briefly(target, running.earlier, open)?;
+        let ((userfault, blocks, enrolled), pause) = stop_briefly(target, running.earlier, open)?;
         running.log.pauses.push(pause);
         let desk = Desk::new(userfault, Memory::open(target.pid)?, Pagemap::open(target.pid)?)?;
         let mut armed = Armed {
             desk: Arc::new(desk),
             servers: Vec::new(),
             covered: Vec::new(),
+            enrolled,
             followed: Vec::new(),
             small: Vec::new(),
             exempt: pages_of(blocks.into_iter()),
@@ -281,8 +286,16 @@ impl Armed {
         self.followed.clear();
         self.small.clear();
         self.own.clear();
-        let spans = spans_of_maps(&running.target.process.maps()?);
-        for span in spans.iter().filter(|s| can_wait(s)) {
+        let mut spans = spans_of_maps(&running.target.process.maps()?);
+        spans.retain(can_wait);
+        if there_beside(running.target, &spans, &self.enrolled)? >= WORTH_A_STOP {
+            let target = running.target;
+            let enroll = |_: &mut Frozen| enroll_now(&self.desk.userfault, target);
+            let (enrolled, pause) = stop_briefly(target, running.earlier, enroll)?;
+            running.log.pauses.push(pause);
+            self.enrolled = enrolled;
+        }
+        for span in &spans {
             self.arm_span(span.range)?;
         }
         let mut before = u64::MAX;
@@ -297,7 +310,7 @@ impl Armed {
         Ok(())
     }
 
-    /// Follows a mapping; false if that is not possible. Twice is as good as once.
+    /// Follows a mapping of a program that stands still; false if that is not possible. Twice is as good as once.
     fn follow(&mut self, span: Range) -> bool {
         let followed = self.desk.userfault.register(RemoteAddr(span.start), RemoteAddr(span.end())).is_ok();
         if followed {
@@ -315,13 +328,14 @@ impl Armed {
         let pages = self.scan(span, there())?;
         let bytes: u64 = pages.iter().map(|r| r.end - r.start).sum();
         let has_thread = self.exempt.iter().any(|e| (span.start..span.end()).contains(e));
-        if bytes <= if has_thread { SMALL_WITH_THREAD } else { SMALL } {
+        // What has come since, or has grown, is not registered while the program runs: see `Tracking::enroll`.
+        let is_enrolled = self.enrolled.binary_search_by_key(&span.start, |e| e.start);
+        let is_enrolled = is_enrolled.is_ok_and(|i| self.enrolled[i] == span);
+        if !is_enrolled || bytes <= if has_thread { SMALL_WITH_THREAD } else { SMALL } {
             self.small.push(span);
             return Ok(());
         }
-        if !self.follow(span) {
-            return Ok(());
-        }
+        self.followed.push(span);
         // Only from here on it is told what is dropped: what was there a moment ago may be gone.
         self.own.extend(self.scan(span, there())?.iter().map(range));
         for covered in cover(&pages, span) {
@@ -603,7 +617,7 @@ impl Drop for Armed {
         drop(held);
         // Closing the descriptor would release everything in one step, with the program's page faults waiting.
         for range in &self.followed {
-            self.desk.userfault.unregister_gently(RemoteAddr(range.start), RemoteAddr(range.end()));
+            self.desk.userfault.release_gently(RemoteAddr(range.start), RemoteAddr(range.end()));
         }
         self.desk.stop();
         for server in self.servers.drain(..) {
@@ -671,6 +685,14 @@ fn pages_of(addresses: impl Iterator<Item = u64>) -> Vec<u64> {
     pages.sort_unstable();
     pages.dedup();
     pages
+}
+
+/// Registers all in which writers can be made to wait; tells what that is, ascending. The program stands still.
+fn enroll_now(userfault: &Userfault, target: &Target) -> Result<Vec<Range>> {
+    let spans = spans_of_maps(&target.process.maps()?);
+    let ranges = spans.iter().filter(|span| can_wait(span)).map(|span| span.range);
+    let is_registered = |r: &Range| userfault.register(RemoteAddr(r.start), RemoteAddr(r.end())).is_ok();
+    Ok(ranges.filter(is_registered).collect())
 }
 
 /// Whether writers can be made to wait there.
