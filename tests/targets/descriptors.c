@@ -549,6 +549,38 @@ static void inotifys(void) {
   EQUAL(inotify_rm_watch(fd, first), 0);
 }
 
+// All that can be told of is watched: a look at any of it from outside is told like any other.
+static void watched_closely(void) {
+  mkdir(path_of("watched"), 0700);
+  mkdir(path_of("watched/folder"), 0700);
+  int file = create("watched/file", O_RDWR, "contents"), gone = create("watched/gone", O_RDWR, "only here");
+  int folder = open(path_of("watched/folder"), O_RDONLY | O_DIRECTORY), log = create("watched/log", O_WRONLY, "written");
+  char *mapped = mmap(0, 4096, PROT_READ, MAP_PRIVATE, file, 0);
+  MUST(mapped != MAP_FAILED && folder >= 0 && !unlink(path_of("watched/gone")));
+  int all = inotify_init1(IN_NONBLOCK | IN_CLOEXEC), opens = inotify_init1(IN_NONBLOCK);
+  const char *names[] = {"watched", "watched/folder", "watched/file"};
+  for (unsigned i = 0; i < sizeof names / sizeof *names; i++)
+    MUST(inotify_add_watch(all, path_of(names[i]), IN_ALL_EVENTS) > 0);
+  MUST(inotify_add_watch(opens, path_of("watched"), IN_OPEN | IN_CLOSE | IN_ONLYDIR) > 0);
+  cut();
+  char events[4096], text[100] = {0};
+  EQUAL(read(all, events, sizeof events), -1);
+  EQUAL(read(opens, events, sizeof events), -1);
+  EQUAL(pread(gone, text, sizeof text, 0), 9);
+  CHECK(!strcmp(text, "only here"));
+  EQUAL(lseek(gone, 0, SEEK_CUR), 9);
+  EQUAL(lseek(log, 0, SEEK_CUR), 7);
+  CHECK(!strncmp(mapped, "contents", 8));
+  EQUAL(faccessat(folder, "nothing", F_OK, 0), -1);
+  while (read(all, events, sizeof events) > 0)
+    ;
+  close(open(path_of("watched/log"), O_RDONLY));
+  struct inotify_event *event = (void *)events;
+  CHECK(read(all, events, sizeof events) > 0);
+  EQUAL(event->mask, IN_OPEN);
+  CHECK(!strcmp(event->name, "log"));
+}
+
 #ifndef FAN_REPORT_TARGET_FID
 #define FAN_REPORT_TARGET_FID 0x1000
 #endif
@@ -954,6 +986,6 @@ SCENARIOS({"regular", regular}, {"duplicates", duplicates}, {"deleted", deleted}
           {"pipes", pipes}, {"fifo", fifo}, {"stream_pair", stream_pair}, {"credentials_pair", credentials_pair}, {"message_pairs", message_pairs},
           {"half_closed_pair", half_closed_pair}, {"listening_tcp4", listening_tcp4},
           {"listening_tcp6", listening_tcp6}, {"listening_unix", listening_unix}, {"eventfds", eventfds},
-          {"signalfds", signalfds}, {"epolls", epolls}, {"inotifys", inotifys}, {"fanotifys", fanotifys}, {"pidfds", pidfds}, {"ptys", ptys}, {"pty_modes", pty_modes}, {"pty_unread", pty_unread}, {"leases", leases},
+          {"signalfds", signalfds}, {"epolls", epolls}, {"inotifys", inotifys}, {"watched_closely", watched_closely}, {"fanotifys", fanotifys}, {"pidfds", pidfds}, {"ptys", ptys}, {"pty_modes", pty_modes}, {"pty_unread", pty_unread}, {"leases", leases},
           {"devices", devices}, {"locks", locks}, {"signal_driven", signal_driven}, {"proc_files", proc_files},
           {"many_descriptors", many_descriptors})

@@ -621,6 +621,29 @@ static void unread_inotify(void) {
   CHECK(!strcmp(((struct inotify_event *)buffer)->name, "noticed"));
 }
 
+// What is watched for being looked at, and could be saved by a look at it only.
+static void watched_and(const char *what) {
+  mkdir(path_of("watched"), 0700);
+  int file = open(path_of("watched/file"), O_RDWR | O_CREAT, 0600), notes = inotify_init1(IN_NONBLOCK);
+  MUST(file >= 0 && ftruncate(file, 4096) == 0);
+  if (!strcmp(what, "mapped"))
+    MUST(mmap(0, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0) != MAP_FAILED);
+  if (!strcmp(what, "only written")) {
+    close(file);
+    file = open(path_of("watched/file"), O_WRONLY);
+    MUST(file >= 0 && !unlink(path_of("watched/file")));
+  }
+  MUST(inotify_add_watch(notes, path_of("watched"), IN_ALL_EVENTS) > 0);
+  cut();
+  char event[4096];
+  EQUAL(read(notes, event, sizeof event), -1);
+  EQUAL(errno, EAGAIN);
+  EQUAL(close(file), 0);
+}
+
+static void watched_mapping(void) { watched_and("mapped"); }
+static void watched_and_gone(void) { watched_and("only written"); }
+
 static void bound_udp(void) {
   int s = socket(AF_INET, SOCK_DGRAM, 0);
   struct sockaddr_in a = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)}, b;
@@ -711,7 +734,7 @@ SCENARIOS({"established_tcp", established_tcp}, {"connecting", connecting}, {"pa
           {"message_queue", message_queue}, {"own_descriptor_table", own_descriptor_table},
           {"own_directory", own_directory}, {"in_flight", in_flight}, {"lease", lease},
           {"broken_lease", broken_lease}, {"directory_notes", directory_notes},
-          {"unread_inotify", unread_inotify}, {"bound_udp", bound_udp}, {"unbound_tcp", unbound_tcp},
+          {"unread_inotify", unread_inotify}, {"watched_mapping", watched_mapping}, {"watched_and_gone", watched_and_gone}, {"bound_udp", bound_udp}, {"unbound_tcp", unbound_tcp},
           {"no_room", no_room}, {"sealed_memory", sealed_memory}, {"droppable_memory", droppable_memory}, {"own_mounts", own_mounts},
           {"own_host_name", own_host_name}, {"told_queue", told_queue}, {"full_queue", full_queue},
           {"semaphore_undo", semaphore_undo}, {"out_of_band", out_of_band}, {"sent_ahead", sent_ahead}, {"epoll_in_flight", epoll_in_flight})

@@ -60,6 +60,7 @@ mod descriptors {
         signalfds,
         epolls,
         inotifys,
+        watched_closely,
         fanotifys,
         pidfds,
         ptys.in_turn(turn::TERMINALS),

@@ -87,6 +87,8 @@ macro_rules! refused {
 }
 
 refused! {
+    watched_mapping: "watches it",
+    watched_and_gone: "watches it",
     connecting: "tcp" "data in the first packet",
     packet_ring: "PACKET_RX_RING",
     io_uring: "io_uring",

@@ -1,18 +1,21 @@
 //! The image under construction: each kernel object gets one row, however many ways lead to it.
 
 use crate::files::connections::Found;
-use crate::files::memory::data_ranges;
+use crate::files::memory::{data_ranges, whole};
+use crate::files::noticed::Noticed;
 use crate::files::segments::Attached;
 use crate::home::Home;
 use crate::namespaces::Namespaces;
 use crate::namespaces::tmpfs::open_below;
 use crate::namespaces::views::Views;
 use crate::{Error, Refusal, Result};
+use rustix::fs::OFlags;
 use std::collections::{HashMap, HashSet};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use stillpoint_image::{Image, MemoryObject, Owner, PathFile, Usage};
 use stillpoint_linux::sharing::Shared;
+use stillpoint_linux::{Error as Kernel, digest, silent};
 
 /// Contents that are read from a descriptor of ours (a deleted file, a memfd, shared memory) and stored as pages.
 #[derive(Debug)]
@@ -32,21 +35,61 @@ pub struct Content {
 pub enum Source {
     /// In an open file.
     File(OwnedFd),
+    /// In a file that the program watches, by a mapping of this duplicate of a description of its own, whose position is not ours.
+    Watched(OwnedFd),
     /// In a file below a directory: there may be more of them than files can be open.
     Below(Arc<OwnedFd>, Vec<u8>),
 }
 
 impl Source {
+    /// Of an open file that has no name, or none that we would open, by any descriptor of it: by a description of our own, or unnoticed.
+    /// None if neither can be had: unnoticed it takes one of the program's own that is open for reading.
+    ///
+    /// # Errors
+    /// That it cannot be opened.
+    pub(crate) fn of(file: impl AsFd, is_noticed: bool) -> Result<Option<Self>> {
+        if !is_noticed {
+            return Ok(Some(Source::File(silent::reopen(&file)?)));
+        }
+        let failed = |e| Kernel::call("look at a descriptor", e);
+        let flags = rustix::fs::fcntl_getfl(&file).map_err(|e| failed(e.into()))?;
+        if flags.contains(OFlags::PATH) || flags & OFlags::ACCMODE == OFlags::WRONLY {
+            return Ok(None);
+        }
+        Ok(Some(Source::Watched(file.as_fd().try_clone_to_owned().map_err(failed)?)))
+    }
+
     /// Opens it for reading.
     ///
     /// # Errors
     /// That it cannot be opened.
-    pub fn open(&self) -> Result<OwnedFd> {
-        match self {
-            Source::File(file) => Ok(file
-                .try_clone()
-                .map_err(|e| stillpoint_linux::Error::call("duplicate a descriptor", e))?),
-            Source::Below(folder, path) => open_below(folder, path),
+    pub fn open(&self) -> Result<Opened> {
+        let duplicate =
+            |file: &OwnedFd| file.try_clone().map_err(|e| Kernel::call("duplicate a descriptor", e));
+        Ok(match self {
+            Source::File(file) => Opened { file: duplicate(file)?, is_watched: false },
+            Source::Watched(file) => Opened { file: duplicate(file)?, is_watched: true },
+            Source::Below(folder, path) => Opened { file: open_below(folder, path)?, is_watched: false },
+        })
+    }
+}
+
+/// A [`Source`] that is open.
+#[derive(Debug)]
+pub struct Opened {
+    file: OwnedFd,
+    is_watched: bool,
+}
+
+impl Opened {
+    /// Reads at an offset; what is behind the end of the file is zero.
+    ///
+    /// # Errors
+    /// That it cannot be read.
+    pub fn read_at(&self, offset: u64, buffer: &mut [u8]) -> stillpoint_linux::Result<()> {
+        match self.is_watched {
+            true => silent::read_at(&self.file, offset, buffer),
+            false => digest::read_at(&self.file, offset, buffer),
         }
     }
 }
@@ -56,8 +99,13 @@ impl Content {
     ///
     /// # Errors
     /// That it cannot be asked what it holds.
-    pub fn to_be_read(&self, file: &OwnedFd) -> Result<Vec<stillpoint_image::Range>> {
-        self.ranges.clone().map_or_else(|| data_ranges(file), Ok)
+    pub fn to_be_read(&self, opened: &Opened) -> Result<Vec<stillpoint_image::Range>> {
+        match &self.ranges {
+            Some(ranges) => Ok(ranges.clone()),
+            // To look for holes moves the position.
+            None if opened.is_watched => whole(&opened.file),
+            None => data_ranges(&opened.file),
+        }
     }
 }
 
@@ -102,8 +150,8 @@ pub struct Builder {
     pub(crate) sharing: Vec<Sharing>,
     /// Threads whose directories are apart from those of the main thread: process and thread, in our pid namespace.
     pub(crate) apart: Vec<(u32, u32)>,
-    /// Files that the program would notice if they were opened: device and inode.
-    pub(crate) never_open: HashSet<(u64, u64)>,
+    /// What the program would notice if it were opened.
+    pub(crate) noticed: Noticed,
     /// Namespaces of the program's own.
     pub namespaces: Namespaces,
     /// Where ids are told.
@@ -205,8 +253,9 @@ impl Builder {
     /// Files that need a digest: those whose contents a restore will check.
     pub fn wants_digest(&self) -> impl Iterator<Item = (u32, &PathFile)> {
         let rows = self.image.paths.iter().enumerate();
-        let can_be_read =
-            |p: &PathFile| !p.deleted && !p.made_anew && !self.never_open.contains(&(p.dev, p.ino));
+        let is_noticed =
+            |p: &PathFile| self.noticed.is(&self.views.reach(p.namespace, &p.path.0), (p.dev, p.ino));
+        let can_be_read = move |p: &PathFile| !p.deleted && !p.made_anew && !is_noticed(p);
         rows.filter(move |(_, p)| p.usage > Usage::Path && can_be_read(p)).map(|(i, p)| (i as u32, p))
     }
 }

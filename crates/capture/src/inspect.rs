@@ -6,6 +6,7 @@ use crate::attributes::target::{self, Examined, Others, Seen};
 use crate::attributes::thread::{Look, ThreadFiles};
 use crate::blocked::{self, Clocks, Earlier, Waiting};
 use crate::brief::deliverable;
+use crate::files::noticed::Noticed;
 use crate::files::{self, Outsiders};
 use crate::freeze::Frozen;
 use crate::mappings::{Mappings, capture_mappings};
@@ -64,6 +65,8 @@ pub struct Known {
     is_loading: bool,
     /// What was described of it when it stood still before, if that is to be kept.
     described: Option<Mutex<Described>>,
+    /// What it would have noticed when it was looked at first.
+    noticed: Noticed,
 }
 
 /// What was described of a process at one stop, to be taken over at the next as long as the kernel tells the very same of it.
@@ -178,7 +181,9 @@ impl Known {
     /// # Errors
     /// As [`Known::learn`].
     pub fn new(builder: &mut Builder, target: &Arc<Target>, others: &[u32]) -> Result<Self> {
-        Self::open(target, target::examine(builder, &target.process, Others::These(others))?)
+        files::note_watches(builder, target.pid)?;
+        let known = Self::open(target, target::examine(builder, &target.process, Others::These(others))?)?;
+        Ok(Known { noticed: builder.noticed.clone(), ..known })
     }
 
     fn open(target: &Arc<Target>, examined: Examined) -> Result<Self> {
@@ -193,7 +198,7 @@ impl Known {
         #[rustfmt::skip]
         let known = Known {
             target, examined, threads, waiting, earlier, mappings: None, recalled: None, stopped_ns: 0, is_loading: false,
-            clocks: Clocks::default(), described: None,
+            clocks: Clocks::default(), described: None, noticed: Noticed::default(),
         };
         Ok(known)
     }
@@ -204,6 +209,7 @@ impl Known {
     /// # Errors
     /// As [`Known::learn`].
     pub fn renew(&mut self, builder: &mut Builder) -> Result<()> {
+        builder.noticed.clone_from(&self.noticed);
         let process = &self.target.process;
         let tids = process.threads()?;
         let mut threads = std::mem::take(&mut self.threads);

@@ -274,11 +274,8 @@ fn backing(
     let range = written.then_some(Range { start: offset, len: vma.len() });
     let Some(file) = files::mapped_file(builder, process.pid(), vma, usage, range)? else { return Ok(None) };
     if !file.is_device {
-        if !written
-            && files::copied_up::shows_what_was(process, vma, &builder.image.paths[file.path as usize])?
-        {
-            let why = "the file was copied up in its overlay after it was mapped, and changed: the program sees there what it was before";
-            builder.refuse(describe(smap), why, "let the program map it anew");
+        if !written {
+            files::copied_up::refuse_what_was(builder, process, vma, file.path, describe(smap))?;
         }
         return Ok(Some(Backing::File { path: file.path, offset, may_write }));
     }

@@ -216,6 +216,7 @@ pub(crate) fn learn(builder: &mut Builder, targets: &[Arc<Target>]) -> Result<()
     let (others, mut devices) = (found.others(), HashSet::new());
     for own in &mut found.own {
         let mut rehearsed = Builder::at(&builder.home);
+        rehearsed.noticed.clone_from(&builder.noticed);
         if !matches!(own.space.kind, NamespaceKind::Pid | NamespaceKind::User)
             && contents(&mut rehearsed, own, 0, &others, When::Running).is_ok()
         {

@@ -878,8 +878,11 @@ fn learn(members: &[(Arc<Target>, bool)], options: &Options, exact: bool) -> Res
     let (mut builder, mut rehearsed) = (Builder::at(home), Builder::at(home));
     describe(&mut builder.image, options, &members[0].0)?;
     let targets: Vec<_> = members.iter().map(|(target, _)| target.clone()).collect();
-    namespaces::learn(&mut builder, &targets)?;
     let pids: Vec<u32> = members.iter().map(|(target, _)| target.pid).collect();
+    // One that has ended meanwhile is no concern.
+    pids.iter().for_each(|&pid| drop(files::note_watches(&mut builder, pid)));
+    rehearsed.noticed.clone_from(&builder.noticed);
+    namespaces::learn(&mut builder, &targets)?;
     let last_pid = proc::last_pid();
     let maps = members.iter().flat_map(|(target, _)| target.process.maps().unwrap_or_default());
     let nameless = maps.filter(|v| v.shared && v.deleted).map(|v| v.ino).collect();
@@ -894,7 +897,6 @@ fn learn(members: &[(Arc<Target>, bool)], options: &Options, exact: bool) -> Res
         }
     }
     relations::refuse_sharers(&mut builder, &pids, true);
-    // One that has ended meanwhile is no concern.
     pids.iter().for_each(|&pid| drop(files::refuse_questions(&mut builder, pid)));
     builder.refuse_if_needed()?;
     let note = |pid: &u32| files::note_open(&mut rehearsed, *pid).unwrap_or_default();

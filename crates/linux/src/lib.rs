@@ -51,6 +51,7 @@ pub mod sched;
 pub mod seccomp;
 pub mod shared;
 pub mod sharing;
+pub mod silent;
 pub mod sockets;
 pub mod spawn;
 pub mod split;

@@ -130,19 +130,55 @@ pub fn drain(fd: impl AsFd) -> Result<()> {
     }
 }
 
-/// Opens a file by its handle (`open_by_handle_at(2)`) as an `O_PATH` descriptor. `mount` is any descriptor on the
-/// same file system.
-pub fn open_by_handle(mount: impl AsFd, kind: i32, handle: &[u8]) -> Result<OwnedFd> {
+/// Opens a file by its handle (`open_by_handle_at(2)`) as an `O_PATH` descriptor. `folder` is a handle (`O_PATH`) to any folder on the
+/// same mount: to open it for reading would be an event for those who watch it.
+///
+/// # Errors
+/// That there is no such file, or no right to ask.
+pub fn open_by_handle(folder: impl AsFd + Sync, kind: i32, handle: &[u8]) -> Result<OwnedFd> {
     let mut raw = Vec::with_capacity(8 + handle.len());
     raw.extend_from_slice(&(handle.len() as u32).to_ne_bytes());
     raw.extend_from_slice(&kind.to_ne_bytes());
     raw.extend_from_slice(handle);
-    // SAFETY: the kernel reads a `struct file_handle`: length, type, and as many bytes as the length says.
-    let r = unsafe {
-        let flags = libc::O_PATH | libc::O_CLOEXEC;
-        libc::syscall(libc::SYS_open_by_handle_at, mount.as_fd().as_raw_fd(), raw.as_ptr(), flags)
+    let open = || {
+        // The call does not take such a handle, but the current folder: that of a thread that has one of its own.
+        // SAFETY: file descriptors stay shared; whoever else could rely on the folder of this thread has just been parted from it.
+        unsafe { rustix::thread::unshare_unsafe(rustix::thread::UnshareFlags::FS) }
+            .and_then(|()| rustix::process::fchdir(&folder))
+            .map_err(|e| Error::call("go to a mount", e))?;
+        // SAFETY: the kernel reads a `struct file_handle`: length, type, and as many bytes as the length says.
+        let r = unsafe {
+            let flags = libc::O_PATH | libc::O_CLOEXEC;
+            libc::syscall(libc::SYS_open_by_handle_at, libc::AT_FDCWD, raw.as_ptr(), flags)
+        };
+        owned("open a file by its handle", r)
     };
-    owned("open a file by its handle", r)
+    let failed = |_| Err(Error::Other("opening a file by its handle failed inside stillpoint".into()));
+    std::thread::scope(|scope| scope.spawn(open).join().unwrap_or_else(failed))
+}
+
+/// Type and bytes of the handle of a file (`name_to_handle_at(2)`), as watches of it tell it; links are not followed. None where it has
+/// none, or cannot be reached. To ask is no event for anybody.
+pub fn handle_of(path: &Path) -> Option<(i32, Vec<u8>)> {
+    /// A handle that identifies only, which more file systems have (from Linux 6.5 on).
+    const AT_HANDLE_FID: i32 = 0x200;
+    const LONGEST: usize = 128;
+    let name = CString::new(path.as_os_str().as_bytes()).ok()?;
+    for flags in [AT_HANDLE_FID, 0] {
+        let mut raw = [0u32; 2 + LONGEST / 4];
+        raw[0] = LONGEST as u32;
+        let mut mount = 0;
+        // SAFETY: a valid C string; room for a `struct file_handle` of that many bytes, and for a number.
+        let r = unsafe {
+            let (name, handle) = (name.as_ptr(), raw.as_mut_ptr());
+            libc::syscall(libc::SYS_name_to_handle_at, libc::AT_FDCWD, name, handle, &raw mut mount, flags)
+        };
+        if r == 0 {
+            let bytes = raw[2..].iter().flat_map(|word| word.to_ne_bytes());
+            return Some((raw[1] as i32, bytes.take(raw[0] as usize).collect()));
+        }
+    }
+    None
 }
 
 #[cfg(test)]
@@ -175,11 +211,16 @@ mod tests {
         inotify_watch(&inotify, &file, libc::IN_MODIFY, 1).unwrap();
         let info = crate::fdinfo::read(std::process::id(), inotify.as_raw_fd() as u32).unwrap();
         let crate::fdinfo::Detail::Inotify(list) = info.detail else { panic!() };
+        assert_eq!(handle_of(&file).as_ref(), Some(&list[0].inode.handle));
+        let all = crate::watches::inotify().unwrap();
+        inotify_watch(&all, dir.path(), libc::IN_ALL_EVENTS, 1).unwrap();
         let mount =
-            rustix::fs::open(dir.path(), rustix::fs::OFlags::RDONLY, rustix::fs::Mode::empty()).unwrap();
+            rustix::fs::open(dir.path(), rustix::fs::OFlags::PATH, rustix::fs::Mode::empty()).unwrap();
         let found = open_by_handle(&mount, list[0].inode.handle.0, &list[0].inode.handle.1).unwrap();
         let path = crate::fdinfo::link(std::process::id(), found.as_raw_fd() as u32).unwrap();
         assert_eq!(path, file.canonicalize().unwrap().as_os_str().as_bytes());
+        drop((found, mount));
+        assert_eq!(crate::descriptors::readable(&all).unwrap(), 0, "it was noticed");
     }
 
     #[test]

@@ -105,7 +105,7 @@ impl Folder {
             let source = content.source.open().unwrap();
             for range in content.to_be_read(&source).unwrap() {
                 let mut bytes = vec![0; range.len as usize];
-                stillpoint_linux::digest::read_at(&source, range.start, &mut bytes).unwrap();
+                source.read_at(range.start, &mut bytes).unwrap();
                 out.write_all_at(&bytes, range.start).unwrap();
             }
         }
@@ -275,7 +275,7 @@ fn round_trip(script: &str) -> Image {
         let read = |c: &stillpoint_capture::Content| {
             let source = c.source.open().unwrap();
             let mut bytes = vec![0; c.to_be_read(&source).unwrap().last().map_or(0, |r| r.end()) as usize];
-            stillpoint_linux::digest::read_at(&source, 0, &mut bytes).unwrap();
+            source.read_at(0, &mut bytes).unwrap();
             bytes
         };
         assert!(read(a) == read(b), "{} has other contents", a.what);
@@ -558,7 +558,13 @@ fn after(change: impl Fn(&Path), policy: FilesPolicy) -> (Result<files::OpenFile
     drop(program);
     change(dir.path());
     (
-        files::open(&builder.image, &Folder(dir.path().into()), policy, TcpPolicy::Established, Stdio::Null),
+        files::open(
+            &builder.image,
+            &Folder(dir.path().into()),
+            policy,
+            TcpPolicy::Established,
+            Stdio::Null,
+        ),
         dir,
     )
 }
@@ -785,9 +791,14 @@ g = open("gone", "w+b"); g.write(b"g" * 5000); g.flush(); b = mmap.mmap(g.fileno
     // What the program wrote through its mapping after the cut is taken back, and is no reason to refuse.
     File::options().write(true).open(&shared).unwrap().write_all_at(b"later", 4000).unwrap();
     let contents = Folder(dir.path().into());
-    let mut open =
-        files::open(&builder.image, &contents, FilesPolicy::Rollback, TcpPolicy::Established, Stdio::Null)
-            .unwrap();
+    let mut open = files::open(
+        &builder.image,
+        &contents,
+        FilesPolicy::Rollback,
+        TcpPolicy::Established,
+        Stdio::Null,
+    )
+    .unwrap();
     open.write_back(&builder.image, &contents).unwrap();
     open.cut_back(&mut |_, _, _| Ok(())).unwrap();
     let mut expected = vec![b's'; 10000];

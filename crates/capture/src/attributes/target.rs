@@ -140,14 +140,14 @@ fn traced(name: &str, tracer: u32) -> Error {
     }
 }
 
-/// 32-bit programs have 32-bit executables. (A 64-bit program that switched its code segment shows in its registers
-/// only.)
+/// 32-bit programs have pairs of 32 bits in their auxiliary vector, in which the value behind a first type is not zero. (A 64-bit program
+/// that switched its code segment shows in its registers only.) The executable is not opened for that: somebody may be told of it.
 fn check_class(target: &Proc, name: &str) -> Result<()> {
-    let mut head = [0u8; 5];
-    let file = target.open_file("exe");
-    // An executable that cannot be read was run by somebody with fewer rights than it takes to trace them.
+    let mut head = [0u8; 8];
+    let file = target.open_file("auxv");
+    // What cannot be read belongs to somebody with fewer rights than it takes to trace them.
     let Ok(mut file) = file.map(std::fs::File::from) else { return Ok(()) };
-    if file.read_exact(&mut head).is_ok() && head == *b"\x7fELF\x01" {
+    if file.read_exact(&mut head).is_ok() && head[4..] != [0; 4] {
         return Err(Error::Target(format!("{name} is a 32-bit program; only 64-bit ones are supported")));
     }
     Ok(())

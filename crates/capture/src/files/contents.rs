@@ -2,10 +2,10 @@
 
 use super::paths;
 use crate::{Builder, Content, Error, Result};
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::OFlags;
 use std::time::SystemTime;
 use stillpoint_image::{Bytes, Digest, Owner, PathFile, Range, Usage};
-use stillpoint_linux::digest;
+use stillpoint_linux::{digest, silent};
 use stillpoint_store::{PutError, Writer, Zeros};
 
 /// Stores contents, and tells which ranges; `progress` hears how many bytes were read.
@@ -20,7 +20,7 @@ pub fn copy_content(
     let source = content.source.open()?;
     let mut fill = |offset: u64, buffer: &mut [u8]| {
         progress(buffer.len() as u64);
-        digest::read_at(&source, offset, buffer)
+        source.read_at(offset, buffer)
     };
     let ranges = content.to_be_read(&source)?;
     for range in &ranges {
@@ -78,12 +78,12 @@ fn is_time_for(file: &PathFile, moment: Moment) -> bool {
     }
 }
 
-/// A file that cannot be read (write-only for us) has no digest; a restore then goes by its times. That of one that is mapped
+/// A file that cannot be read (write-only for us) has no digest, nor has one that the program watches (see `noticed`); a restore then
+/// goes by their times. That of one that is mapped
 /// whole leaves all contents out, so writes through the mapping, which change its times, are no matter.
 fn digest_of(builder: &Builder, row: &PathFile) -> Option<Digest> {
-    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
     let path = builder.views.reach(row.namespace, &row.path.0);
-    let file = rustix::fs::open(path, flags, Mode::empty()).ok()?;
+    let file = silent::open(path, OFlags::NONBLOCK | OFlags::NOCTTY).ok()?;
     let same = || {
         let now = paths::describe(&row.path.0, &rustix::fs::fstat(&file).ok()?, row.usage);
         let times = |p: &PathFile| (!row.is_wholly_mapped()).then_some((p.mtime_ns, p.ctime_ns));

@@ -4,15 +4,16 @@
 //! name, and behind descriptors, but not behind mappings that were made before. Nothing tells that of a mapping; so what it shows is
 //! compared with what the file holds, if the file has changed since the program began.
 
-use crate::Result;
-use rustix::fs::{CWD, Mode, OFlags, major};
+use super::noticed::WATCHED;
+use crate::{Builder, Result};
+use rustix::fs::{OFlags, major};
 use rustix::time::{ClockId, clock_gettime};
 use std::os::fd::OwnedFd;
-use stillpoint_image::{PAGE, PathFile};
-use stillpoint_linux::RemoteAddr;
+use stillpoint_image::PAGE;
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::pagemap::{Category, Pagemap, Query};
 use stillpoint_linux::proc::{Proc, Vma};
+use stillpoint_linux::{RemoteAddr, silent};
 
 /// `OVERLAYFS_SUPER_MAGIC`
 const OVERLAY: rustix::fs::FsWord = 0x794c_7630;
@@ -21,17 +22,33 @@ const MARGIN: i64 = 1_000_000_000;
 /// So much is compared at once, bytes.
 const STEP: u64 = 1 << 20;
 
-/// Whether a mapping of a file shows what the file held before it was copied up, and holds no more.
-pub(crate) fn shows_what_was(process: &Proc, vma: &Vma, path: &PathFile) -> Result<bool> {
+/// Refuses a mapping of a file that shows what the file held before it was copied up, and holds no more; `what` is its name.
+pub(crate) fn refuse_what_was(
+    builder: &mut Builder,
+    process: &Proc,
+    vma: &Vma,
+    path: u32,
+    what: String,
+) -> Result<()> {
+    let file = &builder.image.paths[path as usize];
     // Overlays have no device of their own. Most files have not changed for long.
-    if major(path.dev) != 0 || path.deleted || path.ctime_ns < began(process)? - MARGIN {
-        return Ok(false);
+    if major(file.dev) != 0 || file.deleted || file.ctime_ns < began(process)? - MARGIN {
+        return Ok(());
     }
     let link = format!("/proc/{}/{}", process.pid(), vma.link_name());
-    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
-    let Ok(file) = rustix::fs::openat(CWD, &*link, flags, Mode::empty()) else { return Ok(false) };
-    let is_on_one = rustix::fs::fstatfs(&file).is_ok_and(|stat| stat.f_type == OVERLAY);
-    Ok(is_on_one && differs(process.pid(), vma, &file)?)
+    if !rustix::fs::statfs(&*link).is_ok_and(|stat| stat.f_type == OVERLAY) {
+        return Ok(());
+    }
+    if builder.noticed.is(&builder.views.reach(file.namespace, &file.path.0), (file.dev, file.ino)) {
+        builder.refuse(what, WATCHED.0, WATCHED.1);
+        return Ok(());
+    }
+    let Ok(file) = silent::open(&link, OFlags::NONBLOCK) else { return Ok(()) };
+    if differs(process.pid(), vma, &file)? {
+        let why = "the file was copied up in its overlay after it was mapped, and changed: the program sees there what it was before";
+        builder.refuse(what, why, "let the program map it anew");
+    }
+    Ok(())
 }
 
 /// When a process began, nanoseconds since 1970.

@@ -1,6 +1,7 @@
 //! Objects of the kernel without a place in the file system: eventfd, timerfd, signalfd, epoll, inotify, pidfd.
 
 use super::descriptions::Description;
+use super::noticed::kernel_device;
 use super::standard::Standard;
 use super::{Scan, fanotify, paths};
 use crate::Result;
@@ -200,40 +201,40 @@ fn locate(scan: &Scan<'_>, pid: u32, inode: &Inode) -> Result<Option<(PathBuf, O
     let device = ((inode.sdev >> 20) as u32, (inode.sdev & 0xf_ffff) as u32);
     for mount in all.iter().filter(|mount| mount.device == device) {
         let mount = views.reach(namespace, &unescaped(&mount.point));
-        let flags = rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::CLOEXEC | rustix::fs::OFlags::NONBLOCK;
+        let flags = rustix::fs::OFlags::PATH | rustix::fs::OFlags::CLOEXEC;
         let Ok(mount) = rustix::fs::open(&mount, flags, rustix::fs::Mode::empty()) else { continue };
         let Ok(file) = watches::open_by_handle(&mount, inode.handle.0, &inode.handle.1) else { continue };
         let link = fdinfo::link(std::process::id(), file.as_raw_fd() as u32)?;
         return Ok(Some((PathBuf::from(std::ffi::OsStr::from_bytes(&link)), file)));
     }
-    Ok(if namespace.is_none() { search(pid, inode) } else { None })
+    Ok(if namespace.is_none() { search(scan, pid, inode) } else { None })
 }
 
-/// Looks for an inode below the current directory of the target and some usual places, not for ever.
-fn search(pid: u32, inode: &Inode) -> Option<(PathBuf, OwnedFd)> {
+/// Looks for an inode among the files that the program has open, below its current directory and some usual places, not for ever.
+/// Folders that it watches for being read are not read.
+fn search(scan: &Scan<'_>, pid: u32, inode: &Inode) -> Option<(PathBuf, OwnedFd)> {
     use std::os::unix::fs::MetadataExt;
     let here = std::fs::read_link(format!("/proc/{pid}/cwd")).ok();
-    let mut todo: std::collections::VecDeque<PathBuf> =
-        here.into_iter().chain(["/etc", "/run", "/tmp", "/home", "/"].map(PathBuf::from)).collect();
+    let open = scan.all.iter().map(|d| PathBuf::from(std::ffi::OsStr::from_bytes(&d.link)));
+    let usual = ["/etc", "/run", "/tmp", "/home", "/"].map(PathBuf::from);
+    let open = open.filter(|path| path.is_absolute());
+    let mut todo: std::collections::VecDeque<PathBuf> = open.chain(here).chain(usual).collect();
     let mut budget = 20_000;
     while let Some(path) = todo.pop_front() {
         let Ok(meta) = std::fs::symlink_metadata(&path) else { continue };
-        if meta.ino() == inode.ino && kernel_device(meta.dev()) == inode.sdev {
+        if (kernel_device(meta.dev()), meta.ino()) == (inode.sdev, inode.ino) {
             return open_path(&path).map(|file| (path, file));
         }
         budget -= 1;
         if budget == 0 {
             return None;
         }
-        if meta.is_dir() && path != Path::new("/proc") && path != Path::new("/sys") {
+        let is_noticed = || scan.builder.noticed.is_folder(&path, (meta.dev(), meta.ino()));
+        if meta.is_dir() && path != Path::new("/proc") && path != Path::new("/sys") && !is_noticed() {
             todo.extend(std::fs::read_dir(&path).into_iter().flatten().flatten().map(|e| e.path()));
         }
     }
     None
-}
-
-fn kernel_device(dev: u64) -> u64 {
-    u64::from(rustix::fs::major(dev)) << 20 | u64::from(rustix::fs::minor(dev))
 }
 
 fn open_path(path: &Path) -> Option<OwnedFd> {

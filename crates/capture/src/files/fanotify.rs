@@ -4,11 +4,12 @@
 //! among them when we open a file: so a program that has one is not stopped at all ([`refuse_questions`]). What `/proc` tells can
 //! always be read, as the kernel lets nobody ask for a say in that.
 //!
-//! What we look at in the freeze may be events for a group. They are of the time after the cut, like all that comes meanwhile; so
-//! what counts is whether anything is unread when the program has just come to rest ([`refuse_unread`]).
+//! Others go on meanwhile, whose events are of the time after the cut; so what counts is whether anything is unread when the program
+//! has just come to rest ([`refuse_unread`]). We make none ourselves (see `noticed`).
 
 use super::descriptions::Description;
 use super::events::{UNREAD, located};
+use super::noticed::is_of_watches;
 use super::paths;
 use super::{Holder, Scan};
 use crate::attributes::target::is_administrator;
@@ -23,15 +24,12 @@ use stillpoint_linux::proc::mounts::{Mount, unescaped};
 use stillpoint_linux::proc::{NamespaceKind, Proc};
 use stillpoint_linux::{Error, mounts};
 
-/// What `/proc/PID/fd` calls a group.
-const LINK: &[u8] = b"anon_inode:[fanotify]";
-
 /// Refuses a process that others have to ask before they open or read files, by all that is known without opening any.
 ///
 /// # Errors
 /// That the process has ended.
 pub fn refuse_questions(builder: &mut Builder, pid: u32) -> Result<()> {
-    for (fd, flags) in groups(pid)? {
+    for (fd, flags) in groups(builder, pid)? {
         if flags & CLASS != 0 {
             builder.refuse(name(pid, fd), QUESTIONS, CLOSE);
         }
@@ -40,12 +38,12 @@ pub fn refuse_questions(builder: &mut Builder, pid: u32) -> Result<()> {
 }
 
 /// The same of a process that has just come to rest, before anything else is done to it; and those with events that it has not
-/// read.
+/// read. Notes what it watches.
 ///
 /// # Errors
 /// As [`refuse_questions`].
 pub fn refuse_unread(builder: &mut Builder, pid: u32, pidfd: BorrowedFd<'_>) -> Result<()> {
-    for (fd, flags) in groups(pid)? {
+    for (fd, flags) in groups(builder, pid)? {
         if flags & CLASS != 0 {
             builder.refuse(name(pid, fd), QUESTIONS, CLOSE);
         } else if readable(duplicate_from(pidfd, fd)?)? > 0 {
@@ -55,16 +53,26 @@ pub fn refuse_unread(builder: &mut Builder, pid: u32, pidfd: BorrowedFd<'_>) -> 
     Ok(())
 }
 
-/// Numbers and flags of the groups that a process has.
-fn groups(pid: u32) -> Result<Vec<(u32, u32)>> {
+/// Notes what a process watches, before anything of it is opened.
+///
+/// # Errors
+/// That the process has ended.
+pub fn note_watches(builder: &mut Builder, pid: u32) -> Result<()> {
+    groups(builder, pid).map(drop)
+}
+
+/// Numbers and flags of the groups that a process has; what it watches, by these or by inotify, is noted.
+fn groups(builder: &mut Builder, pid: u32) -> Result<Vec<(u32, u32)>> {
     let (folders, mut found) = (Folders::open(pid)?, Vec::new());
     for fd in folders.list()? {
         // One that is closed meanwhile is no concern.
-        if folders.link(fd).is_ok_and(|link| link == LINK)
+        if folders.link(fd).is_ok_and(|link| is_of_watches(&link))
             && let Ok(info) = folders.read(fd)
-            && let Detail::Fanotify { flags, .. } = info.detail
         {
-            found.push((fd, flags));
+            builder.noticed.add(&info.detail);
+            if let Detail::Fanotify { flags, .. } = info.detail {
+                found.push((fd, flags));
+            }
         }
     }
     Ok(found)

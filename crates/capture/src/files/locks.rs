@@ -28,7 +28,7 @@ pub(crate) fn locks(scan: &mut Scan<'_>, d: &Description) -> Result<Vec<Lock>> {
             }
         };
         if is_broken_by_opening(line) {
-            scan.builder.never_open.insert(d.inode());
+            scan.builder.noticed.add_lease(d.inode());
         }
         let process = match kind {
             LockKind::Posix => scan.inner_pid(scan.target.holders[*process].pid),

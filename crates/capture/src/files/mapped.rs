@@ -1,10 +1,10 @@
 //! Files behind mappings.
 
+use super::noticed::WATCHED;
 use super::paths;
 use crate::builder::Source;
 use crate::{Builder, Content, Result};
 use rustix::fs::{FileType, Mode, OFlags};
-use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use stillpoint_image::{Owner, PAGE, PathFile, Range, Usage};
 use stillpoint_linux::Error;
@@ -72,7 +72,12 @@ pub fn mapped_file(
         && !builder.image.paths[path as usize].deleted
         && !builder.image.paths[path as usize].made_anew
     {
-        let source = stillpoint_linux::descriptors::reopen(&file, libc::O_RDONLY)?;
+        let row = &builder.image.paths[path as usize];
+        let place = builder.views.reach(row.namespace, &row.path.0);
+        let Some(source) = Source::of(&file, builder.noticed.is(&place, (stat.st_dev, stat.st_ino)))? else {
+            builder.refuse(what, WATCHED.0, WATCHED.1);
+            return Ok(None);
+        };
         save_range(builder, path, source, range, what);
     }
     Ok(Some(Mapped { path, is_device: device }))
@@ -83,7 +88,7 @@ fn is_regular(file: &PathFile) -> bool {
 }
 
 /// Adds a range to what is saved of a file; each byte once.
-fn save_range(builder: &mut Builder, path: u32, source: OwnedFd, range: Range, what: String) {
+fn save_range(builder: &mut Builder, path: u32, source: Source, range: Range, what: String) {
     let row = &mut builder.image.paths[path as usize];
     let end = range.end().min(row.size.next_multiple_of(PAGE));
     if range.start >= end {
@@ -97,7 +102,7 @@ fn save_range(builder: &mut Builder, path: u32, source: OwnedFd, range: Range, w
     match builder.contents.iter_mut().find(|c| c.owner == owner) {
         Some(content) => content.ranges = Some(ranges),
         None => {
-            builder.contents.push(Content { owner, source: Source::File(source), ranges: Some(ranges), what })
+            builder.contents.push(Content { owner, source, ranges: Some(ranges), what });
         }
     }
 }

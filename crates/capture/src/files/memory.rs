@@ -2,13 +2,15 @@
 
 use super::Scan;
 use super::descriptions::Description;
+use super::noticed::WATCHED;
 use crate::builder::Source;
 use crate::{Builder, Content, Result};
 use rustix::fs::SeekFrom;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
 use std::sync::OnceLock;
 use stillpoint_image::{Bytes, FileKind, MemoryObject, Owner, PAGE, Range};
-use stillpoint_linux::{Error, descriptors, memfd};
+use stillpoint_linux::{Error, memfd};
 
 const HUGETLBFS: u64 = 0x9584_58f6;
 const TMPFS: u64 = 0x0102_1994;
@@ -82,11 +84,22 @@ pub fn memory_object(
         segment: None,
     });
     if new {
-        let source = descriptors::reopen(file, libc::O_RDONLY)?;
+        // It is in no folder.
+        let is_noticed = builder.noticed.is(Path::new(""), (stat.st_dev, stat.st_ino));
+        let Some(source) = Source::of(file, is_noticed)? else {
+            builder.refuse(what, WATCHED.0, WATCHED.1);
+            return Ok(row);
+        };
         let (owner, what) = (Owner::Object(row), what.to_owned());
-        builder.contents.push(Content { owner, source: Source::File(source), ranges: None, what });
+        builder.contents.push(Content { owner, source, ranges: None, what });
     }
     Ok(row)
+}
+
+/// All of a file, rounded up to pages.
+pub(crate) fn whole(file: &OwnedFd) -> Result<Vec<Range>> {
+    let size = rustix::fs::fstat(file).map_err(|e| Error::call("fstat", e))?.st_size as u64;
+    Ok(if size > 0 { vec![Range { start: 0, len: size.next_multiple_of(PAGE) }] } else { Vec::new() })
 }
 
 /// Ranges of a file that are not holes, rounded outwards to pages.
@@ -96,7 +109,7 @@ pub(crate) fn data_ranges(file: &OwnedFd) -> Result<Vec<Range>> {
     let end = size.next_multiple_of(PAGE);
     if fs.f_type as u64 == HUGETLBFS {
         // hugetlbfs does not tell its holes.
-        return Ok(if size > 0 { vec![Range { start: 0, len: end }] } else { Vec::new() });
+        return whole(file);
     }
     let mut ranges: Vec<Range> = Vec::new();
     let mut at = 0;

@@ -11,6 +11,7 @@
 //! | [`paths`] | files in the file system, deleted ones, procfs |
 //! | [`mapped`] | files behind mappings |
 //! | [`contents`] | storing contents, digests |
+//! | [`noticed`] | what the program would be told of if we opened it |
 //! | [`connections`] | TCP connections, and which two are the ends of one |
 //! | [`datagrams`] | UDP, ICMP, raw and netlink sockets |
 //! | [`segments`] | System V shared memory |
@@ -31,6 +32,7 @@ pub mod locks;
 pub mod mapped;
 pub mod memory;
 pub mod messages;
+pub(crate) mod noticed;
 pub mod options;
 pub mod outsiders;
 pub mod paths;
@@ -59,7 +61,7 @@ use stillpoint_linux::proc::{NamespaceKind, Proc, Stat};
 use stillpoint_linux::sockets::UnixSocket;
 
 pub use contents::{Moment, copy_content, take_digests_of};
-pub(crate) use fanotify::{refuse_questions, refuse_unread};
+pub(crate) use fanotify::{note_watches, refuse_questions, refuse_unread};
 pub use mapped::{Mapped, mapped_file};
 pub use memory::memory_object;
 pub use outsiders::Outsiders;
@@ -99,6 +101,7 @@ pub fn capture_files(builder: &mut Builder, target: &Target<'_>) -> Result<Vec<u
     // Each description of the target is one more descriptor of ours.
     raise_descriptor_limit()?;
     let mut all = descriptions::read(target)?;
+    all.iter().for_each(|d| builder.noticed.add(&d.info.detail));
     let in_flight = messages::in_flight(&mut all)?;
     let mut scan = Scan::new(builder, target, &all)?;
     scan.in_flight = in_flight;

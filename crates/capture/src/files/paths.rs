@@ -3,6 +3,7 @@
 use super::Scan;
 use super::descriptions::Description;
 use super::locks::is_broken_by_opening;
+use super::noticed::{self, WATCHED};
 use super::{queues, terminals};
 use crate::builder::{FOREIGN, Source};
 use crate::{Builder, Content, Result};
@@ -13,8 +14,8 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::DirEntryExt;
 use std::path::Path;
 use stillpoint_image::{Bytes, FileKind, Owner, PathFile, Usage};
+use stillpoint_linux::Error;
 use stillpoint_linux::fdinfo::Folders;
-use stillpoint_linux::{Error, descriptors};
 
 const PROC: u64 = 0x9fa0;
 const MQUEUE: u64 = 0x1980_0202;
@@ -82,7 +83,12 @@ pub fn note_open(builder: &mut Builder, pid: u32) -> stillpoint_linux::Result<bo
 }
 
 fn note(builder: &mut Builder, folders: &Folders, fd: u32) -> stillpoint_linux::Result<bool> {
-    let (link, file) = (folders.link(fd)?, folders.handle(fd)?);
+    let link = folders.link(fd)?;
+    if noticed::is_of_watches(&link) {
+        builder.noticed.add(&folders.read(fd)?.detail);
+        return Ok(false);
+    }
+    let file = folders.handle(fd)?;
     let failed = |e| Error::call(format!("look at descriptor {fd}"), e);
     let stat = rustix::fs::fstat(&file).map_err(failed)?;
     match FileType::from_raw_mode(stat.st_mode) {
@@ -95,7 +101,7 @@ fn note(builder: &mut Builder, folders: &Folders, fd: u32) -> stillpoint_linux::
     if ![PROC, MQUEUE].contains(&magic) && !STATEFUL.iter().any(|s| s.0 == magic) {
         let info = folders.read(fd)?;
         if info.locks.iter().any(is_broken_by_opening) {
-            builder.never_open.insert((stat.st_dev, stat.st_ino));
+            builder.noticed.add_lease((stat.st_dev, stat.st_ino));
         }
         let can_write = info.flags & libc::O_ACCMODE as u32 != libc::O_RDONLY as u32;
         builder.path(describe(&link, &stat, usage(&stat, magic, can_write)));
@@ -167,6 +173,11 @@ fn other_name(builder: &Builder, namespace: Option<u32>, link: &[u8], stat: &Sta
     const MOST: usize = 10_000;
     let folder = Path::new(OsStr::from_bytes(link.strip_suffix(b" (deleted)")?)).parent()?;
     let reached = |path: &[u8]| builder.views.reach(namespace, path).into_os_string().into_vec();
+    let place = builder.views.reach(namespace, folder.as_os_str().as_bytes());
+    let its = rustix::fs::stat(&place).ok()?;
+    if builder.noticed.is_folder(&place, (its.st_dev, its.st_ino)) {
+        return None;
+    }
     let entries = std::fs::read_dir(OsStr::from_bytes(&reached(folder.as_os_str().as_bytes()))).ok()?;
     let same = entries.take(MOST).flatten().filter(|e| e.ino() == stat.st_ino);
     let mut names = same.map(|e| folder.join(e.file_name()).into_os_string().into_vec());
@@ -191,10 +202,15 @@ pub fn deleted_content(
     let namespace = builder.views.of_file(&file)?;
     let (row, new) = builder.path(PathFile { deleted: true, namespace, ..describe(name, &stat, usage) });
     if new && kind == FileType::RegularFile {
-        // The duplicate may be write-only, and its offset is the target's: read through a description of our own.
-        let source = descriptors::reopen(&file, libc::O_RDONLY)?;
+        // The duplicate may be write-only, and its offset is the target's: read through a description of our own, if nobody is told.
+        let is_noticed =
+            builder.noticed.is(&builder.views.reach(namespace, name), (stat.st_dev, stat.st_ino));
+        let Some(source) = Source::of(&file, is_noticed)? else {
+            builder.refuse(what, WATCHED.0, WATCHED.1);
+            return Ok(None);
+        };
         let (owner, what) = (Owner::File(row), what.to_owned());
-        builder.contents.push(Content { owner, source: Source::File(source), ranges: None, what });
+        builder.contents.push(Content { owner, source, ranges: None, what });
     }
     Ok(Some(row))
 }

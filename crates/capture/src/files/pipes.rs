@@ -1,11 +1,12 @@
 //! Pipes and FIFOs with the data in them.
 
 use super::descriptions::Description;
+use super::noticed::WATCHED;
 use super::{Scan, paths, pending};
 use crate::Result;
 use rustix::fs::FileType;
 use stillpoint_image::{Bytes, FileKind, Pipe, Usage};
-use stillpoint_linux::descriptors::{poll_now, reopen};
+use stillpoint_linux::descriptors::{poll_now, readable, reopen};
 use stillpoint_linux::pipes::{capacity, contents};
 
 /// The descriptions of the target on the same pipe that can read, and those that can write.
@@ -59,6 +60,16 @@ pub(crate) fn capture(scan: &mut Scan<'_>, d: &Description) -> Result<Option<Fil
             row => row,
         },
     };
+    // To look at what is in it (`tee(2)`), or to open it for that, is an event.
+    let has_data =
+        || readers.first().map_or(Ok(true), |reader| readable(&reader.file).map(|bytes| bytes > 0));
+    if named && has_data()? {
+        let views = &scan.builder.views;
+        let place = views.reach(views.of_file(&d.file)?, &d.link);
+        if scan.builder.noticed.is(&place, d.inode()) {
+            return scan.refuse(d, WATCHED.0, WATCHED.1);
+        }
+    }
     let data = unread(&readers, &writers, named)?;
     let data = data.into_iter().map(Bytes).collect();
     let row = scan.builder.image.pipes.len() as u32;

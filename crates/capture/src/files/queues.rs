@@ -2,7 +2,11 @@
 
 use super::Scan;
 use super::descriptions::Description;
+use super::noticed::WATCHED;
 use crate::Result;
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
 use stillpoint_image::{Bytes, FileKind, MessageQueue};
 use stillpoint_linux::mqueue;
 
@@ -27,6 +31,13 @@ pub(crate) fn capture(scan: &mut Scan<'_>, d: &Description) -> Result<Option<Fil
             "it is a message queue that holds {messages} messages, which cannot be seen without taking them"
         );
         return scan.refuse(d, why, "try again when they have been received");
+    }
+    let folder = match scan.builder.namespaces.row_of_queues(d.stat.st_dev) {
+        None => Path::new("/dev/mqueue"),
+        Some(_) => Path::new(""),
+    };
+    if scan.builder.noticed.is(&folder.join(OsStr::from_bytes(name)), d.inode()) {
+        return scan.refuse(d, WATCHED.0, WATCHED.1);
     }
     if mqueue::told(&d.file)?.is_some_and(|pid| scan.inner_pid(pid).is_some()) {
         let why = "the program waits to be told of a message in it (mq_notify)";

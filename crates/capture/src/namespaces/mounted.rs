@@ -12,6 +12,7 @@ use super::mounts::text;
 use super::tmpfs::{MOST_BYTES, Walk};
 use super::views::reach;
 use super::{Other, Own, When, name, overlays};
+use crate::files::noticed::WATCHED;
 use crate::{Builder, Result};
 use rustix::fs::{CWD, Stat, makedev};
 use std::collections::{HashMap, HashSet};
@@ -567,6 +568,10 @@ impl<'a> Work<'a, '_> {
         let whole = self.look.within.iter().find(|m| m.device == mount.device && m.root == b"/");
         let whole = whole.ok_or("only a part of it is mounted")?;
         let path = reach(self.look.root, &unescaped(&whole.point)).join(".");
+        let its = rustix::fs::stat(&path).map_err(|_| "it cannot be read")?;
+        if self.builder.noticed.is_folder(&path, (its.st_dev, its.st_ino)) {
+            return Err(WATCHED.0);
+        }
         let all = std::fs::read_dir(path).map_err(|_| "it cannot be read")?;
         let numbers = all.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();
         self.builder.terminals.insert(makedev(mount.device.0, mount.device.1), numbers);

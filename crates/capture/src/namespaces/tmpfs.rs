@@ -5,6 +5,7 @@
 use super::views::reach;
 use crate::builder::Source;
 use crate::files::describe;
+use crate::files::noticed::WATCHED;
 use crate::{Builder, Content, Error, Result};
 use rustix::fs::{FileType, Mode, OFlags, Stat};
 use std::collections::HashMap;
@@ -80,7 +81,18 @@ impl<'b> Walk<'b> {
             self.entries[known].also.push(name);
             return Ok(false);
         }
-        if matches!(kind, FileType::RegularFile | FileType::Directory) && has_flags(&path) {
+        let is_opened = matches!(kind, FileType::RegularFile | FileType::Directory);
+        let (noticed, inode) = (&self.builder.noticed, (stat.st_dev, stat.st_ino));
+        let is_noticed = match kind {
+            FileType::Directory => noticed.is_folder(&path, inode),
+            FileType::RegularFile => noticed.is(&path, inode),
+            _ => false,
+        };
+        if is_noticed {
+            self.builder.refuse(format!("/{name} of {}", self.what), WATCHED.0, WATCHED.1);
+            return Ok(false);
+        }
+        if is_opened && has_flags(&path) {
             let why = format!("{name} has attributes of its file system (lsattr) that are not saved");
             self.builder.refuse(&self.what, why, "take them away with chattr(1)");
         }
