@@ -193,6 +193,62 @@ static void no_stack(void) {
   pthread_join(t, 0);
 }
 
-SCENARIOS({"general", general}, {"sse", sse}, {"avx", avx}, {"avx512", avx512}, {"x87", x87}, {"fresh", fresh},
+// --- tiles (AMX), for which a process asks leave and each thread gets room when it first uses them
+
+#define TILES 8
+#define TILE 1024
+
+struct tiles {
+  unsigned char want[TILES * TILE], got[TILES * TILE];
+  int pipe[2];
+};
+
+#define EACH_TILE(does) does(0) does(1) does(2) does(3) does(4) does(5) does(6) does(7)
+#define LOAD_TILE(n) "tileloadd " #n "*1024(%[want], %[stride], 1), %%tmm" #n "\n"
+#define STORE_TILE(n) "tilestored %%tmm" #n ", " #n "*1024(%[got], %[stride], 1)\n"
+
+// Holds values in all tiles, computing or in a call that blocks, until it is told to look at them.
+static void *tile_thread(void *argument) {
+  struct tiles *t = argument;
+  unsigned char config[64] = {1}, byte;
+  for (int i = 0; i < TILES; i++)
+    config[16 + 2 * i] = 64, config[48 + i] = 16;
+  fill(t->want, sizeof t->want, (uintptr_t)t);
+  if (!t->pipe[1])
+    __asm__ volatile("ldtilecfg (%[config])\n" EACH_TILE(LOAD_TILE) "1: pause\n cmpl $0, (%[stop])\n je 1b\n" EACH_TILE(STORE_TILE) "tilerelease"
+                     :
+                     : [config] "r"(config), [want] "r"(t->want), [got] "r"(t->got), [stride] "r"(64l), [stop] "r"(&hold_stop)
+                     : "memory", "cc");
+  else {
+    long read_it = SYS_read;
+    __asm__ volatile("ldtilecfg (%[config])\n" EACH_TILE(LOAD_TILE) "syscall\n" EACH_TILE(STORE_TILE) "tilerelease"
+                     : "+a"(read_it)
+                     : [config] "r"(config), [want] "r"(t->want), [got] "r"(t->got), [stride] "r"(64l), "D"((long)t->pipe[0]),
+                       "S"(&byte), "d"(1l)
+                     : "memory", "cc", "rcx", "r11");
+    EQUAL(read_it, 1);
+  }
+  CHECK(!memcmp(t->want, t->got, sizeof t->got));
+  return 0;
+}
+
+static void tiles(void) {
+  enum { ARCH_REQ_XCOMP_PERM = 0x1023, TILE_DATA = 18 };
+  if (syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA))
+    SKIP("this processor or kernel has no AMX");
+  static struct tiles all[3];
+  MUST(!pipe(all[2].pipe));
+  pthread_t threads[3];
+  for (int i = 0; i < 3; i++)
+    threads[i] = spawn(tile_thread, &all[i]);
+  nap(0.02);
+  cut();
+  hold_stop = 1;
+  EQUAL(write(all[2].pipe[1], "x", 1), 1);
+  for (int i = 0; i < 3; i++)
+    pthread_join(threads[i], 0);
+}
+
+SCENARIOS({"general", general}, {"tiles", tiles}, {"sse", sse}, {"avx", avx}, {"avx512", avx512}, {"x87", x87}, {"fresh", fresh},
           {"segment_bases", segment_bases}, {"red_zone", red_zone}, {"small_stack", small_stack},
           {"no_stack", no_stack})

@@ -1326,6 +1326,36 @@ static void forking_threads(void) {
     pthread_join(threads[i], 0);
 }
 
+// --- stopped by job control
+
+static void stopped_by_signals(void) {
+  static const int signals[] = {SIGSTOP, SIGTSTP, SIGTTIN, SIGTTOU};
+  pid_t pids[4];
+  siginfo_t told;
+  for (int i = 0; i < 4; i++) {
+    pids[i] = fork();
+    MUST(pids[i] >= 0);
+    if (!pids[i]) {
+      setpgid(0, 0);
+      for (;;)
+        pause();
+    }
+    setpgid(pids[i], pids[i]);
+    MUST(!kill(pids[i], signals[i]) && !waitid(P_PID, pids[i], &told, WSTOPPED | WNOWAIT));
+  }
+  cut();
+  for (int i = 0; i < 4; i++) {
+    EQUAL(waitid(P_PID, pids[i], &told, WSTOPPED), 0);
+    EQUAL(told.si_code, CLD_STOPPED);
+    EQUAL(told.si_status, signals[i]);
+    EQUAL(kill(pids[i], SIGCONT), 0);
+    EQUAL(waitid(P_PID, pids[i], &told, WCONTINUED), 0);
+    EQUAL(told.si_code, CLD_CONTINUED);
+    kill(pids[i], SIGKILL);
+    await(pids[i], SIGKILL);
+  }
+}
+
 // --- waiting for each other
 
 static void waits(void) {
@@ -1652,7 +1682,7 @@ SCENARIOS({"pair", pair}, {"shared_contexts", shared_contexts}, {"half_shared", 
           {"lost_session", lost_session}, {"dead_session", dead_session}, {"left_session", left_session}, {"generations", generations}, {"many", many}, {"programs", programs}, {"ended", ended},
           {"ended_pending", ended_pending}, {"exit_signals", exit_signals}, {"nobody_waits", nobody_waits},
           {"sessions", sessions}, {"groups", groups}, {"leaderless", leaderless}, {"dead_leader", dead_leader},
-          {"orphans", orphans}, {"stopped", stopped}, {"shared_memory", shared_memory},
+          {"orphans", orphans}, {"stopped", stopped}, {"stopped_by_signals", stopped_by_signals}, {"shared_memory", shared_memory},
           {"shared_object", shared_object}, {"shared_file", shared_file}, {"copied_on_write", copied_on_write}, {"inherited", inherited},
           {"pipes", pipes}, {"socket_pairs", socket_pairs}, {"accepted", accepted}, {"shared_offset", shared_offset},
           {"locks", locks}, {"lock_waiter", lock_waiter}, {"objects", objects}, {"handles", handles},

@@ -130,6 +130,7 @@ mod registers {
         sse,
         avx,
         avx512,
+        tiles,
         x87,
         fresh,
         segment_bases,
@@ -222,6 +223,7 @@ mod trees {
         dead_leader,
         orphans,
         stopped,
+        stopped_by_signals,
         shared_memory,
         shared_object,
         shared_file,
@@ -326,6 +328,12 @@ mod timers {
     fn alarm_once() {
         crate::features::half_way("timers", "alarm_once");
     }
+}
+
+mod options {
+    scenarios!("options":
+        every_option,
+    );
 }
 
 mod unix {

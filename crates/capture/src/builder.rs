@@ -209,7 +209,11 @@ impl Builder {
         if self.foreign.contains(&file.dev) && !is_multiplexer {
             self.refuse(format!("the file {}", file.path), FOREIGN.0, FOREIGN.1);
         }
-        let key = (file.dev, file.ino, file.path.0.clone(), file.namespace);
+        // What has no name any more is one file, by whichever name it was opened.
+        let key = match file.deleted && file.ino != 0 {
+            true => (file.dev, file.ino, Vec::new(), None),
+            false => (file.dev, file.ino, file.path.0.clone(), file.namespace),
+        };
         if let Some(&row) = self.paths.get(&key) {
             let known = &mut self.image.paths[row as usize];
             known.usage = known.usage.max(file.usage);

@@ -3,6 +3,7 @@
 
 use crate::netlink::{self, Request, receive, u32_at};
 use crate::{Error, Result};
+use std::collections::HashMap;
 
 const SOCK_DESTROY: u16 = 21;
 /// `FIN_WAIT2` and `TIME_WAIT`: all data has been acknowledged.
@@ -76,6 +77,26 @@ fn about(family: i32, states: u32, id: &[u8]) -> Vec<u8> {
     body
 }
 
+/// Which directions of the UDP sockets of a family that have a port have been shut down (`shutdown(2)`), by inode number: `RCV_SHUTDOWN` 1,
+/// `SEND_SHUTDOWN` 2. Nothing of those that have not.
+///
+/// # Errors
+/// That the kernel does not tell (`CONFIG_INET_UDP_DIAG`).
+pub fn shut_down(family: i32) -> Result<HashMap<u64, u8>> {
+    const SHUTDOWN: u16 = 8;
+    let mut body = about(family, u32::MAX, &[0; ID]);
+    body[1] = libc::IPPROTO_UDP as u8;
+    let request = request(netlink::SOCK_DIAG_BY_FAMILY, netlink::DUMP, &body);
+    let mut found = Vec::new();
+    request.answers(&request.send()?, &mut found, |body| {
+        let ino = u64::from(u32_at(body, INODE)?);
+        let directions =
+            netlink::attributes(body.get(INODE + 4..)?).flatten().find(|(kind, _)| *kind == SHUTDOWN);
+        Some((ino, directions.and_then(|(_, value)| value.first().copied()).unwrap_or(0)))
+    })?;
+    Ok(found.into_iter().filter(|(_, directions)| *directions != 0).collect())
+}
+
 fn request(kind: u16, flags: u16, body: &[u8]) -> Request<'_> {
     Request { family: netlink::SOCK_DIAG, kind, flags, body, what: "ask sock_diag for connections" }
 }
@@ -118,11 +139,29 @@ mod tests {
     use crate::sockets;
     use std::io::Read;
     use std::net::{TcpListener, TcpStream};
+    use std::os::fd::OwnedFd;
 
     fn listens(port: u16) -> bool {
         let socket = sockets::socket(libc::AF_INET, libc::SOCK_STREAM, 0).unwrap();
         let address = [&2u16.to_ne_bytes()[..], &port.to_be_bytes(), &[127, 0, 0, 1], &[0; 8]].concat();
         sockets::bind(&socket, &address).is_ok() && rustix::net::listen(&socket, 1).is_ok()
+    }
+
+    #[test]
+    fn what_is_shut_down_of_udp_is_told() {
+        for family in [libc::AF_INET, libc::AF_INET6] {
+            let ino = |socket: &OwnedFd| rustix::fs::fstat(socket).unwrap().st_ino;
+            let text = if family == libc::AF_INET { "127.0.0.1:0" } else { "[::1]:0" };
+            let all: Vec<OwnedFd> = (0..4).map(|_| std::net::UdpSocket::bind(text).unwrap().into()).collect();
+            use rustix::net::Shutdown::{Both, Read, Write};
+            for (socket, how) in all[1..].iter().zip([Read, Write, Both]) {
+                // It is not connected, which the kernel says, and does it all the same.
+                assert!(rustix::net::shutdown(socket, how).is_err());
+            }
+            let told = shut_down(family).unwrap();
+            let told: Vec<_> = all.iter().map(|socket| told.get(&ino(socket)).copied()).collect();
+            assert_eq!(told, [None, Some(1), Some(2), Some(3)]);
+        }
     }
 
     #[test]

@@ -249,10 +249,23 @@ impl<'a> Remote<'a> {
         Ok(())
     }
 
+    /// Makes room for the contents of tiles (AMX) in the thread's extended state, which its process must have leave to use.
+    ///
+    /// # Errors
+    /// That it has no leave, or that there is no memory for it.
+    pub fn make_room_for_tiles(&mut self) -> Result<()> {
+        self.until_trap(&arch::tiles_regs(&self.base, self.area.code, self.stack())).map(drop)
+    }
+
     /// Runs the table; returns the entry it stopped at.
     fn execute(&mut self, table: RemoteAddr, end: RemoteAddr) -> Result<RemoteAddr> {
+        self.until_trap(&arch::loop_regs(&self.base, self.area.code, table, end, self.stack()))
+    }
+
+    /// Runs up to the trap at the end of the program loop; returns the entry of the table it stopped at.
+    fn until_trap(&mut self, regs: &Regs) -> Result<RemoteAddr> {
         let thread = self.take()?;
-        thread.set_regs(&arch::loop_regs(&self.base, self.area.code, table, end, self.stack()))?;
+        thread.set_regs(regs)?;
         let mut running = thread.resume(0)?;
         loop {
             let tid = running.tid();

@@ -155,7 +155,8 @@ pub fn restore(
     let contents = Stored { checkpoint, pace: &pace };
     // Before namespaces are made: other clocks are told by what they differ from these.
     let mut notes = Vec::from_iter(clock::continue_clocks(&image.meta)?);
-    let mut open = files::open(image, &contents, options.files, options.tcp, options.stdio)?;
+    let mut open =
+        files::open(image, &contents, options.files, options.tcp, options.stdio)?;
     let own = Proc::process(std::process::id())?.maps()?;
     let room = space::find_room(&image.spaces, &own)?;
     let memories: Vec<OnceCell<Memory>> = (0..family::room_for(image)).map(|_| OnceCell::new()).collect();
@@ -250,8 +251,8 @@ pub fn restore(
     open.write_back(image, &contents)?;
     open.cut_back(cut_tail)?;
     open.settle(image)?;
-    for row in rows.iter().filter(|row| row.process.stopped.is_some()) {
-        spawn::tgkill(row.pid, row.pid, libc::SIGSTOP)?;
+    for row in &rows {
+        stop_signal(image, row.process).map_or(Ok(()), |signal| spawn::tgkill(row.pid, row.pid, signal))?;
     }
     // From now on what it has open is its own: what it closes is closed.
     parted.into_iter().for_each(Parted::wait);
@@ -654,6 +655,27 @@ fn give_attributes<'a>(
     Ok(threads)
 }
 
+/// The signal that stops a process as it had been stopped, if it had. `SIGSTOP` if the signal of then would not: where it is blocked by
+/// now or has an action, or in a process group that nobody could tell to go on (an orphaned one, `setpgid(2)`), in which the kernel passes
+/// over those of terminals.
+fn stop_signal(image: &Image, process: &Process) -> Option<i32> {
+    let signal = process.stopped?;
+    let (of_actions, mask) =
+        (process.shares_actions, process.threads.first().map_or(0, |thread| thread.sigmask));
+    let actions =
+        of_actions.and_then(|row| image.processes.get(row as usize)).map_or(&process.actions, |p| &p.actions);
+    let is_plain =
+        actions.iter().all(|action| action.signal != signal) && mask & 1 << (signal.max(1) - 1) == 0;
+    let (group, session) = (process.own_group(), process.own_session());
+    let is_cared_for = image.processes.iter().filter(|member| member.own_group() == group).any(|member| {
+        let parent = member.parent.and_then(|row| image.processes.get(row as usize));
+        parent.is_some_and(|parent| parent.own_session() == session && parent.own_group() != group)
+    });
+    let of_terminals = [libc::SIGTSTP, libc::SIGTTIN, libc::SIGTTOU];
+    let signal = i32::try_from(signal).ok().filter(|signal| of_terminals.contains(signal));
+    Some(signal.filter(|_| is_plain && is_cared_for).unwrap_or(libc::SIGSTOP))
+}
+
 /// Lets all threads run, the root's first one first. What runs already may end the others, by `execve(2)` or as a whole: then
 /// it is for us, their tracer, to see their ends, which `execve` waits for.
 fn let_go(processes: Vec<Vec<Stopped>>) -> Result<()> {
@@ -682,6 +704,11 @@ pub fn finish_threads(
     let mut registers = Vec::with_capacity(threads.len());
     for (remotes, rows) in threads.chunks_mut(TOGETHER).zip(process.threads.chunks(TOGETHER)) {
         registers.extend(all_blocked_again(remotes, rows)?);
+    }
+    for (remote, _) in
+        threads.iter_mut().zip(&process.threads).filter(|(_, row)| arch::has_tiles(&row.xstate.0))
+    {
+        remote.make_room_for_tiles()?;
     }
     if let Some(room) = room {
         space::unmap_area(&mut threads[0], room)?;

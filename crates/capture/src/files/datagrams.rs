@@ -31,6 +31,9 @@ pub(super) fn udp(scan: &mut Scan<'_>, d: &Description, sort: Sort) -> Result<Op
     }
     socket.local = bound(sockets::local_address(&d.file)?);
     socket.remote = Bytes(sockets::peer_address(&d.file)?.unwrap_or_default());
+    // Of one without a port, or where the kernel has no sock_diag for UDP, it can be seen of reading only.
+    let of_reading = u32::from(poll_now(&d.file, libc::POLLRDHUP)? & libc::POLLRDHUP != 0);
+    socket.shutdown = of_reading | u32::from(scan.udp_shut_down(sort.0, d.stat.st_ino).unwrap_or(0));
     if has_something(&d.file)? {
         let unread = datagrams::peek_all(&d.file)?;
         let (queue, senders): (Vec<_>, Vec<_>) =

@@ -51,6 +51,7 @@ use rustix::fs::FileType;
 use standard::Standard;
 use std::cell::OnceCell;
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::os::fd::BorrowedFd;
 use stillpoint_image::{Descriptor, FileKind, FileTable, OpenFile};
 use stillpoint_linux::datagrams::Group;
@@ -169,6 +170,8 @@ pub struct Scan<'a> {
     /// By devpts, if it is one of the program's own, and number.
     pub(crate) ptys: HashMap<(u64, u32), u32>,
     pub(crate) unix: Option<HashMap<u32, UnixSocket>>,
+    /// What has been shut down of UDP sockets, by family and inode number.
+    shut_down: HashMap<i32, HashMap<u64, u8>>,
     /// Groups of IPv4 and IPv6 that somebody has joined.
     groups: HashMap<i32, Vec<Group>>,
     /// Messages with descriptors in them.
@@ -195,6 +198,7 @@ impl<'a> Scan<'a> {
             sockets: HashMap::new(),
             ptys: HashMap::new(),
             unix: None,
+            shut_down: HashMap::new(),
             groups: HashMap::new(),
             in_flight: messages::InFlight::default(),
             options: options::Defaults::default(),
@@ -235,6 +239,7 @@ impl<'a> Scan<'a> {
         self.builder.image.network = row;
         // What was told of those here.
         self.unix = None;
+        self.shut_down.clear();
         Ok(Some(Visit::enter(NamespaceKind::Network, &file)?))
     }
 
@@ -290,6 +295,14 @@ impl<'a> Scan<'a> {
             self.unix = Some(all.into_iter().map(|s| (s.ino, s)).collect());
         }
         Ok(self.unix.as_ref().and_then(|all| all.get(&ino)).cloned())
+    }
+
+    /// Which directions of a UDP socket have been shut down, as [`stillpoint_linux::inet_diag::shut_down`] tells.
+    pub(crate) fn udp_shut_down(&mut self, family: i32, ino: u64) -> Result<u8> {
+        if let Entry::Vacant(unknown) = self.shut_down.entry(family) {
+            unknown.insert(stillpoint_linux::inet_diag::shut_down(family)?);
+        }
+        Ok(self.shut_down[&family].get(&ino).copied().unwrap_or(0))
     }
 
     /// Groups that sockets of this machine have joined.

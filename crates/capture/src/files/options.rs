@@ -29,7 +29,6 @@ const SOCKET: &[i32] = &[
     libc::SO_RCVLOWAT,
     libc::SO_RCVTIMEO,
     libc::SO_SNDTIMEO,
-    libc::SO_PRIORITY,
     libc::SO_PASSCRED,
     libc::SO_PASSSEC,
     76, // SO_PASSPIDFD
@@ -40,11 +39,23 @@ const SOCKET: &[i32] = &[
     libc::SO_BUSY_POLL,
     libc::SO_PEEK_OFF,
     libc::SO_ZEROCOPY,
-    libc::SO_MAX_PACING_RATE,
     libc::SO_SELECT_ERR_QUEUE,
-    82, // SO_RCVMARK
+    69, // SO_PREFER_BUSY_POLL
+    70, // SO_BUSY_POLL_BUDGET
+    74, // SO_TXREHASH
+    libc::SO_DEBUG,
+    41, // SO_WIFI_STATUS
+    43, // SO_NOFCS
+    63, // SO_TIMESTAMP_NEW
+    64, // SO_TIMESTAMPNS_NEW
+    75, // SO_RCVMARK
+    82, // SO_RCVPRIORITY
     83, // SO_PASSRIGHTS
+    84, // SO_INQ
 ];
+
+/// Options that others change: `IP_TOS` sets the priority that goes with it, a congestion control may set a pace.
+const LAST: &[i32] = &[libc::SO_PRIORITY, libc::SO_MAX_PACING_RATE];
 
 /// Options of IPv4, which IPv6 sockets have as well.
 const INTERNET: &[i32] = &[
@@ -64,17 +75,19 @@ const INTERNET: &[i32] = &[
     libc::IP_RECVORIGDSTADDR,
     libc::IP_NODEFRAG,
     libc::IP_UNICAST_IF,
+    libc::IP_OPTIONS,
+    libc::IP_RETOPTS,
+    libc::IP_PASSSEC,
+    libc::IP_CHECKSUM,
+    libc::IP_RECVFRAGSIZE,
+    26, // IP_RECVERR_RFC4884
 ];
 
-/// The same of sockets that send to groups.
-const GROUPS: &[i32] =
-    &[libc::IP_MULTICAST_IF, libc::IP_MULTICAST_TTL, libc::IP_MULTICAST_LOOP, libc::IP_MULTICAST_ALL];
-const GROUPS6: &[i32] = &[
-    libc::IPV6_MULTICAST_HOPS,
-    libc::IPV6_MULTICAST_LOOP,
-    libc::IPV6_MULTICAST_IF,
-    29, // IPV6_MULTICAST_ALL
-];
+/// The same about groups, and of sockets that send to them.
+const GROUPS: &[i32] = &[libc::IP_MULTICAST_LOOP, libc::IP_MULTICAST_ALL];
+const SENDING: &[i32] = &[libc::IP_MULTICAST_IF, libc::IP_MULTICAST_TTL];
+const GROUPS6: &[i32] = &[libc::IPV6_MULTICAST_LOOP, 29 /* IPV6_MULTICAST_ALL */];
+const SENDING6: &[i32] = &[libc::IPV6_MULTICAST_HOPS, libc::IPV6_MULTICAST_IF];
 
 /// Options of IPv6.
 const INTERNET6: &[i32] = &[
@@ -94,7 +107,25 @@ const INTERNET6: &[i32] = &[
     libc::IPV6_DONTFRAG,
     libc::IPV6_AUTOFLOWLABEL,
     libc::IPV6_UNICAST_IF,
+    libc::IPV6_RECVPATHMTU,
+    libc::IPV6_RECVFRAGSIZE,
+    libc::IPV6_RECVORIGDSTADDR,
+    libc::IPV6_MINHOPCOUNT,
+    libc::IPV6_ADDR_PREFERENCES,
+    30, // IPV6_ROUTER_ALERT_ISOLATE
+    31, // IPV6_RECVERR_RFC4884
+    33, // IPV6_FLOWINFO_SEND
+    2,  // IPV6_2292PKTINFO
+    3,  // IPV6_2292HOPOPTS
+    4,  // IPV6_2292DSTOPTS
+    5,  // IPV6_2292RTHDR
+    8,  // IPV6_2292HOPLIMIT
+    11, // IPV6_FLOWINFO
 ];
+
+/// `TCP_RTO_MIN_US`, `TCP_DELACK_MAX_US`
+const RTO_MIN: i32 = 45;
+const DELACK_MAX: i32 = 46;
 
 /// Options of TCP.
 const TRANSMISSION: &[i32] = &[
@@ -119,10 +150,13 @@ const TRANSMISSION: &[i32] = &[
     libc::TCP_FASTOPEN_NO_COOKIE,
     libc::TCP_INQ,
     37, // TCP_TX_DELAY
+    44, // TCP_RTO_MAX_MS
+    RTO_MIN,
+    DELACK_MAX,
 ];
 
-/// Options of UDP: cork, segment size, receive offload.
-const DATAGRAM: &[i32] = &[1, 103, 104];
+/// Options of UDP: cork, no checksums sent or expected over IPv6, segment size, receive offload.
+const DATAGRAM: &[i32] = &[1, 101, 102, 103, 104];
 
 /// Options of netlink: packet information, broadcast errors, no `ENOBUFS`, all namespaces, short and long acknowledgements, strict checks.
 const NETLINK: &[i32] = &[3, 4, 5, 8, 10, 11, 12];
@@ -132,13 +166,21 @@ const SOL_NETLINK: u32 = 270;
 /// stamps, offsets, no queueing, no outgoing packets, headers of virtual devices.
 const PACKETS: &[i32] = &[7, 8, 9, 10, 12, 14, 17, 19, 20, 23, 24];
 
-/// Options of raw sockets: headers by the program, filters of ICMP, checksums.
-const RAW: &[(u32, u32)] =
-    &[(IP, libc::IP_HDRINCL as u32), (255, 1), (58, 1), (255, 7), (IPV6, 36 /* IPV6_HDRINCL */)];
+/// Options of raw sockets: headers by the program, packets for routers, filters of ICMP, checksums.
+const RAW: &[(u32, u32)] = &[
+    (IP, libc::IP_HDRINCL as u32),
+    (IP, 5 /* IP_ROUTER_ALERT */),
+    (255, 1),
+    (58, 1),
+    (255, 7),
+    (IPV6, 36 /* IPV6_HDRINCL */),
+];
 
-fn known(family: i32, protocol: i32) -> impl Iterator<Item = (u32, u32)> {
+fn known((family, kind, protocol): Sort) -> impl Iterator<Item = (u32, u32)> {
     let internet = matches!(family, libc::AF_INET | libc::AF_INET6);
-    let is_tcp = matches!(protocol, libc::IPPROTO_TCP | libc::IPPROTO_MPTCP);
+    // The protocol of a raw socket is that of the packets that it sees.
+    let is_tcp = kind == libc::SOCK_STREAM && matches!(protocol, libc::IPPROTO_TCP | libc::IPPROTO_MPTCP);
+    let is_udp = kind == libc::SOCK_DGRAM && protocol == libc::IPPROTO_UDP;
     let list = |level: u32, names: &'static [i32], here: bool| {
         let names = if here { names } else { &[] };
         names.iter().map(move |&n| (level, n as u32))
@@ -146,13 +188,16 @@ fn known(family: i32, protocol: i32) -> impl Iterator<Item = (u32, u32)> {
     list(SOL_SOCKET, SOCKET, true)
         .chain(list(IPV6, INTERNET6, family == libc::AF_INET6))
         .chain(list(IP, INTERNET, internet))
-        .chain(list(IP, GROUPS, internet && !is_tcp))
-        .chain(list(IPV6, GROUPS6, family == libc::AF_INET6 && !is_tcp))
+        .chain(list(IP, GROUPS, internet))
+        .chain(list(IPV6, GROUPS6, family == libc::AF_INET6))
+        .chain(list(IP, SENDING, internet && !is_tcp))
+        .chain(list(IPV6, SENDING6, family == libc::AF_INET6 && !is_tcp))
         .chain(list(TCP, TRANSMISSION, internet && is_tcp))
         .chain(list(SOL_NETLINK, NETLINK, family == libc::AF_NETLINK))
         .chain(list(packets::LEVEL, PACKETS, family == libc::AF_PACKET))
-        .chain(RAW.iter().copied().filter(move |_| internet && !is_tcp && protocol != libc::IPPROTO_UDP))
-        .chain(list(UDP, DATAGRAM, internet && protocol == libc::IPPROTO_UDP))
+        .chain(RAW.iter().copied().filter(move |_| internet && !is_tcp && !is_udp))
+        .chain(list(UDP, DATAGRAM, internet && is_udp))
+        .chain(list(SOL_SOCKET, LAST, true))
 }
 
 /// Family, kind, protocol.
@@ -177,19 +222,36 @@ impl Defaults {
     pub fn differing(&mut self, socket: impl AsFd, sort: Sort) -> Result<Vec<SocketOption>> {
         let mut options = buffers(&socket)?;
         let fresh = self.of(sort)?;
-        for (level, name) in known(sort.0, sort.2) {
+        for (level, name) in known(sort) {
             let Some(value) = sockets::option(&socket, level, name)? else { continue };
-            if fresh.get(&(level, name)).is_none_or(|default| *default != value) {
+            let is_default = fresh.get(&(level, name)).is_some_and(|default| *default == value);
+            if !is_default && can_be_set(level, name, &value) {
                 options.push(SocketOption { level, name, value: Bytes(value) });
             }
+        }
+        // It follows from the type of service when that is set.
+        let sets = |level, name: i32| options.iter().any(|o| (o.level, o.name) == (level, name as u32));
+        if sets(IP, libc::IP_TOS) && !sets(SOL_SOCKET, libc::SO_PRIORITY) {
+            let name = libc::SO_PRIORITY as u32;
+            let value = sockets::option(&socket, SOL_SOCKET, name)?;
+            options.extend(value.map(|value| SocketOption { level: SOL_SOCKET, name, value: Bytes(value) }));
         }
         Ok(options)
     }
 }
 
+/// Whether a socket may have been given a value, which else is one of the machine's (`net.ipv4.tcp_rto_min_us`) at the time when it was made,
+/// and might not be taken back.
+fn can_be_set(level: u32, name: u32, value: &[u8]) -> bool {
+    let number = value.try_into().map_or(0, u32::from_ne_bytes);
+    level != TCP
+        || ![RTO_MIN as u32, DELACK_MAX as u32].contains(&name)
+        || (2_000..=200_000).contains(&number)
+}
+
 fn read(socket: &OwnedFd, sort: Sort) -> Result<HashMap<(u32, u32), Vec<u8>>> {
     let mut values = HashMap::new();
-    for (level, name) in known(sort.0, sort.2) {
+    for (level, name) in known(sort) {
         if let Some(value) = sockets::option(socket, level, name)? {
             values.insert((level, name), value);
         }

@@ -254,6 +254,10 @@ fn peer<'a>(
             Ok(Some(None))
         }
         Some(0) => scan.refuse(d, "the other side has not yet accepted its connection", CLOSE),
+        // To itself it sends by its name, too.
+        Some(ino) if ino == diag.ino && kind == libc::SOCK_DGRAM => {
+            named_peer(scan, d, kind, ino, false, socket)
+        }
         Some(ino) => {
             let back = scan.unix_socket(ino)?;
             let mutual = back.as_ref().and_then(|b| b.peer) == Some(diag.ino);

@@ -261,6 +261,9 @@ std::arch::global_asm!(
     ".pushsection .text",
     ".globl stillpoint_program_loop",
     ".globl stillpoint_program_loop_end",
+    ".globl stillpoint_trapped",
+    ".globl stillpoint_step",
+    ".globl stillpoint_tiles",
     "stillpoint_program_loop:",
     "   cmp rbx, rbp",
     "   jae 9f",
@@ -299,11 +302,28 @@ std::arch::global_asm!(
     "2: add rbx, 72",
     "   jmp stillpoint_program_loop",
     "9: int3",
+    "stillpoint_trapped:",
     "   jmp 9b",
     // A call for the controller to step through: at the start of this, `syscall`, then back to the trap.
     "stillpoint_step:",
     "   syscall",
     "   jmp 9b",
+    // The first use of a tile makes the kernel find room for all of them in a thread's extended state. (To configure and to release
+    // them is no use.)
+    "stillpoint_tiles:",
+    "   ldtilecfg [rip + stillpoint_one_tile]",
+    "   tilezero tmm0",
+    "   tilerelease",
+    "   jmp 9b",
+    // Palette 1; tile 0 of 16 rows of 64 bytes.
+    ".balign 64",
+    "stillpoint_one_tile:",
+    ".byte 1",
+    ".zero 15",
+    ".byte 64",
+    ".zero 31",
+    ".byte 16",
+    ".zero 15",
     "stillpoint_program_loop_end:",
     ".popsection",
 );
@@ -340,6 +360,9 @@ unsafe extern "C" {
     static stillpoint_batch_end: u8;
     static stillpoint_program_loop: u8;
     static stillpoint_program_loop_end: u8;
+    static stillpoint_trapped: u8;
+    static stillpoint_step: u8;
+    static stillpoint_tiles: u8;
 }
 
 /// Words of an entry of the table that the program loop executes.
@@ -348,10 +371,6 @@ pub const ENTRY_WORDS: usize = 9;
 pub const ENTRY_CONTINUE: u64 = 1 << 8;
 /// Length of the trap instruction that ends the loop.
 pub const TRAP_LEN: u64 = 1;
-/// Offset, from the end of the loop, of its `syscall` instruction that is stepped through one call at a time.
-const STEP_FROM_END: u64 = 4;
-/// Offset, from the end of the loop, of what follows its trap instruction.
-const TRAPPED_FROM_END: u64 = 6;
 
 /// The program loop's machine code. It is position-independent.
 pub fn program_loop() -> &'static [u8] {
@@ -401,14 +420,32 @@ pub fn loop_regs(base: &Regs, code: RemoteAddr, table: RemoteAddr, end: RemoteAd
     Regs { rip: code.0, rbx: table.0, rbp: end.0, rsp: sp, orig_rax: NO_SYSCALL, ..*base }
 }
 
+/// Where a label of the program loop is in a copy of it at `code`.
+fn in_program_loop(code: RemoteAddr, label: *const u8) -> RemoteAddr {
+    RemoteAddr(code.0 + (label as u64 - program_loop().as_ptr() as u64))
+}
+
 /// Where a thread is that has run into the trap at the end of a copy of the program loop at `code`.
 pub fn trapped(code: RemoteAddr) -> RemoteAddr {
-    RemoteAddr(code.0 + program_loop().len() as u64 - TRAPPED_FROM_END)
+    in_program_loop(code, &raw const stillpoint_trapped)
 }
 
 /// The `syscall` instruction within a copy of the program loop at `code`.
 pub fn step_address(code: RemoteAddr) -> RemoteAddr {
-    RemoteAddr(code.0 + program_loop().len() as u64 - STEP_FROM_END)
+    in_program_loop(code, &raw const stillpoint_step)
+}
+
+/// Registers that use the tiles for the first time, and run into the trap of the program loop at `code`.
+pub fn tiles_regs(base: &Regs, code: RemoteAddr, sp: u64) -> Regs {
+    loop_regs(base, in_program_loop(code, &raw const stillpoint_tiles), RemoteAddr(0), RemoteAddr(0), sp)
+}
+
+/// Whether the tiles (AMX) have contents in this extended state. A thread that has not used them yet has no room for these.
+pub fn has_tiles(xstate: &[u8]) -> bool {
+    const HEADER: usize = 512;
+    const TILE_DATA: u64 = 1 << 18;
+    let present = xstate.get(HEADER..HEADER + 8).and_then(|bytes| bytes.try_into().ok());
+    present.is_some_and(|bytes| u64::from_le_bytes(bytes) & TILE_DATA != 0)
 }
 
 #[cfg(test)]
@@ -422,6 +459,8 @@ mod tests {
         assert_eq!(&code[at..at + 2], b"\x0f\x05");
         let after = trapped(RemoteAddr(0)).0 as usize;
         assert_eq!(code[after - TRAP_LEN as usize], 0xcc);
+        let tiles = tiles_regs(&Regs::default(), RemoteAddr(0), 0).rip as usize;
+        assert_eq!(code[tiles..tiles + 4], [0xc4, 0xe2, 0x78, 0x49]);
     }
 
     #[test]

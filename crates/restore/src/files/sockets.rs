@@ -15,6 +15,7 @@ use stillpoint_linux::{Error as Kernel, inet_diag, sockets};
 pub(super) const UNIX: u32 = libc::AF_UNIX as u32;
 pub(super) const STREAM: u32 = libc::SOCK_STREAM as u32;
 pub(super) const DATAGRAM: u32 = libc::SOCK_DGRAM as u32;
+const UDP: u32 = libc::IPPROTO_UDP as u32;
 const IN_USE: &str = "another program uses this address";
 /// Longest `sun_path`, with its end.
 const SUN_PATH: usize = 108;
@@ -101,6 +102,9 @@ pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
     finish(opening, &made, &kept)?;
     tell_of_those_that_are_over(opening, &kept);
     datagrams::send_again(opening, &made);
+    for (index, socket) in opening.image.sockets.iter().enumerate().filter(|(_, s)| s.protocol == UDP) {
+        made.get(&index).map_or(Ok(()), |fd| shut_down(fd, socket))?;
+    }
     let rows = opening.rows(|f| match f.kind {
         FileKind::Socket(index) => Some(index),
         _ => None,
@@ -526,7 +530,11 @@ pub(super) fn shut_down(fd: impl AsFd, socket: &Socket) -> Result<()> {
         3 if !socket.orphan => Shutdown::Both,
         _ => return Ok(()), // a lost peer shut it down by leaving
     };
-    Ok(rustix::net::shutdown(fd, how).map_err(|e| Kernel::call("shut a socket down", e))?)
+    match rustix::net::shutdown(fd, how) {
+        // The kernel does it all the same.
+        Err(rustix::io::Errno::NOTCONN) if socket.protocol == UDP => Ok(()),
+        done => Ok(done.map_err(|e| Kernel::call("shut a socket down", e))?),
+    }
 }
 
 /// A socket for people.
