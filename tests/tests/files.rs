@@ -1,8 +1,10 @@
 //! Files that changed between checkpoint and restore.
 
 use std::fs;
+use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::process::Stdio;
 use std::time::Duration;
 use stillpoint_tests::target::Running;
 use stillpoint_tests::{
@@ -79,7 +81,14 @@ fn grown(scenario: &str) {
     fs::write(job.data.with_extension("new"), &longer).expect("write");
     // In place: the same inode, as the program itself would have done.
     fs::copy(job.data.with_extension("new"), &job.data).expect("copy");
-    job.comes_back(&[]).finish("restored");
+    let json = job.restore(&[]).ok().json();
+    let (told, sizes) = (json["notes"].to_string(), [longer.len(), job.at_the_cut.len()]);
+    let said = format!("cut back from {} bytes to {}", sizes[0], sizes[1]);
+    right!(told.contains("/data") && told.contains(&said), "nothing is cut without a word: {json}");
+    let tails = job.stillpoint.run(&["show", "job", "--json"]).ok().json()["tails"].clone();
+    assert_eq!((&tails[0]["offset"], &tails[0]["bytes"]), (&sizes[1].into(), &tail.len().into()), "{tails}");
+    right_eq!(fs::read(tails[0]["data"].as_str().expect("a path")).expect("a tail"), tail);
+    Running::restored(json["pid"].as_u64().expect("pid") as u32, &job.directory).finish("restored");
     right_eq!(fs::read(&job.data).expect("data"), lines(2000), "cut back, and written on");
     let kept = job.stillpoint.files().into_iter().any(|f| {
         let bytes = fs::read(f).unwrap_or_default();
@@ -96,6 +105,47 @@ fn a_file_that_only_grew_is_cut_back_and_its_tail_kept() {
 #[test]
 fn a_file_for_appending_that_only_grew_is_cut_back() {
     grown("appender");
+}
+
+/// As a script and a program that it runs write to one log: `script.sh >log`.
+#[test]
+fn a_file_that_others_write_to_is_not_cut() {
+    for scenario in ["writer", "appender"] {
+        let Some(job) = Killed::new(scenario) else { return };
+        let line = b"from somebody else\n";
+        let mut others = fs::OpenOptions::new().append(true).open(&job.data).expect("open");
+        others.write_all(line).expect("write");
+        let json = job.restore(&[]).ok().json();
+        let told = json["notes"].to_string();
+        let who = format!("not cut back, as process {} (", std::process::id());
+        right!(told.contains("/data") && told.contains(&who), "{json}");
+        Running::restored(json["pid"].as_u64().expect("pid") as u32, &job.directory).finish("restored");
+        // The program goes on behind what was written meanwhile.
+        let all = lines(2000);
+        let (before, after) = all.split_at(job.at_the_cut.len());
+        right_eq!(fs::read(&job.data).expect("data"), [before, line, after].concat(), "{scenario}");
+    }
+}
+
+/// A restore whose own output goes to the log of the program does not cut it.
+#[test]
+fn the_output_of_the_restore_is_not_cut() {
+    let Some(job) = Killed::new("appender") else { return };
+    fs::OpenOptions::new()
+        .append(true)
+        .open(&job.data)
+        .expect("open")
+        .write_all(b"and then\n")
+        .expect("write");
+    let open = || fs::OpenOptions::new().append(true).open(&job.data).expect("open");
+    let mut restore = job.stillpoint.command(&["restore", "job"]);
+    fs::write(job.directory.join("go"), "").expect("go");
+    let done = restore.stdin(Stdio::null()).stdout(open()).stderr(Stdio::piped()).output().expect("it runs");
+    let told = String::from_utf8_lossy(&done.stderr);
+    right!(told.contains("not cut back, as it is the output of this command"), "{told}");
+    let all = lines(2000);
+    let (before, after) = all.split_at(job.at_the_cut.len());
+    right_eq!(fs::read(&job.data).expect("data"), [before, b"and then\n", after].concat(), "{told}");
 }
 
 #[test]

@@ -43,6 +43,8 @@ pub struct Options {
     pub tcp: TcpPolicy,
     /// Where standard streams from outside lead.
     pub stdio: Stdio,
+    /// Whether our standard output is ours to write to: where the program's own went to the same file, nothing is cut off there.
+    pub own_output: bool,
     /// If less than this would come later, bytes, all comes first.
     pub eager_below: u64,
     /// Memory is read from the store at so many bytes a second at most.
@@ -156,7 +158,7 @@ pub fn restore(
     // Before namespaces are made: other clocks are told by what they differ from these.
     let mut notes = Vec::from_iter(clock::continue_clocks(&image.meta)?);
     let mut open =
-        files::open(image, &contents, options.files, options.tcp, options.stdio)?;
+        files::open(image, &contents, options.files, options.tcp, options.stdio, options.own_output)?;
     let own = Proc::process(std::process::id())?.maps()?;
     let room = space::find_room(&image.spaces, &own)?;
     let memories: Vec<OnceCell<Memory>> = (0..family::room_for(image)).map(|_| OnceCell::new()).collect();

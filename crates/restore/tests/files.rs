@@ -145,6 +145,7 @@ fn helper() {
         FilesPolicy::Refuse,
         TcpPolicy::Established,
         Stdio::Current,
+        false,
     )
     .unwrap();
     let mut open = std::mem::ManuallyDrop::new(open); // install closes its descriptors: we are both sides
@@ -564,6 +565,7 @@ fn after(change: impl Fn(&Path), policy: FilesPolicy) -> (Result<files::OpenFile
             policy,
             TcpPolicy::Established,
             Stdio::Null,
+            false,
         ),
         dir,
     )
@@ -667,6 +669,7 @@ signal.signal(signal.SIGUSR1, check)
             FilesPolicy::Rollback,
             TcpPolicy::Established,
             Stdio::Null,
+            false,
         )
     };
     assert_says(open(), "another program uses this socket");
@@ -699,6 +702,7 @@ fn unread_standard_input_goes_first() {
         FilesPolicy::Rollback,
         TcpPolicy::Established,
         Stdio::Current,
+        false,
     )
     .unwrap();
     assert!(open.take_stdin_pump().is_some());
@@ -797,6 +801,7 @@ g = open("gone", "w+b"); g.write(b"g" * 5000); g.flush(); b = mmap.mmap(g.fileno
         FilesPolicy::Rollback,
         TcpPolicy::Established,
         Stdio::Null,
+        false,
     )
     .unwrap();
     open.write_back(&builder.image, &contents).unwrap();

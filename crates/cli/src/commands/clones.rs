@@ -384,6 +384,7 @@ impl Flock {
             stdio,
             ids,
             quiet: true,
+            is_asked_for: true,
         };
         check_room(&origin, &checkpoint.image.meta, count)?;
         let of = |e: Error| failure(e, &origin);

@@ -181,11 +181,21 @@ impl Revived {
         let job = claim.job().to_string();
         let from = Some((checkpoint.image.meta.job.clone(), checkpoint.image.meta.id));
         let terms = Terms { from, ..with_restore(jobs::terms(store, &job, &args.periodic), args) };
+        let is_asked_for = before.is_none();
         let terms = before.map_or(terms.clone(), |before| jobs::carried(before, terms));
         let origin = Origin::of(&checkpoint.image.meta);
         store.clear_paging_trouble(&job).map_err(jobs::store_failure)?;
-        let again =
-            Again { store, checkpoint, origin: &origin, job: &job, args, stdio, ids: Ids::Same, quiet };
+        let again = Again {
+            store,
+            checkpoint,
+            origin: &origin,
+            job: &job,
+            args,
+            stdio,
+            ids: Ids::Same,
+            quiet,
+            is_asked_for,
+        };
         let mut watch = Some(GiveUp::watch(&signals, relay)?);
         let mut lent = Lent::default();
         let record_of = |pid| record_of(pid, checkpoint, &args.periodic);
@@ -245,7 +255,7 @@ impl Revived {
         let (store, job) = (record.store().clone(), record.job().to_string());
         let origin = Origin::of(&checkpoint.image.meta);
         let (store, origin, job, ids, quiet) = (&store, &origin, &*job, Ids::Same, true);
-        let again = Again { store, checkpoint, origin, job, args, stdio, ids, quiet };
+        let again = Again { store, checkpoint, origin, job, args, stdio, ids, quiet, is_asked_for: false };
         let mut lent = Lent::default();
         let running = |pid| {
             let now: Running = record_of(pid, checkpoint, &args.periodic)?;
@@ -504,6 +514,8 @@ pub(super) struct Again<'a> {
     pub(super) stdio: Stdio,
     pub(super) ids: Ids,
     pub(super) quiet: bool,
+    /// Somebody asked for this restore, and it does not only go on with a job whose output ours is.
+    pub(super) is_asked_for: bool,
 }
 
 impl Again<'_> {
@@ -617,7 +629,7 @@ impl Again<'_> {
     }
 
     pub(super) fn options(&self) -> Options {
-        options(self.args, self.stdio, self.ids)
+        options(self.args, self.stdio, self.ids, self.is_asked_for)
     }
 }
 
@@ -629,7 +641,7 @@ fn files_policy(args: &Restore) -> FilesPolicy {
     }
 }
 
-fn options(args: &Restore, stdio: Stdio, ids: Ids) -> Options {
+fn options(args: &Restore, stdio: Stdio, ids: Ids, own_output: bool) -> Options {
     let tcp = match args.tcp {
         Tcp::Established => TcpPolicy::Established,
         Tcp::Close => TcpPolicy::Close,
@@ -638,6 +650,7 @@ fn options(args: &Restore, stdio: Stdio, ids: Ids) -> Options {
         files: files_policy(args),
         tcp,
         stdio,
+        own_output,
         // What is loaded first is to be within the limit, with some room.
         eager_below: args.memory_limit.map_or(args.eager_below, |limit| args.eager_below.min(limit / 2)),
         limit: args.limit_bandwidth,

@@ -10,7 +10,7 @@ use std::fmt::Write;
 use std::process::ExitCode;
 use std::time::Duration;
 use stillpoint_image::{AddressSpace, Backing, FileKind, Image, Meta, PAGE, Process};
-use stillpoint_store::{Checkpoint, Pace, Sources, TouchSet};
+use stillpoint_store::{Checkpoint, Pace, Sources, Tail, TouchSet};
 
 /// Runs the command.
 pub fn run(common: &Common, args: &Show) -> Result<ExitCode> {
@@ -19,14 +19,17 @@ pub fn run(common: &Common, args: &Show) -> Result<ExitCode> {
     let checkpoint = store.load(&name.job, name.id).map_err(jobs::store_failure)?;
     let runs = jobs::running(&store, &name.job)?.is_some();
     let pace = store.pace(&name.job).ok().flatten().filter(|_| runs);
+    let mut tails = store.tails(&name.job).map_err(jobs::store_failure)?;
+    tails.retain(|tail| tail.checkpoint == checkpoint.image.meta.id);
     let is_passed = passed_over(&store, &name.job).contains(&checkpoint.image.meta.id);
     if common.json {
         let mut value = as_json(&checkpoint);
         value["passed_over"] = is_passed.into();
+        value["tails"] = tails.iter().map(tail_json).collect();
         value["auto"] = pace.as_ref().map(pace_json).into();
         output::json(&value)?
     } else {
-        output::line(&as_text(&checkpoint, pace.as_ref(), is_passed))?
+        output::line(&as_text(&checkpoint, pace.as_ref(), is_passed, &tails))?
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -50,6 +53,17 @@ fn as_json(checkpoint: &Checkpoint) -> Value {
         .map(|p| json!({"path": p.path.to_string(), "size": p.size, "deleted": p.deleted, "usage": usage(p.usage), "copy": p.copy.is_some()}))
         .collect();
     value
+}
+
+fn tail_json(tail: &Tail) -> Value {
+    let (file, data) = (tail.file.to_string(), tail.data.display().to_string());
+    json!({"file": file, "offset": tail.offset, "bytes": tail.length, "cut_ns": tail.cut_ns, "data": data})
+}
+
+fn tail_text(tail: &Tail) -> String {
+    let Tail { file, offset, length, data, cut_ns, .. } = tail;
+    let (length, when) = (output::bytes(*length), output::age(*cut_ns));
+    format!("{length} of {file} from byte {offset} on, cut off {when}: {}", data.display())
 }
 
 /// What it was called where it was exported.
@@ -88,7 +102,7 @@ fn process_json(image: &Image, process: &Process) -> Value {
     })
 }
 
-fn as_text(checkpoint: &Checkpoint, pace: Option<&Pace>, is_passed: bool) -> String {
+fn as_text(checkpoint: &Checkpoint, pace: Option<&Pace>, is_passed: bool, tails: &[Tail]) -> String {
     let image = &checkpoint.image;
     let meta = &image.meta;
     let mut fields = vec![
@@ -114,6 +128,8 @@ fn as_text(checkpoint: &Checkpoint, pace: Option<&Pace>, is_passed: bool) -> Str
         let (bytes, runs) = (output::bytes(touch.bytes()), output::count(touch.len() as u64));
         ("touch set", format!("{bytes} in {runs} runs, {}", sources(touch)))
     }));
+    // What restores of it have cut off.
+    fields.extend(tails.iter().map(|tail| ("tail", tail_text(tail))));
     let mut text = String::new();
     for (name, value) in fields {
         let _ = writeln!(text, "{name:<12}{value}");

@@ -1,13 +1,16 @@
 //! Cutting files that grew back to their size at the checkpoint; the very last step of a restore.
 
+use super::writers::{self, Writer};
 use super::{KeepTail, OpenFiles};
 use crate::{Error, Result};
+use rustix::fs::SeekFrom;
+use std::collections::HashSet;
 use std::fs::OpenOptions;
 use std::io::Read;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::time::{Duration, UNIX_EPOCH};
-use stillpoint_image::{Image, Owner, PathFile, Range};
+use stillpoint_image::{FileKind, Image, OpenFile, Owner, PathFile, Range};
 use stillpoint_linux::{Error as Kernel, memfd};
 
 use super::Contents;
@@ -47,6 +50,42 @@ pub(super) fn cuts(called: &Image, image: &Image, grown: &[u32]) -> Vec<Cut> {
     files.map(cut).collect()
 }
 
+/// Of files that grew, those to which somebody else writes, and who; and those to be cut.
+pub(super) fn shared(image: &Image, grown: &[u32], own_output: bool) -> (Vec<(u32, Writer)>, Vec<u32>) {
+    let inode = |row: u32| {
+        let stat = rustix::fs::stat(image.paths.get(row as usize)?.path.as_path()).ok()?;
+        Some((stat.st_dev, stat.st_ino))
+    };
+    let inodes: HashSet<_> = grown.iter().filter_map(|row| inode(*row)).collect();
+    let writers = writers::of(&inodes, own_output);
+    let writer = |row: u32| inode(row).and_then(|inode| writers.get(&inode)).cloned();
+    let shared: Vec<_> = grown.iter().filter_map(|row| Some((*row, writer(*row)?))).collect();
+    let cut = grown.iter().copied().filter(|row| shared.iter().all(|(other, _)| other != row)).collect();
+    (shared, cut)
+}
+
+/// Descriptions that stood at the end of one of these files: they go on there, behind what others have written.
+pub(super) fn moved_on(image: &Image, shared: &[(u32, Writer)]) -> Vec<usize> {
+    let stood_at_end = |file: &OpenFile| {
+        let FileKind::Path(row) = file.kind else { return false };
+        let is_path = file.flags & libc::O_PATH as u32 != 0;
+        let size = image.paths.get(row as usize).map(|file| file.size);
+        !is_path && shared.iter().any(|(other, _)| *other == row) && Some(file.position) == size
+    };
+    let rows = image.files.iter().enumerate();
+    rows.filter(|(_, file)| stood_at_end(file)).map(|(row, _)| row).collect()
+}
+
+/// What is said of a file that is not cut.
+pub(super) fn told(called: &Image, image: &Image, row: u32, writer: &Writer) -> Option<String> {
+    let (called, file) = (called.paths.get(row as usize)?, image.paths.get(row as usize)?);
+    let now = rustix::fs::stat(file.path.as_path()).ok()?.st_size;
+    Some(format!(
+        "{}: {now} bytes, {} at the checkpoint: not cut back, as {writer}; what the program wrote since may stand there twice",
+        called.path, file.size
+    ))
+}
+
 pub(super) fn write_backs(image: &Image) -> Vec<WriteBack> {
     let rows = image.paths.iter().enumerate().filter(|(_, f)| !f.deleted && !f.mapped_ranges.is_empty());
     let one = |(row, f): (usize, &stillpoint_image::PathFile)| WriteBack {
@@ -84,14 +123,19 @@ impl OpenFiles {
     /// it returns. From here on the restore counts as done: nothing that was created is removed any more.
     ///
     /// 1. The tail, from the recorded size to the end, goes to `keep`.
-    /// 2. The size is looked at again: if the file grew meanwhile, somebody else writes to it, and we stop.
+    /// 2. The size is looked at again: if the file grew meanwhile, somebody else writes to it whom we have not seen, and we stop.
     /// 3. The file is truncated. (A writer that appends between 2 and 3 loses what it wrote; nothing can be done
     ///    about that from user space.)
     ///
     /// If we are killed in between, the next restore finds the file grown and starts over.
     pub fn cut_back(&mut self, keep: &mut KeepTail<'_>) -> Result<()> {
         for cut in std::mem::take(&mut self.cuts) {
-            cut_one(&cut, keep)?;
+            self.notes.extend(cut_one(&cut, keep)?);
+        }
+        for &row in &self.shared {
+            let Some(file) = self.sources.get(row).and_then(Option::as_ref) else { continue };
+            rustix::fs::seek(file, SeekFrom::End(0))
+                .map_err(|e| Kernel::call("seek to the end of a file", e))?;
         }
         self.created.keep();
         self.keep_segments();
@@ -100,7 +144,8 @@ impl OpenFiles {
     }
 }
 
-fn cut_one(cut: &Cut, keep: &mut KeepTail<'_>) -> Result<()> {
+/// Cuts a file back, and tells so if it was longer.
+fn cut_one(cut: &Cut, keep: &mut KeepTail<'_>) -> Result<Option<String>> {
     let named = |e| Kernel::file(&cut.path, e);
     let file = OpenOptions::new().read(true).write(true).open(&cut.way).map_err(named)?;
     let before = file.metadata().map_err(named)?.len();
@@ -122,7 +167,10 @@ fn cut_one(cut: &Cut, keep: &mut KeepTail<'_>) -> Result<()> {
     let mtime = UNIX_EPOCH + Duration::from_nanos(cut.mtime_ns.max(0) as u64);
     file.set_modified(mtime).map_err(named)?;
     file.sync_all().map_err(named)?;
-    Ok(())
+    let (path, size) = (cut.path.display(), cut.size);
+    Ok((before > size).then(|| {
+        format!("{path}: cut back from {before} bytes to {size}, as at the checkpoint; what was behind is kept (stillpoint show)")
+    }))
 }
 
 struct Tail<'a> {

@@ -28,6 +28,7 @@ mod segments;
 mod sockets;
 mod standard;
 mod terminals;
+mod writers;
 
 pub(crate) use objects::fill;
 pub(crate) use standard::window_differs;
@@ -93,6 +94,8 @@ pub struct OpenFiles {
     /// Holds numbers of descriptions that are made later.
     reserve: OwnedFd,
     cuts: Vec<Cut>,
+    /// Descriptions (rows of [`Image::files`]) that stood at the end of a file to which others have written since, and is not cut.
+    shared: Vec<usize>,
     write_backs: Vec<cutback::WriteBack>,
     created: Created,
     notes: Vec<String>,
@@ -103,13 +106,14 @@ pub struct OpenFiles {
     kept: Option<Kept>,
 }
 
-/// Opens everything. Nothing that exists is changed, and all reasons against it are found before anything is made.
+/// Opens everything; `own_output`: our standard output is ours to write to, not the program's. Nothing that exists is changed, and all reasons against it are found before anything is made.
 pub fn open(
     image: &Image,
     contents: &dyn Contents,
     policy: FilesPolicy,
     tcp: TcpPolicy,
     stdio: Stdio,
+    own_output: bool,
 ) -> Result<OpenFiles> {
     let namespaces = Namespaces::make(image, contents)?;
     let (called, reached) = (image, namespaces.have_mounts().then(|| namespaces.reached(image)));
@@ -124,7 +128,13 @@ pub fn open(
     }
     descriptors::raise_descriptor_limit()?;
     let mut opening = Opening::new(image, namespaces, contents, tcp, stdio)?;
-    opening.files.cuts = cutback::cuts(called, image, &findings.grown);
+    let (shared, cut) = cutback::shared(image, &findings.grown, own_output);
+    opening.files.cuts = cutback::cuts(called, image, &cut);
+    opening.files.shared = cutback::moved_on(image, &shared);
+    opening
+        .files
+        .notes
+        .extend(shared.iter().filter_map(|(row, writer)| cutback::told(called, image, *row, writer)));
     if policy != FilesPolicy::Keep {
         opening.files.write_backs = cutback::write_backs(image);
     }
@@ -179,6 +189,7 @@ impl<'a> Opening<'a> {
             mapped: HashMap::new(),
             reserve: descriptors::null()?,
             cuts: Vec::new(),
+            shared: Vec::new(),
             write_backs: Vec::new(),
             created: Created::default(),
             notes: Vec::new(),

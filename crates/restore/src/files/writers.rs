@@ -1,0 +1,72 @@
+//! Who else writes to a file that grew: what they have written since the checkpoint is theirs, and is not cut off.
+
+use rustix::fs::{AtFlags, CWD, Stat, StatxFlags, fstat, makedev, stat, statx};
+use std::collections::{HashMap, HashSet};
+use std::fmt;
+use stillpoint_linux::fdinfo::Folders;
+use stillpoint_linux::proc;
+
+/// Device and inode number.
+pub(super) type Inode = (u64, u64);
+
+/// Somebody who has a file open for writing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Writer {
+    /// A process, by its id and name.
+    Process(u32, String),
+    /// Our own standard output, or error output.
+    Ourselves,
+}
+
+impl fmt::Display for Writer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Writer::Process(pid, name) => write!(f, "process {pid} ({name}) has it open for writing"),
+            Writer::Ourselves => f.write_str("it is the output of this command"),
+        }
+    }
+}
+
+/// Of these files those that somebody else has open for writing. Processes of this command do not count, as supervisors have the output
+/// of their jobs open, and write nothing there; `own_output`: ours does. No file system is asked for what it has not told.
+pub(super) fn of(files: &HashSet<Inode>, own_output: bool) -> HashMap<Inode, Writer> {
+    let mut found = HashMap::new();
+    if files.is_empty() {
+        return found;
+    }
+    if own_output {
+        let outputs = [fstat(rustix::stdio::stdout()), fstat(rustix::stdio::stderr())];
+        let inodes = outputs.into_iter().flatten().map(|stat: Stat| (stat.st_dev, stat.st_ino));
+        found.extend(inodes.filter(|inode| files.contains(inode)).map(|inode| (inode, Writer::Ourselves)));
+    }
+    let own = stat("/proc/self/exe").map(|exe| (exe.st_dev, exe.st_ino)).ok();
+    for pid in proc::processes().unwrap_or_default() {
+        // One that ends meanwhile, or that we may not look at, is none that we know.
+        let Ok(folders) = Folders::open(pid) else { continue };
+        for fd in folders.list().unwrap_or_default() {
+            let Some(inode) =
+                inode_of(pid, fd).filter(|inode| files.contains(inode) && !found.contains_key(inode))
+            else {
+                continue;
+            };
+            let writes = folders
+                .read(fd)
+                .is_ok_and(|info| info.flags & libc::O_ACCMODE as u32 != libc::O_RDONLY as u32);
+            let is_ours = || {
+                own.is_some() && stat(format!("/proc/{pid}/exe")).map(|e| (e.st_dev, e.st_ino)).ok() == own
+            };
+            if writes && !is_ours() {
+                let name = std::fs::read(format!("/proc/{pid}/comm")).unwrap_or_default();
+                let name = String::from_utf8_lossy(name.trim_ascii_end()).into_owned();
+                found.insert(inode, Writer::Process(pid, name));
+            }
+        }
+    }
+    found
+}
+
+fn inode_of(pid: u32, fd: u32) -> Option<Inode> {
+    let path = format!("/proc/{pid}/fd/{fd}");
+    let stat = statx(CWD, path, AtFlags::STATX_DONT_SYNC, StatxFlags::INO).ok()?;
+    Some((makedev(stat.stx_dev_major, stat.stx_dev_minor), stat.stx_ino))
+}
