@@ -549,6 +549,41 @@ static void inotifys(void) {
   EQUAL(inotify_rm_watch(fd, first), 0);
 }
 
+static int runs(int fd) {
+  char *words[] = {"true", 0}, *nothing[] = {0};
+  int status = -1;
+  pid_t pid = fork();
+  if (!pid) {
+    fexecve(fd, words, nothing);
+    _exit(errno);
+  }
+  waitpid(pid, &status, 0);
+  return status >> 8;
+}
+
+// A memfd can be executed although it is open for writing, unless it was opened for that once more; and one that is sealed stays so.
+static void memfd_programs(void) {
+  int plain = memfd_create("tool", MFD_CLOEXEC), sealed = memfd_create("sealed", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  int program = open("/bin/true", O_RDONLY | O_CLOEXEC);
+  char buffer[4096];
+  for (ssize_t n; (n = read(program, buffer, sizeof buffer)) > 0;)
+    MUST(write(plain, buffer, n) == n && write(sealed, buffer, n) == n);
+  int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE | F_SEAL_SEAL;
+  MUST(!fcntl(sealed, F_ADD_SEALS, seals));
+  char *mapped = mmap(0, 4096, PROT_READ, MAP_SHARED, sealed, 0);
+  if (mapped == MAP_FAILED)
+    SKIP("this kernel maps nothing that is sealed");
+  MUST(!runs(plain) && !runs(sealed));
+  cut();
+  EQUAL(runs(plain), 0);
+  EQUAL(runs(sealed), 0);
+  EQUAL(fcntl(sealed, F_GET_SEALS), seals);
+  CHECK(!memcmp(mapped, "\177ELF", 4));
+  EQUAL(mprotect(mapped, 4096, PROT_READ | PROT_WRITE), -1);
+  EQUAL(write(sealed, "x", 1), -1);
+  EQUAL(pwrite(plain, "\177", 1, 0), 1);
+}
+
 // All that can be told of is watched: a look at any of it from outside is told like any other.
 static void watched_closely(void) {
   mkdir(path_of("watched"), 0700);
@@ -986,6 +1021,6 @@ SCENARIOS({"regular", regular}, {"duplicates", duplicates}, {"deleted", deleted}
           {"pipes", pipes}, {"fifo", fifo}, {"stream_pair", stream_pair}, {"credentials_pair", credentials_pair}, {"message_pairs", message_pairs},
           {"half_closed_pair", half_closed_pair}, {"listening_tcp4", listening_tcp4},
           {"listening_tcp6", listening_tcp6}, {"listening_unix", listening_unix}, {"eventfds", eventfds},
-          {"signalfds", signalfds}, {"epolls", epolls}, {"inotifys", inotifys}, {"watched_closely", watched_closely}, {"fanotifys", fanotifys}, {"pidfds", pidfds}, {"ptys", ptys}, {"pty_modes", pty_modes}, {"pty_unread", pty_unread}, {"leases", leases},
+          {"signalfds", signalfds}, {"epolls", epolls}, {"inotifys", inotifys}, {"watched_closely", watched_closely}, {"memfd_programs", memfd_programs}, {"fanotifys", fanotifys}, {"pidfds", pidfds}, {"ptys", ptys}, {"pty_modes", pty_modes}, {"pty_unread", pty_unread}, {"leases", leases},
           {"devices", devices}, {"locks", locks}, {"signal_driven", signal_driven}, {"proc_files", proc_files},
           {"many_descriptors", many_descriptors})

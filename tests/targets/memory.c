@@ -133,6 +133,25 @@ static void shared_anonymous(void) {
   EQUAL(q[0], 5);
 }
 
+// A private mapping of shared anonymous memory, by way of its mapping: what is not its own it has from there, also later.
+static void private_of_shared(void) {
+  char *shared = mmap(0, 5 * PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0), path[80];
+  MUST(shared != MAP_FAILED);
+  fill(shared, 2 * PAGE, 1);
+  snprintf(path, sizeof path, "/proc/self/map_files/%lx-%lx", (long)shared, (long)(shared + 5 * PAGE));
+  int fd = open(path, O_RDWR | O_CLOEXEC);
+  if (fd < 0)
+    SKIP("mappings cannot be opened here");
+  char *own = mmap(0, 5 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE, fd, 0);
+  MUST(own != MAP_FAILED && !close(fd));
+  fill(own + PAGE, PAGE, 2);
+  cut();
+  CHECK(filled(own, PAGE, 1) && filled(own + PAGE, PAGE, 2));
+  fill(shared, PAGE, 3);
+  fill(shared + 3 * PAGE, PAGE, 4);
+  CHECK(filled(own, PAGE, 3) && filled(own + PAGE, PAGE, 2) && filled(own + 3 * PAGE, PAGE, 4));
+}
+
 static void memfd_twice(void) {
   int fd = syscall(SYS_memfd_create, "notes", 2 /* MFD_ALLOW_SEALING */);
   MUST(fd >= 0 && ftruncate(fd, 40 * PAGE) == 0);
@@ -638,7 +657,7 @@ static void written_meanwhile(void) {
 }
 
 SCENARIOS({"anonymous", anonymous}, {"private_file", private_file}, {"shared_file", shared_file},
-          {"shared_anonymous", shared_anonymous}, {"memfd_twice", memfd_twice}, {"memfd_closed", memfd_closed},
+          {"shared_anonymous", shared_anonymous}, {"private_of_shared", private_of_shared}, {"memfd_twice", memfd_twice}, {"memfd_closed", memfd_closed},
           {"deleted_file", deleted_file}, {"beyond_the_end", beyond_the_end}, {"stack_growth", stack_growth},
           {"grows_down", grows_down}, {"heap_growth", heap_growth}, {"guards", guards},
           {"guards_in_file", guards_in_file}, {"no_access", no_access}, {"executable_only", executable_only},

@@ -436,7 +436,28 @@ static void logging(void) { // to a socket outside, by its name
   EQUAL(send(s, "after", 5, 0), 5);
 }
 
-SCENARIOS({"in_flight", in_flight}, {"nested", nested}, {"left_behind", left_behind}, {"credentials", credentials},
+// Sockets that are connected to nobody: new, with a name, to itself; and an epoll that is in nothing but a message.
+static void by_itself(void) {
+  struct sockaddr_un name = {.sun_family = AF_UNIX}, self = name;
+  snprintf(name.sun_path, sizeof name.sun_path, "%s", path_of("named"));
+  snprintf(self.sun_path, sizeof self.sun_path, "%s", path_of("self"));
+  int fresh = socket(AF_UNIX, SOCK_SEQPACKET, 0), named = socket(AF_UNIX, SOCK_SEQPACKET, 0);
+  int own = socket(AF_UNIX, SOCK_DGRAM, 0);
+  MUST(fresh >= 0 && !bind(named, (void *)&name, sizeof name));
+  MUST(!bind(own, (void *)&self, sizeof self) && !connect(own, (void *)&self, sizeof self));
+  cut();
+  EQUAL(listen(named, 5), 0);
+  EQUAL(connect(fresh, (void *)&name, sizeof name), 0);
+  int accepted = accept(named, 0, 0);
+  EQUAL(send(fresh, "hello", 5, 0), 5);
+  char got[16] = {0};
+  EQUAL(recv(accepted, got, sizeof got, 0), 5);
+  EQUAL(send(own, "to itself", 9, 0), 9);
+  EQUAL(recv(own, got, sizeof got, MSG_DONTWAIT), 9);
+  CHECK(!strcmp(got, "to itself"));
+}
+
+SCENARIOS({"in_flight", in_flight}, {"by_itself", by_itself}, {"nested", nested}, {"left_behind", left_behind}, {"credentials", credentials},
           {"senders", senders}, {"mutual", mutual}, {"clients", clients}, {"pending", pending},
           {"listener_closed", listener_closed}, {"directory_gone", directory_gone}, {"renamed", renamed}, {"peek_offset", peek_offset}, {"half_closed", half_closed},
           {"logging", logging}, {"listening", listening}, {"empty_inside", empty_inside})

@@ -61,6 +61,7 @@ mod descriptors {
         epolls,
         inotifys,
         watched_closely,
+        memfd_programs,
         fanotifys,
         pidfds,
         ptys.in_turn(turn::TERMINALS),
@@ -81,6 +82,7 @@ mod memory {
         private_file,
         shared_file,
         shared_anonymous,
+        private_of_shared,
         memfd_twice,
         memfd_closed,
         deleted_file,
@@ -339,6 +341,7 @@ mod options {
 mod unix {
     scenarios!("unix":
         in_flight,
+        by_itself,
         nested,
         left_behind,
         credentials,

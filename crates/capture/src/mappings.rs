@@ -259,7 +259,11 @@ fn backing(
         return Ok(Some(Backing::Anonymous));
     }
     let memfd = name.strip_prefix(b"/memfd:").map(files::memory::memfd_name);
-    if memfd.is_some() || (is_shared_anonymous(vma) && vma.deleted) || name.starts_with(b"/anon_hugepage") {
+    // Of shared anonymous memory there may be private mappings, too, by way of /proc/PID/map_files.
+    let is_private_of_shared =
+        || !vma.shared && name == SHARED_ANONYMOUS && Some(vma.dev) == files::memory::internal_device();
+    let is_shared = vma.deleted && (is_shared_anonymous(vma) || is_private_of_shared());
+    if memfd.is_some() || is_shared || name.starts_with(b"/anon_hugepage") {
         let what = describe(smap);
         if let Some(holder) = outsiders.memory(vma.ino) {
             builder.refuse(what, format!("its memory is shared with {holder}"), "end the other process");

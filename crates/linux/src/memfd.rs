@@ -10,6 +10,9 @@ const F_GET_SEALS: i32 = 1034;
 /// `F_SEAL_SEAL`: no seal can be added any more.
 pub const SEAL_SEAL: u32 = 1;
 
+/// `F_SEAL_WRITE`: nothing can be written any more.
+pub const SEAL_WRITE: u32 = 8;
+
 /// A new, empty memfd that can be sealed. `huge_page` is its page size in bytes, 0 for ordinary pages.
 pub fn create(name: &[u8], huge_page: u64) -> Result<OwnedFd> {
     let c = CString::new(name).map_err(|e| Error::Other(e.to_string()))?;

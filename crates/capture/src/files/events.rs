@@ -118,8 +118,10 @@ fn watched(scan: &Scan<'_>, epoll: &Description, number: u32, nth: u32) -> Resul
     let beside = |index: &usize| epoll.held.iter().any(|h| has_it(h.process, *index));
     let first: Vec<usize> = (0..scan.all.len()).filter(beside).collect();
     let others = (0..scan.all.len()).filter(|i| !first.contains(i) && !scan.all[*i].held.is_empty());
+    // It may be in nothing but a message: we have it in any case.
+    let ours = (std::process::id(), epoll.file.as_raw_fd() as u32);
     for index in first.iter().copied().chain(others) {
-        if is_watched(scan.all[index].first(), epoll.first(), number, nth)? {
+        if is_watched(scan.all[index].first(), ours, number, nth)? {
             return Ok(Some(index));
         }
     }

@@ -221,7 +221,9 @@ fn unix(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)) -> Result<O
         let why = "a connection waits to be accepted by it, and it has no name any more to connect to";
         return scan.refuse(d, why, "try again when the program has accepted it");
     }
-    let has_queue = socket.listening.is_none();
+    // One that is not connected can have been sent datagrams only.
+    let is_reached = sort.1 == libc::SOCK_DGRAM || peer.is_some() || socket.orphan;
+    let has_queue = socket.listening.is_none() && is_reached;
     if has_queue && !queue(scan, d, sort.1, peer, &mut socket)? {
         return Ok(None);
     }

@@ -38,7 +38,7 @@ use crate::{Error, FilesPolicy, Result, Stdio, TcpPolicy};
 use created::Created;
 use kept::Kept;
 use objects::Recreated;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io::Read;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::Path;
@@ -221,16 +221,26 @@ impl<'a> Opening<'a> {
                 }
                 None => objects::memory(row as u32, object, self.contents)?,
             };
+            // While a mapping could be made writable this seal is not to be had; such as come later cannot be.
+            if object.memfd.is_some() && object.seals & memfd::SEAL_WRITE != 0 {
+                memfd::add_seals(&made, memfd::SEAL_WRITE)?;
+            }
             self.files.objects.push(made);
         }
         let of_object = |f: &OpenFile| match f.kind {
             FileKind::Memory(object) => Some(object),
             _ => None,
         };
+        let mut given = HashSet::new();
         for (row, file, object) in self.rows(of_object) {
             let source =
                 self.files.objects.get(object as usize).ok_or_else(|| missing("memory object", object))?;
-            let fd = descriptors::reopen(source, open_flags(file.flags))?;
+            // The description that a memfd is made with does not count as one for writing: it can be executed all the same.
+            let is_first = self.image.objects[object as usize].memfd.is_some() && given.insert(object);
+            let fd = match is_first && file.flags & libc::O_ACCMODE as u32 == libc::O_RDWR as u32 {
+                true => source.try_clone().map_err(|e| Kernel::call("duplicate a descriptor", e))?,
+                false => descriptors::reopen(source, open_flags(file.flags))?,
+            };
             seek(&fd, file.position)?;
             self.put(row, fd)?;
         }
