@@ -549,6 +549,68 @@ static void inotifys(void) {
   EQUAL(inotify_rm_watch(fd, first), 0);
 }
 
+// Folders in folders that are all gone, with what was in them.
+static void deleted_folders(void) {
+  MUST(!mkdir(path_of("outer"), 0700) && !mkdir(path_of("outer/inner"), 0700) && !mkdir(path_of("outer/inner/last"), 0710));
+  int files[] = {create("outer/inner/one", O_RDWR, "the first"), create("outer/two", O_RDWR, "the second")};
+  int folders[] = {open(path_of("outer/inner/last"), O_RDONLY | O_DIRECTORY), open(path_of("outer"), O_RDONLY | O_DIRECTORY)};
+  MUST(folders[0] >= 0 && folders[1] >= 0);
+  MUST(!unlink(path_of("outer/inner/one")) && !unlink(path_of("outer/two")));
+  MUST(!rmdir(path_of("outer/inner/last")) && !rmdir(path_of("outer/inner")) && !rmdir(path_of("outer")));
+  cut();
+  struct stat s;
+  for (int i = 0; i < 2; i++) {
+    char text[16] = {0};
+    EQUAL(pread(files[i], text, sizeof text, 0), i ? 10 : 9);
+    CHECK(!strcmp(text, i ? "the second" : "the first"));
+    EQUAL(fstat(files[i], &s), 0);
+    EQUAL(s.st_nlink, 0);
+    EQUAL(fstat(folders[i], &s), 0);
+    EQUAL(s.st_nlink, 0);
+  }
+  EQUAL(access(path_of("outer"), F_OK), -1);
+}
+
+// Who has locked a file is told: the program itself.
+static void lock_owner(void) {
+  int fd = create("locked", O_RDWR, "x");
+  MUST(!flock(fd, LOCK_EX));
+  cut();
+  char path[64], text[512] = {0}, own[32];
+  snprintf(path, sizeof path, "/proc/self/fdinfo/%d", fd);
+  snprintf(own, sizeof own, "WRITE %d ", getpid());
+  int info = open(path, O_RDONLY);
+  CHECK(read(info, text, sizeof text - 1) > 0);
+  CHECK(strstr(text, own));
+  int other = open(path_of("locked"), O_RDWR);
+  EQUAL(flock(other, LOCK_SH | LOCK_NB), -1);
+  EQUAL(flock(fd, LOCK_UN), 0);
+  EQUAL(flock(other, LOCK_SH | LOCK_NB), 0);
+}
+
+// Two sockets listen at one port, which one of them would not allow any more.
+static void shared_port(void) {
+  struct sockaddr_in at = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+  socklen_t length = sizeof at;
+  int on = 1, off = 0, got = -1, doors[2];
+  for (int i = 0; i < 2; i++) {
+    doors[i] = socket(AF_INET, SOCK_STREAM, 0);
+    MUST(!setsockopt(doors[i], SOL_SOCKET, SO_REUSEPORT, &on, sizeof on) && !bind(doors[i], (void *)&at, sizeof at));
+    MUST(!listen(doors[i], 5) && !getsockname(doors[i], (void *)&at, &length));
+  }
+  MUST(!setsockopt(doors[0], SOL_SOCKET, SO_REUSEPORT, &off, sizeof off));
+  cut();
+  for (int i = 0; i < 2; i++) {
+    length = sizeof got;
+    EQUAL(getsockopt(doors[i], SOL_SOCKET, SO_REUSEPORT, &got, &length), 0);
+    EQUAL(got, i);
+  }
+  int client = socket(AF_INET, SOCK_STREAM, 0);
+  EQUAL(connect(client, (void *)&at, sizeof at), 0);
+  struct pollfd both[] = {{doors[0], POLLIN, 0}, {doors[1], POLLIN, 0}};
+  EQUAL(poll(both, 2, 5000), 1);
+}
+
 static int runs(int fd) {
   char *words[] = {"true", 0}, *nothing[] = {0};
   int status = -1;
@@ -1021,6 +1083,6 @@ SCENARIOS({"regular", regular}, {"duplicates", duplicates}, {"deleted", deleted}
           {"pipes", pipes}, {"fifo", fifo}, {"stream_pair", stream_pair}, {"credentials_pair", credentials_pair}, {"message_pairs", message_pairs},
           {"half_closed_pair", half_closed_pair}, {"listening_tcp4", listening_tcp4},
           {"listening_tcp6", listening_tcp6}, {"listening_unix", listening_unix}, {"eventfds", eventfds},
-          {"signalfds", signalfds}, {"epolls", epolls}, {"inotifys", inotifys}, {"watched_closely", watched_closely}, {"memfd_programs", memfd_programs}, {"fanotifys", fanotifys}, {"pidfds", pidfds}, {"ptys", ptys}, {"pty_modes", pty_modes}, {"pty_unread", pty_unread}, {"leases", leases},
+          {"signalfds", signalfds}, {"epolls", epolls}, {"inotifys", inotifys}, {"watched_closely", watched_closely}, {"memfd_programs", memfd_programs}, {"lock_owner", lock_owner}, {"deleted_folders", deleted_folders}, {"shared_port", shared_port}, {"fanotifys", fanotifys}, {"pidfds", pidfds}, {"ptys", ptys}, {"pty_modes", pty_modes}, {"pty_unread", pty_unread}, {"leases", leases},
           {"devices", devices}, {"locks", locks}, {"signal_driven", signal_driven}, {"proc_files", proc_files},
           {"many_descriptors", many_descriptors})

@@ -445,6 +445,18 @@ static void by_itself(void) {
   int own = socket(AF_UNIX, SOCK_DGRAM, 0);
   MUST(fresh >= 0 && !bind(named, (void *)&name, sizeof name));
   MUST(!bind(own, (void *)&self, sizeof self) && !connect(own, (void *)&self, sizeof self));
+  // By a name that is relative to where it was.
+  struct sockaddr_un near = {.sun_family = AF_UNIX, .sun_path = "near"}, now;
+  socklen_t length = sizeof now;
+  int nearby = socket(AF_UNIX, SOCK_DGRAM, 0), to_it = socket(AF_UNIX, SOCK_DGRAM, 0);
+  MUST(!chdir(directory) && !bind(nearby, (void *)&near, sizeof near) && !connect(to_it, (void *)&near, sizeof near));
+  MUST(!chdir("/"));
+  // Whom it sends to has no name any more.
+  struct sockaddr_un gone = {.sun_family = AF_UNIX};
+  snprintf(gone.sun_path, sizeof gone.sun_path, "%s", path_of("gone"));
+  int nameless = socket(AF_UNIX, SOCK_DGRAM, 0), sender = socket(AF_UNIX, SOCK_DGRAM, 0);
+  MUST(!bind(nameless, (void *)&gone, sizeof gone) && !connect(sender, (void *)&gone, sizeof gone));
+  MUST(!unlink(gone.sun_path));
   cut();
   EQUAL(listen(named, 5), 0);
   EQUAL(connect(fresh, (void *)&name, sizeof name), 0);
@@ -455,6 +467,13 @@ static void by_itself(void) {
   EQUAL(send(own, "to itself", 9, 0), 9);
   EQUAL(recv(own, got, sizeof got, MSG_DONTWAIT), 9);
   CHECK(!strcmp(got, "to itself"));
+  EQUAL(send(to_it, "near", 4, 0), 4);
+  EQUAL(recv(nearby, got, sizeof got, MSG_DONTWAIT), 4);
+  EQUAL(getsockname(nearby, (void *)&now, &length), 0);
+  CHECK(!strcmp(now.sun_path, "near"));
+  EQUAL(send(sender, "anyway", 6, 0), 6);
+  EQUAL(recv(nameless, got, sizeof got, MSG_DONTWAIT), 6);
+  EQUAL(access(gone.sun_path, F_OK), -1);
 }
 
 SCENARIOS({"in_flight", in_flight}, {"by_itself", by_itself}, {"nested", nested}, {"left_behind", left_behind}, {"credentials", credentials},

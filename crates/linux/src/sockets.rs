@@ -5,6 +5,7 @@ use crate::descriptors::check;
 use crate::netlink::{self, attributes, u32_at};
 use crate::{Error, Result};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::path::Path;
 
 /// A new socket, close-on-exec.
 pub fn socket(family: i32, kind: i32, protocol: i32) -> Result<OwnedFd> {
@@ -321,6 +322,21 @@ pub fn bound_file(socket: impl AsFd) -> Result<OwnedFd> {
         let r = libc::ioctl(socket.as_fd().as_raw_fd(), SIOCUNIXFILE, 0);
         Ok(OwnedFd::from_raw_fd(check(|| "open the file of a unix socket".into(), r.into())? as i32))
     }
+}
+
+/// As [`bind`], by a name that is relative to a folder: by a thread that has a current folder of its own.
+///
+/// # Errors
+/// That the folder cannot be entered, or as [`bind`].
+pub fn bind_in(folder: &Path, socket: impl AsFd + Sync, address: &[u8]) -> std::io::Result<()> {
+    let work = || {
+        // SAFETY: file descriptors stay shared; whoever else could rely on the folder of this thread has just been parted from it.
+        unsafe { rustix::thread::unshare_unsafe(rustix::thread::UnshareFlags::FS) }?;
+        rustix::process::chdir(folder)?;
+        bind(&socket, address)
+    };
+    let failed = |_| Err(std::io::Error::other("binding a socket failed inside stillpoint"));
+    std::thread::scope(|scope| scope.spawn(work).join().unwrap_or_else(failed))
 }
 
 /// What `sock_diag(7)` tells about a unix socket.

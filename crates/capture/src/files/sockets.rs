@@ -287,7 +287,13 @@ fn named_peer<'a>(
         socket.mounts = scan.builder.views.of_process(d.pid());
         let name = messages::path_of(&socket.remote.0);
         if name.first().is_some_and(|first| !matches!(first, 0 | b'/')) {
-            let path = absolute(d.pid(), name);
+            // One of the program's knows best where that is.
+            let peer = find(scan, ino).map(|(_, peer)| (peer.pid(), place_of(peer)));
+            let path = match peer {
+                Some((_, Some(place))) => place,
+                Some((pid, None)) => absolute(pid, name),
+                None => absolute(d.pid(), name),
+            };
             socket.remote.0.truncate(2);
             socket.remote.0.extend_from_slice(path.as_os_str().as_bytes());
             socket.remote.0.push(0);
@@ -354,18 +360,25 @@ fn name(
             let row = paths::describe(path.as_os_str().as_bytes(), &stat, Usage::Path);
             socket.path = Some(scan.builder.path(PathFile { namespace, made_anew, ..row }).0);
         }
-        Ok(_) => {
+        Ok(_) if diag.name.starts_with(b"/") => {
             let why = format!("its name {} belongs to another file now", path.display());
             return scan.refuse::<()>(d, why, CLOSE).map(|_| false);
         }
-        Err(_) => {
+        // Of a relative name it is a guess from where it is.
+        _ => {
             let path = Bytes::from(path.as_path());
             let gone =
                 PathFile { path, namespace, deleted: true, mode: libc::S_IFSOCK, ..PathFile::default() };
-            let gone = scan.builder.path(gone).0;
             match whereabouts(scan, d)? {
-                Whereabouts::Gone => socket.path = Some(gone),
-                Whereabouts::Renamed(row) => (socket.path, socket.renamed_from) = (Some(row), Some(gone)),
+                Whereabouts::Gone => socket.path = Some(scan.builder.path(gone).0),
+                Whereabouts::Renamed(row)
+                    if is_below(&scan.builder.image.paths[row as usize], &diag.name) =>
+                {
+                    socket.path = Some(row);
+                }
+                Whereabouts::Renamed(row) => {
+                    (socket.path, socket.renamed_from) = (Some(row), Some(scan.builder.path(gone).0));
+                }
                 Whereabouts::Refused => return Ok(false),
             }
         }
@@ -399,6 +412,19 @@ fn whereabouts(scan: &mut Scan<'_>, d: &Description) -> Result<Whereabouts> {
     let link = link.map_err(|e| Kernel::file("/proc/self/fd", e))?;
     let row = paths::path_file(scan.builder, link.as_os_str().as_bytes(), &file, Usage::Path, &d.name())?;
     Ok(row.map_or(Whereabouts::Refused, Whereabouts::Renamed))
+}
+
+/// Whether a file has a relative name somewhere.
+fn is_below(file: &PathFile, name: &[u8]) -> bool {
+    let name = name.split(|byte| *byte == 0).next().unwrap_or_default();
+    !name.starts_with(b"/") && file.path.as_path().ends_with(Path::new(std::ffi::OsStr::from_bytes(name)))
+}
+
+/// Where the file is that a socket is bound to, if we are told, and it has a name.
+fn place_of(d: &Description) -> Option<PathBuf> {
+    let file = sockets::bound_file(&d.file).ok()?;
+    let has_name = rustix::fs::fstat(&file).is_ok_and(|stat| stat.st_nlink > 0);
+    has_name.then(|| std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())).ok())?
 }
 
 /// Whether a listening socket of the same name is inside the target.

@@ -423,8 +423,17 @@ impl<'a> Finish<'a> {
         Ok([kind.to_ne_bytes(), id.to_ne_bytes()].concat())
     }
 
-    /// Locks of processes, each taken by its own, through its descriptor.
+    /// Locks of processes, each taken by its own, through its descriptor. Those of descriptions are taken already; whoever took one of all of
+    /// the file is told as its owner, and so the process does that once more.
     fn lock(&mut self, row: u32, home: Home, file: &OpenFile) -> Result<()> {
+        for lock in file.locks.iter().filter(|l| l.kind == LockKind::Flock) {
+            let taken = if lock.exclusive { libc::LOCK_EX } else { libc::LOCK_SH };
+            for operation in [libc::LOCK_UN, taken | libc::LOCK_NB] {
+                let args = [home.fd.into_arg(), value(operation)];
+                let what = format!("lock the file of descriptor {}", home.fd);
+                self.programs[home.process].call(what, libc::SYS_flock, args);
+            }
+        }
         for lock in file.locks.iter().filter(|l| l.kind == LockKind::Posix) {
             let of = |pid| self.image.processes.iter().position(|p| p.pid == pid);
             let process = lock.process.and_then(of).unwrap_or(home.process);

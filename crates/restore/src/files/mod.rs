@@ -13,6 +13,7 @@ mod connections;
 mod created;
 mod cutback;
 mod datagrams;
+mod detour;
 mod events;
 mod install;
 mod kept;
@@ -36,12 +37,13 @@ pub(crate) use standard::window_differs;
 use crate::namespaces::Namespaces;
 use crate::{Error, FilesPolicy, Result, Stdio, TcpPolicy};
 use created::Created;
+use detour::Detour;
 use kept::Kept;
 use objects::Recreated;
 use std::collections::{HashMap, HashSet};
 use std::io::Read;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use stillpoint_image::{Backing, FileKind, Image, OpenFile, Owner, Range};
 use stillpoint_linux::proc::Proc;
 use stillpoint_linux::program::Run;
@@ -87,6 +89,8 @@ pub struct OpenFiles {
     objects: Vec<OwnedFd>,
     segments: segments::Segments,
     queues: queues::Queues,
+    /// Files of unix sockets that have no names any more, by those that they had: handles.
+    nameless: HashMap<PathBuf, OwnedFd>,
     /// Sockets whose messages come when all processes are there.
     laden: Vec<messages::Laden>,
     /// What mappings are made from and the process stands in: row of [`Image::paths`], and whether for writing.
@@ -168,6 +172,8 @@ struct Opening<'a> {
     stdio: Stdio,
     /// Deleted files, by row; they lose their names when this is dropped.
     deleted: HashMap<u32, Recreated>,
+    /// What they lie in, where that is gone; goes after them.
+    detour: Detour,
     files: OpenFiles,
 }
 
@@ -185,6 +191,7 @@ impl<'a> Opening<'a> {
             objects: Vec::new(),
             segments: segments::Segments::default(),
             queues: queues::Queues::default(),
+            nameless: HashMap::new(),
             laden: Vec::new(),
             mapped: HashMap::new(),
             reserve: descriptors::null()?,
@@ -197,7 +204,7 @@ impl<'a> Opening<'a> {
             terminals: HashMap::new(),
             kept: None,
         };
-        Ok(Opening { image, contents, tcp, stdio, deleted: HashMap::new(), files })
+        Ok(Opening { image, contents, tcp, stdio, deleted: HashMap::new(), detour: Detour::default(), files })
     }
 
     /// Rows of open files for which `pick` gives something.
@@ -255,6 +262,7 @@ impl<'a> Opening<'a> {
         for (row, made) in self.deleted.drain() {
             made.finish(&self.image.paths[row as usize])?;
         }
+        self.detour = Detour::default();
         Ok(())
     }
 }

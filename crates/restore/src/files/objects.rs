@@ -1,6 +1,7 @@
 //! Memory objects and deleted files, made anew with their contents.
 
 use super::Contents;
+use super::detour::Detour;
 use crate::{Error, Result};
 use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Timespec, Timestamps, Uid};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -147,13 +148,41 @@ impl Recreated {
     }
 }
 
-/// Makes a deleted file anew. The name that it has meanwhile is removed when the result is dropped.
-pub(super) fn recreate(row: u32, file: &PathFile, contents: &dyn Contents) -> Result<Recreated> {
+/// Makes a deleted file anew. The name that it has meanwhile is removed when the result is dropped; what it lies in is there by
+/// the detour, if it is gone. Where nothing can be made in its
+/// file system, it is made in another one, of which a note tells.
+pub(super) fn recreate(
+    row: u32,
+    file: &PathFile,
+    contents: &dyn Contents,
+    detour: &mut Detour,
+    notes: &mut Vec<String>,
+) -> Result<Recreated> {
     let path = file.path.as_path();
     match FileType::from_raw_mode(file.mode) {
-        FileType::Directory => recreate_directory(path),
+        FileType::Directory => {
+            // Others may lie in it: then it goes after them.
+            detour.lead_to(&path.join("within"))?;
+            match detour.take(path) {
+                true => open_directory(path, None, path),
+                false => recreate_directory(path),
+            }
+        }
         FileType::RegularFile => {
-            let made = nameless(path).or_else(|_| named(path))?;
+            let mut at_its_place = || {
+                detour.lead_to(path)?;
+                nameless(path).or_else(|_| named(path))
+            };
+            let made = at_its_place().or_else(|e: Error| {
+                let elsewhere = std::env::temp_dir().join(path.file_name().unwrap_or_default());
+                let made = nameless(&elsewhere).map_err(|_| e)?;
+                let there = elsewhere.parent().unwrap_or(Path::new("/")).display();
+                notes.push(format!(
+                    "{}: is deleted, and open: it is made anew in {there}, as it cannot be at its place",
+                    path.display()
+                ));
+                Ok::<_, Error>(made)
+            })?;
             rustix::fs::ftruncate(&made.file, file.size).map_err(|e| Kernel::file(path, e))?;
             fill(&made.file, Owner::File(row), file.size, 0, contents)?;
             Ok(give_name(made))
@@ -216,7 +245,12 @@ fn recreate_directory(path: &Path) -> Result<Recreated> {
     let all = std::iter::once(path.to_owned()).chain(names(path));
     let make = |name: &Path| rustix::fs::mkdir(name, Mode::RWXU);
     let (name, ()) = with_free_name(all, make).map_err(|e| Kernel::file(path, e))?;
+    open_directory(&name, Some(name.clone()), path)
+}
+
+/// A directory that was made anew; `name`: to be removed with it.
+fn open_directory(place: &Path, name: Option<PathBuf>, lost: &Path) -> Result<Recreated> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let file = rustix::fs::open(&name, flags, Mode::empty()).map_err(|e| Kernel::file(&name, e))?;
-    Ok(Recreated { file, name: Some(name), lost: path.to_owned(), directory: true })
+    let file = rustix::fs::open(place, flags, Mode::empty()).map_err(|e| Kernel::file(place, e))?;
+    Ok(Recreated { file, name, lost: lost.to_owned(), directory: true })
 }

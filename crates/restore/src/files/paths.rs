@@ -77,7 +77,8 @@ fn open_row(opening: &mut Opening<'_>, row: u32, flags: i32) -> Result<OwnedFd> 
         return open_path(file, flags);
     }
     if !opening.deleted.contains_key(&row) {
-        let made = objects::recreate(row, file, opening.contents)?;
+        let made =
+            objects::recreate(row, file, opening.contents, &mut opening.detour, &mut opening.files.notes)?;
         opening.deleted.insert(row, made);
     }
     opening.deleted[&row].open(flags)

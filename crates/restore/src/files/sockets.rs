@@ -1,5 +1,6 @@
 //! Sockets: listening and unconnected ones, unix pairs with the data in them.
 
+use super::detour::Detour;
 use super::kept::Kept;
 use super::{Opening, connections, datagrams, messages, missing, options};
 use crate::{Error, Result, TcpPolicy};
@@ -8,7 +9,7 @@ use std::collections::{HashMap, HashSet};
 use std::ffi::OsStr;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use stillpoint_image::{FileKind, Image, PathFile, Socket};
 use stillpoint_linux::{Error as Kernel, inet_diag, sockets};
 
@@ -16,6 +17,8 @@ pub(super) const UNIX: u32 = libc::AF_UNIX as u32;
 pub(super) const STREAM: u32 = libc::SOCK_STREAM as u32;
 pub(super) const DATAGRAM: u32 = libc::SOCK_DGRAM as u32;
 const UDP: u32 = libc::IPPROTO_UDP as u32;
+const REUSE_PORT: (u32, u32) = (libc::SOL_SOCKET as u32, libc::SO_REUSEPORT as u32);
+const REUSE_ADDRESS: (u32, u32) = (libc::SOL_SOCKET as u32, libc::SO_REUSEADDR as u32);
 const IN_USE: &str = "another program uses this address";
 /// Longest `sun_path`, with its end.
 const SUN_PATH: usize = 108;
@@ -171,6 +174,14 @@ pub(super) fn address_of(image: &Image, socket: &Socket) -> Result<(Vec<u8>, Opt
     }
 }
 
+/// Where a datagram socket that sends to one of the program's reaches it, if that has no name any more.
+fn nameless(opening: &Opening<'_>, socket: &Socket) -> Option<Vec<u8>> {
+    let told = socket.remote.0.get(2..)?.split(|b| *b == 0).next()?;
+    let handle = opening.files.nameless.get(Path::new(OsStr::from_bytes(told)))?;
+    let way = format!("/proc/self/fd/{}\0", handle.as_raw_fd());
+    (socket.family == UNIX).then(|| [&(libc::AF_UNIX as u16).to_ne_bytes()[..], way.as_bytes()].concat())
+}
+
 /// Where a datagram socket that sends to one of the program's reaches it, if that has another name than it tells.
 fn renamed_to(opening: &Opening<'_>, socket: &Socket) -> Result<Option<(Vec<u8>, Option<OwnedFd>)>> {
     let (image, namespaces) = (opening.image, &opening.files.namespaces);
@@ -210,10 +221,21 @@ fn bind_all(opening: &mut Opening<'_>, made: &mut HashMap<usize, OwnedFd>) -> Re
         }
         made.insert(index, fd);
     }
+    for (index, socket) in
+        opening.image.sockets.iter().enumerate().filter(|(_, s)| needs_sharing(opening.image, s))
+    {
+        let allowed = socket.options.iter().find(|o| (o.level, o.name) == REUSE_PORT);
+        let allowed = allowed.map_or(0i32.to_ne_bytes().to_vec(), |option| option.value.0.clone());
+        made.get(&index)
+            .map_or(Ok(()), |fd| sockets::set_option(fd, REUSE_PORT.0, REUSE_PORT.1, &allowed))?;
+    }
     // Some may send to others of them.
     for (index, socket) in opening.image.sockets.iter().enumerate().filter(|(_, s)| !s.remote.0.is_empty()) {
         let Some(fd) = made.get(&index).filter(|_| refusals.is_empty()) else { continue };
-        let elsewhere = renamed_to(opening, socket)?;
+        let elsewhere = match nameless(opening, socket) {
+            Some(address) => Some((address, None)),
+            None => renamed_to(opening, socket)?,
+        };
         let to = elsewhere.as_ref().map_or(&socket.remote.0, |(address, _)| address);
         let connect = || Ok(sockets::connect(fd, to));
         let connected = match socket.mounts {
@@ -236,8 +258,28 @@ fn bind_all(opening: &mut Opening<'_>, made: &mut HashMap<usize, OwnedFd>) -> Re
     if refusals.is_empty() { Ok(()) } else { Err(Error::Refused(refusals)) }
 }
 
+/// Whether several sockets of the program are bound to one address by `SO_REUSEPORT`, of which some may say otherwise by now.
+fn needs_sharing(image: &Image, socket: &Socket) -> bool {
+    let of = |s: &Socket| (s.family, s.kind, s.protocol, s.local.0.clone());
+    if socket.family == UNIX || socket.local.0.is_empty() || socket.connection.is_some() {
+        return false;
+    }
+    let sharers = image.sockets.iter().filter(|other| other.connection.is_none() && of(other) == of(socket));
+    let sharers: Vec<&Socket> = sharers.collect();
+    let allows = |s: &&Socket, (level, name): (u32, u32)| {
+        let option = s.options.iter().find(|o| (o.level, o.name) == (level, name));
+        option.is_some_and(|option| option.value.0.iter().any(|byte| *byte != 0))
+    };
+    let by_port = sharers.iter().any(|s| allows(s, REUSE_PORT));
+    // Datagrams sockets may share one by `SO_REUSEADDR`.
+    sharers.len() > 1 && (by_port || !sharers.iter().all(|s| s.kind == DATAGRAM && allows(s, REUSE_ADDRESS)))
+}
+
 fn bind(opening: &mut Opening<'_>, socket: &Socket, fd: &OwnedFd) -> Result<()> {
     let internet_stream = socket.family != UNIX && socket.kind == STREAM;
+    if needs_sharing(opening.image, socket) {
+        sockets::set_option(fd, REUSE_PORT.0, REUSE_PORT.1, &1i32.to_ne_bytes())?;
+    }
     if !socket.local.0.is_empty() {
         // Connections of the old process may linger in TIME_WAIT: with SO_REUSEADDR they do not matter, while a
         // socket that listens still does.
@@ -284,7 +326,9 @@ fn bind_name(opening: &mut Opening<'_>, socket: &Socket, fd: &OwnedFd) -> Result
         return sockets::bind(fd, &socket.local.0).map_err(|e| refusal(&what, &e));
     };
     let file = opening.image.paths.get(row as usize).ok_or_else(|| missing("file", row))?;
-    bind_path(opening, file, file_of(opening.image, socket.renamed_from), fd, socket.kind)
+    let told = socket.local.0.get(2..).and_then(|name| name.split(|byte| *byte == 0).next());
+    let told = told.map(|name| Path::new(OsStr::from_bytes(name))).filter(|name| name.is_relative());
+    bind_path(opening, file, file_of(opening.image, socket.renamed_from), fd, socket.kind, told)
 }
 
 /// Binds to a name in the file system, which it had before; a stale one is removed. With `renamed_from` to that one, which then
@@ -295,6 +339,7 @@ fn bind_path(
     renamed_from: Option<&PathFile>,
     fd: &OwnedFd,
     kind: u32,
+    told: Option<&Path>,
 ) -> Result<()> {
     let path = file.path.as_path();
     let first = renamed_from.unwrap_or(file);
@@ -304,7 +349,7 @@ fn bind_path(
     {
         std::fs::remove_file(path).map_err(|e| Kernel::file(path, e))?;
     }
-    bind_where_it_was(opening, first, fd)?;
+    bind_where_it_was(opening, first, fd, told)?;
     if renamed_from.is_some() {
         let first = first.path.as_path();
         rustix::fs::rename(first, path).map_err(|e| {
@@ -314,6 +359,9 @@ fn bind_path(
     }
     opening.files.created.note(path);
     if file.deleted {
+        // Sockets of the program may send to it all the same: its file is reached as long as somebody has a handle to it.
+        let handle = stillpoint_linux::mounts::handle(rustix::fs::CWD, path)?;
+        opening.files.nameless.insert(path.to_owned(), handle);
         return Ok(std::fs::remove_file(path).map_err(|e| Kernel::file(path, e))?);
     }
     let named = |e| Kernel::file(path, e);
@@ -326,9 +374,20 @@ fn bind_path(
     Ok(())
 }
 
-/// Binds to a path as it is called where the program is: that is what it tells as its name.
-fn bind_where_it_was(opening: &Opening<'_>, file: &PathFile, fd: &OwnedFd) -> Result<()> {
+/// Binds to a path as it is called where the program is: that is what it tells as its name, which may be a relative one.
+fn bind_where_it_was(
+    opening: &Opening<'_>,
+    file: &PathFile,
+    fd: &OwnedFd,
+    told: Option<&Path>,
+) -> Result<()> {
     let (way, namespaces) = (file.path.as_path(), &opening.files.namespaces);
+    if let Some(told) = told.filter(|told| file.namespace.is_none() && way.ends_with(told)) {
+        let above = told.components().count();
+        let folder = way.ancestors().nth(above).unwrap_or(Path::new("/"));
+        let (address, _) = unix_address(told)?;
+        return sockets::bind_in(folder, fd, &address).map_err(|e| refusal(&way.display().to_string(), &e));
+    }
     let path = namespaces.called(file.namespace, way);
     let failed = |e| refusal(&path.display().to_string(), &e);
     match file.namespace {
@@ -339,37 +398,6 @@ fn bind_where_it_was(opening: &Opening<'_>, file: &PathFile, fd: &OwnedFd) -> Re
         _ => {
             let (address, _directory) = unix_address(way)?;
             sockets::bind(fd, &address).map_err(failed)
-        }
-    }
-}
-
-/// Directories that are there only while a socket is bound to a name in them: removed with it, or before.
-#[derive(Default)]
-struct Detour {
-    made: Vec<PathBuf>,
-}
-
-impl Detour {
-    /// Makes those on the way to `path` that are missing.
-    fn to(path: &Path) -> Result<Detour> {
-        let mut detour = Detour::default();
-        let missing: Vec<&Path> = path.ancestors().skip(1).take_while(|d| !d.exists()).collect();
-        for directory in missing.into_iter().rev() {
-            let failed = |e| {
-                let why = format!("its directory is gone, and cannot be made for a moment: {e}");
-                Error::Refused(vec![format!("{}: {why}", path.display())])
-            };
-            rustix::fs::mkdir(directory, Mode::RWXU).map_err(failed)?;
-            detour.made.push(directory.to_owned());
-        }
-        Ok(detour)
-    }
-}
-
-impl Drop for Detour {
-    fn drop(&mut self) {
-        for directory in self.made.iter().rev() {
-            let _ = std::fs::remove_dir(directory);
         }
     }
 }
@@ -435,7 +463,7 @@ fn accept_connections(opening: &mut Opening<'_>, made: &mut HashMap<usize, Owned
         match path {
             Some(file) => {
                 let file = PathFile { deleted: false, ..file.clone() };
-                bind_path(opening, &file, None, &door, accepted.kind)?
+                bind_path(opening, &file, None, &door, accepted.kind, None)?
             }
             None => sockets::bind(&door, &address).map_err(|e| refusal(&name(image, listener), &e))?,
         }
