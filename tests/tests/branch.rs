@@ -476,7 +476,7 @@ fn leaks_nothing(scratch: Scratch, command: &[&str]) {
         Footprint::of(branched)
     };
     // Buffers grow to their sizes, and a thread may be made before it is looked at.
-    let (mut first, all) = (once(), 4 * turns());
+    let (mut first, all) = (once(), 4 * turns().max(16));
     for turn in 0..all {
         if turn % 8 == 0 {
             let other = branched.snapshot();

@@ -143,14 +143,25 @@ fn traced(name: &str, tracer: u32) -> Error {
 /// 32-bit programs have pairs of 32 bits in their auxiliary vector, in which the value behind a first type is not zero. (A 64-bit program
 /// that switched its code segment shows in its registers only.) The executable is not opened for that: somebody may be told of it.
 fn check_class(target: &Proc, name: &str) -> Result<()> {
-    let mut head = [0u8; 8];
-    let file = target.open_file("auxv");
-    // What cannot be read belongs to somebody with fewer rights than it takes to trace them.
-    let Ok(mut file) = file.map(std::fs::File::from) else { return Ok(()) };
-    if file.read_exact(&mut head).is_ok() && head[4..] != [0; 4] {
-        return Err(Error::Target(format!("{name} is a 32-bit program; only 64-bit ones are supported")));
+    /// How long a vector may be empty, as it is in the midst of `execve`: a program can empty its own (`PR_SET_MM_AUXV`).
+    const PATIENCE: Duration = Duration::from_millis(500);
+    let began = Instant::now();
+    loop {
+        let mut head = [0u8; 8];
+        let file = target.open_file("auxv");
+        // What cannot be read belongs to somebody with fewer rights than it takes to trace them.
+        let Ok(mut file) = file.map(std::fs::File::from) else { return Ok(()) };
+        let told = file.read_exact(&mut head).is_ok() && head != [0; 8];
+        match told {
+            true if head[4..] != [0; 4] => {
+                return Err(Error::Target(format!(
+                    "{name} is a 32-bit program; only 64-bit ones are supported"
+                )));
+            }
+            false if began.elapsed() < PATIENCE => std::thread::sleep(Duration::from_millis(1)),
+            _ => return Ok(()),
+        }
     }
-    Ok(())
 }
 
 /// What [`examine`] found, for [`examine_again`].
