@@ -1,7 +1,7 @@
 #!/bin/bash
 # Usage: plainly.sh COMMAND…: runs it as if from a fresh login, whoever starts it: no descriptors but the standard ones,
 # default signal actions, the usual umask, limits and locale, no terminal's kind. (The signal mask is empty, for what starts
-# the tests empties it.) What they build themselves is built by the compiler alone.
+# the tests empties it.)
 for descriptor in /proc/self/fd/*; do
     number=${descriptor##*/}
     [ "$number" -gt 2 ] && eval "exec $number>&-"
@@ -10,7 +10,6 @@ umask 022
 ulimit -S -c 0
 ulimit -S -n 1024 2>/dev/null
 ulimit -S -s 8192 2>/dev/null
-unset RUSTC_WORKSPACE_WRAPPER CLIPPY_ARGS
 unset LANG LANGUAGE "${!LC_@}"
 export LC_ALL=C.UTF-8 TERM=dumb
 exec env --default-signal "$@"

@@ -61,7 +61,7 @@ nextest=$(sh scripts/nextest.sh)
 check formatting cargo fmt --all --check
 
 # Clippy is the compiler with lints: what it has looked at is built as well, and all is compiled once. (What `cargo clippy -- -D warnings`
-# sets, which only checks.) scripts/plainly.sh keeps it from what the tests themselves build.
+# sets, which only checks.) What tests have built is built in the same way, and so not again.
 lint() {
     export RUSTC_WORKSPACE_WRAPPER=clippy-driver CLIPPY_ARGS=-D__CLIPPY_HACKERY__warnings__CLIPPY_HACKERY__
     command -v "$RUSTC_WORKSPACE_WRAPPER" >/dev/null && cargo build --workspace --all-targets --quiet && return

@@ -6,6 +6,7 @@
 #include <linux/filter.h>
 #include <linux/seccomp.h>
 #include <linux/securebits.h>
+#include <stdatomic.h>
 #include <sys/auxv.h>
 #include <sys/personality.h>
 #include <sys/prctl.h>
@@ -415,6 +416,98 @@ static void odds(void) {
   EQUAL(prctl(PR_GET_DUMPABLE), 0);
 }
 
+// All that prctl(2) tells, of the main thread and of another one, and all that procfs tells but for what passes.
+#define GETTERS 200
+static const struct { int option, what, is_pointer; } getters[] = {
+    {2, 0, 1}, {3}, {5, 0, 1}, {7}, {9, 0, 1}, {11, 0, 1}, {13}, {19, 0, 1}, {21}, {25, 0, 1}, {27}, {30}, {34}, {37, 0, 1}, {39},
+    {42}, {46}, {51}, {52, 0}, {52, 1}, {52, 2}, {56}, {58}, {64}, {66}, {68}, {70}, {72}, {74}};
+
+static int fetch(int *all) {
+  int n = 0;
+  for (size_t i = 0; i < sizeof getters / sizeof *getters; i++) {
+    int value = 0;
+    int r = getters[i].is_pointer ? prctl(getters[i].option, &value, 0, 0, 0) : prctl(getters[i].option, getters[i].what, 0, 0, 0);
+    all[n++] = r < 0 ? -errno : r;
+    all[n++] = value;
+  }
+  for (int capability = 0; capability < 41; capability++)
+    all[n++] = prctl(PR_CAPBSET_READ, capability, 0, 0, 0) << 1 | prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_IS_SET, capability, 0, 0);
+  return n;
+}
+
+static void compare_all(const int *then, const char *who) {
+  int now[GETTERS];
+  for (int n = fetch(now), i = 0; i < n; i++)
+    if (now[i] != then[i]) {
+      say("%s: getter %d (option %d): %d, expected %d", who, i, i / 2 < 29 ? getters[i / 2].option : 0, now[i], then[i]);
+      CHECK(!"what prctl tells the same");
+    }
+}
+
+static void choose(int early) {
+  MUST(!prctl(33 /* PR_MCE_KILL */, 1, early, 0, 0));
+  prctl(57 /* PR_SET_IO_FLUSHER */, early, 0, 0, 0);
+  prctl(53 /* PR_SET_SPECULATION_CTRL */, early, 4 /* PR_SPEC_DISABLE */, 0, 0);
+  prctl(PR_SET_TIMERSLACK, 77777 + early);
+}
+
+static atomic_int other_is_ready, may_compare;
+static void *other_chooses(void *nothing) {
+  int then[GETTERS];
+  choose(0);
+  fetch(then);
+  other_is_ready = 1;
+  while (!may_compare)
+    usleep(1000);
+  compare_all(then, "the other thread");
+  return nothing;
+}
+
+// Lines of a file of procfs, but for those that begin with a word of what passes.
+static char *lasting(const char *path) {
+  static const char *passing[] = {"PPid:", "TracerPid:", "Vm", "Rss", "SigQ:", "FDSize:", "HugetlbPages:", "voluntary", "nonvoluntary", "State:"};
+  char *all = contents(path, 0), *kept = calloc(1, strlen(all) + 2), *rest = all;
+  for (char *line; (line = strsep(&rest, "\n"));) {
+    int passes = 0;
+    for (size_t i = 0; i < sizeof passing / sizeof *passing; i++)
+      passes |= !strncmp(line, passing[i], strlen(passing[i]));
+    if (!passes)
+      strcat(strcat(kept, line), "\n");
+  }
+  free(all);
+  return kept;
+}
+
+static void all_that_is_told(void) {
+  static const char *files[] = {"status", "limits", "loginuid", "oom_score_adj", "coredump_filter", "timerslack_ns", "personality", "comm",
+                                "cgroup", "attr/current", "uid_map", "gid_map", "setgroups"}; // clocks go on by a namespace
+  char *before[sizeof files / sizeof *files], path[64];
+  int then[GETTERS];
+  write_to("/proc/self/loginuid", "4321");
+  choose(1);
+  pthread_t other;
+  MUST(!pthread_create(&other, 0, other_chooses, 0));
+  while (!other_is_ready)
+    usleep(1000);
+  for (size_t i = 0; i < sizeof files / sizeof *files; i++) {
+    snprintf(path, sizeof path, "/proc/self/%s", files[i]);
+    before[i] = access(path, R_OK) ? 0 : lasting(path);
+  }
+  fetch(then);
+  cut();
+  compare_all(then, "the main thread");
+  for (size_t i = 0; i < sizeof files / sizeof *files; i++) {
+    snprintf(path, sizeof path, "/proc/self/%s", files[i]);
+    char *now = before[i] ? lasting(path) : 0;
+    if (now && strcmp(now, before[i])) {
+      say("%s is %s, expected %s", path, now, before[i]);
+      CHECK(!"file of procfs the same");
+    }
+  }
+  may_compare = 1;
+  pthread_join(other, 0);
+}
+
 static void read_only_program(void) { // PR_SET_MDWE: memory never becomes executable that was written
   if (prctl(65, 1, 0, 0, 0))
     SKIP("this kernel has no PR_SET_MDWE");
@@ -428,5 +521,5 @@ SCENARIOS({"identity", identity}, {"renamed", renamed}, {"clocks", clocks}, {"di
           {"capabilities", capabilities}, {"credentials_per_thread", credentials_per_thread},
           {"no_new_privileges", no_new_privileges}, {"seccomp_filters", seccomp_filters},
           {"seccomp_tight", seccomp_tight}, {"seccomp_strict", seccomp_strict},
-          {"seccomp_per_thread", seccomp_per_thread}, {"limits", limits}, {"short_of_memory", short_of_memory}, {"odds", odds},
+          {"seccomp_per_thread", seccomp_per_thread}, {"limits", limits}, {"short_of_memory", short_of_memory}, {"odds", odds}, {"all_that_is_told", all_that_is_told},
           {"read_only_program", read_only_program})

@@ -635,6 +635,60 @@ static void raw_and_netlink(void) {
   CHECK(recv(strict, answer, sizeof answer, 0) > 0);
 }
 
+// Sockets at addresses that are not the machine's, which they would not be allowed any more; and a filter on one of the kernel's.
+static void foreign(void) {
+  struct sockaddr_in four = {.sin_family = AF_INET, .sin_port = htons(7006)}, seen;
+  struct sockaddr_in6 six = {.sin6_family = AF_INET6, .sin6_port = htons(1024 + getpid() % 60000)}, seen6;
+  char own[32]; // nobody else's
+  snprintf(own, sizeof own, "192.0.2.%d", 1 + getpid() % 250);
+  MUST(inet_pton(AF_INET, own, &four.sin_addr) == 1 && inet_pton(AF_INET6, "2001:db8::5", &six.sin6_addr) == 1);
+  int doors[2] = {socket(AF_INET, SOCK_STREAM, 0), socket(AF_INET, SOCK_STREAM, 0)}, datagrams = socket(AF_INET6, SOCK_DGRAM, 0);
+  int on = 1, off = 0, value;
+  for (int i = 0; i < 2; i++) {
+    MUST(!setsockopt(doors[i], IPPROTO_IP, IP_FREEBIND, &on, sizeof on));
+    four.sin_port = htons(7006 + i);
+    if (bind(doors[i], (void *)&four, sizeof four))
+      SKIP("somebody else is at 192.0.2.0");
+    MUST(!listen(doors[i], 3));
+  }
+  MUST(!setsockopt(doors[1], IPPROTO_IP, IP_FREEBIND, &off, sizeof off));
+  if (datagrams >= 0) {
+    MUST(!setsockopt(datagrams, IPPROTO_IP, IP_FREEBIND, &on, sizeof on));
+    if (bind(datagrams, (void *)&six, sizeof six))
+      SKIP("no IPv6 here");
+    MUST(!setsockopt(datagrams, IPPROTO_IP, IP_FREEBIND, &off, sizeof off));
+  }
+  int routes = socket(AF_NETLINK, SOCK_RAW, 0);
+  struct sock_filter nothing = {0x06, 0, 0, 0}, got[4];
+  struct sock_fprog filter = {1, &nothing};
+  MUST(!setsockopt(routes, SOL_SOCKET, SO_ATTACH_FILTER, &filter, sizeof filter));
+  cut();
+  socklen_t length;
+  for (int i = 0; i < 2; i++) {
+    length = sizeof seen;
+    EQUAL(getsockname(doors[i], (void *)&seen, &length), 0);
+    EQUAL(seen.sin_addr.s_addr, four.sin_addr.s_addr);
+    EQUAL(ntohs(seen.sin_port), 7006 + i);
+    length = sizeof value;
+    EQUAL(getsockopt(doors[i], IPPROTO_IP, IP_FREEBIND, &value, &length), 0);
+    EQUAL(value, !i);
+    EQUAL(getsockopt(doors[i], SOL_SOCKET, SO_ACCEPTCONN, &value, &length), 0);
+    EQUAL(value, 1);
+  }
+  if (datagrams >= 0) {
+    length = sizeof seen6;
+    EQUAL(getsockname(datagrams, (void *)&seen6, &length), 0);
+    CHECK(!memcmp(&seen6.sin6_addr, &six.sin6_addr, sizeof six.sin6_addr));
+    length = sizeof value;
+    EQUAL(getsockopt(datagrams, IPPROTO_IP, IP_FREEBIND, &value, &length), 0);
+    EQUAL(value, 0);
+  }
+  length = sizeof got / sizeof *got;
+  EQUAL(getsockopt(routes, SOL_SOCKET, 26 /* SO_GET_FILTER */, got, &length), 0);
+  EQUAL(length, 1);
+  EQUAL(got[0].code, 0x06);
+}
+
 // --- for clients outside
 
 static void serve(void) { // says back what it hears; how it is with its connections is for the clients to say
@@ -774,4 +828,4 @@ SCENARIOS({"pair4", pair4}, {"pair6", pair6}, {"pair_mapped", pair_mapped}, {"tw
           {"no_door", no_door}, {"full", full}, {"half_closed", half_closed}, {"other_end_closed", other_end_closed},
           {"with_options", with_options}, {"corked", corked}, {"watched", watched}, {"busy", busy},
           {"blocked", blocked}, {"many", many}, {"datagrams_unread", datagrams_unread},
-          {"groups", groups}, {"raw_and_netlink", raw_and_netlink}, {"packets", packets}, {"serve", serve}, {"idle_door", idle_door}, {"knocks", knocks}, {"multipath", multipath})
+          {"groups", groups}, {"raw_and_netlink", raw_and_netlink}, {"packets", packets}, {"foreign", foreign}, {"serve", serve}, {"idle_door", idle_door}, {"knocks", knocks}, {"multipath", multipath})

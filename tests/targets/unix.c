@@ -476,7 +476,38 @@ static void by_itself(void) {
   EQUAL(access(gone.sun_path, F_OK), -1);
 }
 
-SCENARIOS({"in_flight", in_flight}, {"by_itself", by_itself}, {"nested", nested}, {"left_behind", left_behind}, {"credentials", credentials},
+// Each of a pair lies in the queues of both, so that nobody can close them but the kernel when it looks for such.
+static void each_other(void) {
+  int pair[2];
+  MUST(!socketpair(AF_UNIX, SOCK_DGRAM, 0, pair));
+  for (int i = 0; i < 2; i++) {
+    struct sockaddr_un name = {.sun_family = AF_UNIX};
+    int length = snprintf(name.sun_path + 1, sizeof name.sun_path - 1, "each-other-%d-%d", getpid(), i);
+    MUST(!bind(pair[i], (void *)&name, offsetof(struct sockaddr_un, sun_path) + 1 + length));
+  }
+  char byte = 'z', control[CMSG_SPACE(sizeof(int))] = {0};
+  struct iovec one = {&byte, 1};
+  struct msghdr message = {.msg_iov = &one, .msg_iovlen = 1, .msg_control = control, .msg_controllen = sizeof control};
+  struct cmsghdr *head = CMSG_FIRSTHDR(&message);
+  *head = (struct cmsghdr){.cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS, .cmsg_len = CMSG_LEN(sizeof(int))};
+  for (int i = 0; i < 4; i++) {
+    memcpy(CMSG_DATA(head), &pair[i % 2], sizeof(int));
+    EQUAL(sendmsg(pair[i / 2], &message, 0), 1);
+  }
+  cut();
+  for (int i = 0; i < 4; i++) {
+    message.msg_controllen = sizeof control;
+    EQUAL(recvmsg(pair[i / 2], &message, MSG_DONTWAIT), 1);
+    int got;
+    memcpy(&got, CMSG_DATA(head), sizeof got);
+    struct stat a, b;
+    MUST(!fstat(got, &a) && !fstat(pair[i % 2], &b));
+    EQUAL(a.st_ino, b.st_ino);
+    close(got);
+  }
+}
+
+SCENARIOS({"in_flight", in_flight}, {"each_other", each_other}, {"by_itself", by_itself}, {"nested", nested}, {"left_behind", left_behind}, {"credentials", credentials},
           {"senders", senders}, {"mutual", mutual}, {"clients", clients}, {"pending", pending},
           {"listener_closed", listener_closed}, {"directory_gone", directory_gone}, {"renamed", renamed}, {"peek_offset", peek_offset}, {"half_closed", half_closed},
           {"logging", logging}, {"listening", listening}, {"empty_inside", empty_inside})

@@ -331,6 +331,33 @@ fn doctor_without_rights() {
     assert!(said.contains("cap_") || said.contains("privilege"), "{said}");
 }
 
+/// A program is not killed for a checkpoint from which whoever asks could not have it back.
+#[test]
+fn what_its_user_may_not_restore_is_not_killed() {
+    if !kernel::is_root() || kernel::which("setpriv").is_none() {
+        return skipped("needs to be root to become somebody else, and setpriv");
+    }
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    let mut program = alone("setpriv");
+    program.args(["--reuid=65534", "--regid=65534", "--clear-groups", "sleep", "1000"]).current_dir("/");
+    program.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    let mut program = program.spawn().expect("setpriv");
+    let pid = program.id().to_string();
+    let is_sleeping =
+        || fs::read(format!("/proc/{pid}/comm")).is_ok_and(|name| name == b"sleep\n").then_some(());
+    wait_for("sleep", PATIENCE, is_sleeping);
+    let kill = ["checkpoint", &pid, "--name", "own", "--kill"];
+    stillpoint.run_as_nobody(&kill).fails(3, &["CAP_CHECKPOINT_RESTORE", "without --kill"]);
+    assert!(kernel::alive(program.id()));
+    stillpoint.run_as_nobody(&["ls"]).ok();
+    stillpoint.run_as_nobody(&["checkpoint", &pid, "--name", "own"]).ok();
+    program.kill().and_then(|()| program.wait()).expect("killed");
+}
+
 /// Where the command line and the environment of ours were there is room for a stack to grow, as one does for whoever reads there.
 #[test]
 fn whoever_looks_at_a_program_that_is_being_restored_changes_nothing() {

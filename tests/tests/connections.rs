@@ -55,6 +55,7 @@ scenarios! {
     groups,
     raw_and_netlink,
     packets,
+    foreign,
     multipath,
 }
 

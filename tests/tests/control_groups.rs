@@ -2,8 +2,9 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Stdio;
 use std::time::Duration;
-use stillpoint_tests::target::Running;
+use stillpoint_tests::target::{Running, alone};
 use stillpoint_tests::{
     Build, Scratch, Target, kernel, right, right_eq, skipped, undisturbed_only, wait_for,
 };
@@ -109,5 +110,47 @@ fn a_group_that_is_there_is_joined_and_one_without_limits_is_not_missed() {
     assert!(!groups_of(pid).contains(&group.line()), "it is in {}", groups_of(pid));
     assert!(!group.0.exists());
     Running::restored(pid, &directory).finish("without a group");
+    scratch.nothing_is_left("in the end");
+}
+
+/// The root of a namespace is where its processes are, and not where whoever restores happens to be.
+#[test]
+fn a_namespace_begins_at_the_group_that_its_processes_are_in() {
+    if undisturbed_only() {
+        return;
+    }
+    if !kernel::can_unshare(&["-C"]) {
+        return skipped("not permitted to make namespaces");
+    }
+    let Some(group) = Group::new("cpu", "root", ("notify_on_release", "0")) else { return };
+    let scratch = Scratch::new();
+    let told = scratch.path().join("told");
+    let script = format!(
+        "echo $$ >{}/cgroup.procs && exec unshare -C sh -c \
+         'while sleep 0.05; do cat /proc/self/cgroup >{told}.new; mv {told}.new {told}; done'",
+        group.inner().display(),
+        told = told.display(),
+    );
+    let mut program = alone("sh");
+    program.args(["-c", &script]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    let mut program = program.spawn().expect("sh");
+    let lines = || {
+        let _ = fs::remove_file(&told);
+        wait_for("its own view", Duration::from_secs(60), || fs::read_to_string(&told).ok())
+    };
+    let view = lines();
+    if !view.lines().any(|line| line.ends_with("cpu:/") || line.ends_with("cpu,cpuacct:/")) {
+        let _ = program.kill().and_then(|()| program.wait());
+        return skipped(&format!("no process can be put into a control group: {view}"));
+    }
+    let stillpoint = scratch.stillpoint();
+    stillpoint.checkpoint(program.id(), "rooted", &["--kill"]);
+    let pid = program.id();
+    program.wait().expect("its end");
+    assert_eq!(stillpoint.restore_detached("rooted", &[]), pid);
+    right!(groups_of(pid).contains(&group.line()), "it is in {}", groups_of(pid));
+    right_eq!(lines(), view);
+    kernel::kill(pid, kernel::SIGKILL);
+    group.remove();
     scratch.nothing_is_left("in the end");
 }

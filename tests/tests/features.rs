@@ -37,6 +37,7 @@ mod attributes {
         limits,
         short_of_memory,
         odds,
+        all_that_is_told,
         read_only_program,
     );
 }
@@ -345,6 +346,7 @@ mod unix {
     scenarios!("unix":
         in_flight,
         by_itself,
+        each_other,
         nested,
         left_behind,
         credentials,

@@ -41,6 +41,13 @@ pub fn refused(
         if confined(thread) != confined(same) {
             refuse(who(), "it has been confined since (seccomp, no_new_privs)");
         }
+        // Not all of them can be taken back.
+        if thread.choices != same.choices {
+            refuse(
+                who(),
+                "it has chosen otherwise since what becomes of failures of memory, speculation or I/O (prctl)",
+            );
+        }
         if same.tid == thread.tid && same.rseq != thread.rseq {
             refuse(
                 who(),
@@ -92,7 +99,7 @@ pub fn put_back(
         if was.is_none_or(|was| told(was) != told(thread)) {
             // Its restartable sequences are registered with the kernel as long as it lives.
             let rseq = thread.rseq.filter(|_| made.contains(&thread.tid));
-            remote.run(&of_thread::thread(&Thread { rseq, ..thread.clone() }, space))?;
+            remote.run(&of_thread::thread(&Thread { rseq, choices: Vec::new(), ..thread.clone() }, space))?;
         }
         if was.is_none_or(|was| (&was.sched, was.ioprio) != (&thread.sched, thread.ioprio)) {
             outside::thread(remote.tid(), thread)?;

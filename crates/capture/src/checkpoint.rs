@@ -11,7 +11,7 @@ use crate::{Error, Refusal, Result, attributes, herd};
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use stillpoint_image::{Owner, PAGE};
+use stillpoint_image::{Image, Owner, PAGE};
 use stillpoint_store::{Checkpoint, Committed, Store};
 
 /// What is asked of a checkpoint.
@@ -40,6 +40,10 @@ pub trait Progress {
     fn start(&self, total_bytes: u64);
     /// So many more have been.
     fn advance(&self, bytes: u64);
+    /// Why the program, which is to be killed, could not be restored from that; nothing if it could.
+    fn rehearse(&self, _image: &Image) -> Vec<String> {
+        Vec::new()
+    }
     /// The checkpoint is safe, and the program, which stands still, is about to be killed as was asked.
     fn kills(&self) {}
 }

@@ -16,7 +16,9 @@ use crate::inspect::{Assumed, Known, Ready, Regard, inspect};
 use crate::keeper::Keeper;
 use crate::relations::{self, Relative};
 use crate::target::Target;
-use crate::{Builder, Error, Options, Progress, Result, attributes, files, groups, kin, names, namespaces};
+use crate::{
+    Builder, Error, Options, Progress, Refusal, Result, attributes, files, groups, kin, names, namespaces,
+};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Signal, pidfd_send_signal};
 use std::collections::{HashMap, VecDeque};
@@ -238,6 +240,9 @@ impl<'a> Work<'a> {
         } else {
             self.learned = Some((Instant::now(), self.learn()?));
             self.prepare_all()?;
+        }
+        if let Some((_, learned)) = &self.learned {
+            self.rehearse(&learned.rehearsed.image)?;
         }
         self.copy_ahead()?;
         loop {
@@ -766,6 +771,20 @@ impl<'a> Work<'a> {
         writer(&mut self.writer).and_then(settle).map_err(|e| (None, e))
     }
 
+    /// Refuses to kill what could not be restored.
+    fn rehearse(&self, image: &Image) -> Result<()> {
+        let against = if self.options.kill { self.progress.rehearse(image) } else { Vec::new() };
+        let refusal = |why| Refusal {
+            what: "to kill it".into(),
+            why: format!("it could not be restored: {why}"),
+            hint: "without --kill the checkpoint is taken".into(),
+        };
+        match against.is_empty() {
+            true => Ok(()),
+            false => Err(Error::Refused(against.into_iter().map(refusal).collect())),
+        }
+    }
+
     /// The program is killed once the checkpoint is safe, and does not run in between.
     fn complete_and_kill(
         &mut self,
@@ -776,6 +795,7 @@ impl<'a> Work<'a> {
         self.finish()?;
         reuse_digests(&mut builder, self.last);
         files::take_digests_of(&mut builder, Usage::Write, Moment::Still(u64::MAX));
+        self.rehearse(&builder.image).map_err(whole)?;
         let keeper = self.keep_sockets(&mut builder);
         let done = self.commit(builder, tree.since.elapsed()).map_err(whole)?;
         self.progress.kills();

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::time::Duration;
 use stillpoint_capture::{Engine, Error, Options, Progress, Report};
+use stillpoint_image::Image;
 use stillpoint_store::Store;
 
 /// What is asked of a checkpoint.
@@ -60,6 +61,10 @@ impl Progress for Ending<'_> {
 
     fn advance(&self, bytes: u64) {
         self.progress.advance(bytes);
+    }
+
+    fn rehearse(&self, image: &Image) -> Vec<String> {
+        stillpoint_restore::rehearse(image)
     }
 
     fn kills(&self) {

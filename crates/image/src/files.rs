@@ -467,6 +467,13 @@ pub struct Socket {
     /// and is reached by [`Socket::path`].
     #[n(24)]
     pub renamed_from: Option<u32>,
+    /// Its local address was not one of the machine's: it was bound all the same (`IP_FREEBIND`), or the machine has lost it since.
+    #[n(25)]
+    #[cbor(default)]
+    pub foreign: bool,
+    /// The one of the program's to which `remote` leads: index into [`crate::Image::sockets`].
+    #[n(26)]
+    pub sends_to: Option<u32>,
 }
 
 /// A TCP connection at the cut.

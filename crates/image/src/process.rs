@@ -105,6 +105,9 @@ pub struct Process {
     /// which has none here. They share their memory, too.
     #[n(40)]
     pub shares_actions: Option<u32>,
+    /// `/proc/PID/loginuid`, where the kernel has it: all bits set if it has none.
+    #[n(33)]
+    pub login_uid: Option<u32>,
     /// The pid namespace that its further children are to be in, index into [`crate::Image::namespaces`], if that is another one than
     /// its own.
     #[n(31)]
@@ -294,6 +297,10 @@ pub struct Thread {
     #[n(21)]
     #[cbor(default)]
     pub inner: Vec<u32>,
+    /// What it has chosen by prctl(2) about failures of memory, speculation and I/O for the kernel: option and two arguments.
+    #[n(22)]
+    #[cbor(default)]
+    pub choices: Vec<[u64; 3]>,
 }
 
 /// File-system context of a thread that has one apart from the main thread's (`unshare(CLONE_FS)`).

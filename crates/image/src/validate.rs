@@ -182,6 +182,9 @@ pub fn image(image: &Image) -> Result<(), Invalid> {
         row.must(!socket.outside || socket.orphan, "its peer is outside, and yet it has one")?;
         row.must(socket.pending.is_empty() || socket.listening.is_some(), "it does not listen")?;
         socket.pending.iter().try_for_each(|s| row.refers("socket", *s, image.sockets.len()))?;
+        if let Some(other) = socket.sends_to {
+            row.refers("socket", other, image.sockets.len())?;
+        }
         for path in socket.path.iter().chain(&socket.renamed_from) {
             row.refers("file", *path, image.paths.len())?;
         }
@@ -368,11 +371,19 @@ fn check_connection(row: &Row, socket: &Socket, image: &Image) -> Result<(), Inv
     row.must(!socket.local.0.is_empty(), "a connection has no address")
 }
 
+/// Options of prctl(2) that may be among [`crate::Thread::choices`]: `PR_MCE_KILL`, `PR_SET_SPECULATION_CTRL`, `PR_SET_IO_FLUSHER`.
+const CHOICES: [u64; 3] = [33, 53, 57];
+
 fn check_process(row: &Row, process: &Process, image: &Image) -> Result<(), Invalid> {
     row.must(!process.threads.is_empty(), "it has no thread")?;
     row.must(process.threads[0].tid == process.pid, "its first thread is not its main one")?;
     let id_is_one = |id: u32| id > 0 && i32::try_from(id).is_ok();
     row.must(process.threads.iter().all(|t| id_is_one(t.tid)), "a thread in it has no id that there can be")?;
+    let is_choice = |choice: &[u64; 3]| CHOICES.contains(&choice[0]);
+    row.must(
+        process.threads.iter().flat_map(|t| &t.choices).all(is_choice),
+        "a thread in it has chosen what cannot be",
+    )?;
     row.refers("address space", process.space, image.spaces.len())?;
     row.refers("descriptor table", process.table, image.tables.len())?;
     if let Some(other) = process.shares_fs {

@@ -100,6 +100,21 @@ impl Group {
         self.folder == self.top
     }
 
+    /// Whether what joins it stops there, until it is thawed.
+    pub fn is_frozen(&self) -> bool {
+        let tells = |name: &str, line: &str| {
+            fs::read_to_string(self.folder.join(name)).is_ok_and(|text| text.lines().any(|l| l == line))
+        };
+        tells("freezer.state", "FROZEN")
+            || tells("freezer.state", "FREEZING")
+            || tells("cgroup.events", "frozen 1")
+    }
+
+    /// The file to which whoever joins it writes his number, or 0.
+    pub fn members(&self) -> PathBuf {
+        self.folder.join("cgroup.procs")
+    }
+
     /// What it is set to, by file, where that can be read and limits it more than a new group, or than the one above it.
     pub fn settings(&self) -> Vec<(String, String)> {
         let of = |folder: &Path, name: &str| {
@@ -167,7 +182,7 @@ impl Group {
     /// # Errors
     /// [`Error::File`].
     pub fn join(&self, pid: u32) -> Result<()> {
-        let path = self.folder.join("cgroup.procs");
+        let path = self.members();
         fs::write(&path, pid.to_string()).map_err(|e| Error::file(&path, e))
     }
 }

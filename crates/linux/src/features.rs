@@ -14,6 +14,15 @@ pub fn timer_ids() -> bool {
     unsafe { libc::syscall(libc::SYS_prctl, option, get, 0u64, 0u64, 0u64) >= 0 }
 }
 
+/// Whether threads may choose about speculation of a kind (`PR_SPEC_*`), or need not as it is off for all.
+pub fn may_choose_speculation(kind: u64) -> bool {
+    const BY_THREAD: i32 = linux_raw_sys::prctl::PR_SPEC_PRCTL as i32;
+    const ON: i32 = linux_raw_sys::prctl::PR_SPEC_ENABLE as i32;
+    // SAFETY: plain numbers.
+    let state = unsafe { libc::prctl(linux_raw_sys::prctl::PR_GET_SPECULATION_CTRL as i32, kind, 0, 0, 0) };
+    state >= 0 && (state & BY_THREAD != 0 || state & ON == 0)
+}
+
 /// Features of the extended state that a process must ask for (`ARCH_REQ_XCOMP_PERM`): AMX. 0 where there are none.
 pub fn xfeatures_on_demand() -> u64 {
     const TILE_DATA: u64 = 1 << 18;

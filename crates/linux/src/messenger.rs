@@ -9,6 +9,8 @@ use crate::program::{Arg, Program, Run, Step};
 use crate::{Error, Result};
 use std::io::{Error as IoError, Read};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::PathBuf;
 
 /// `SECBIT_NO_SETUID_FIXUP`: changing user ids leaves capabilities alone.
 const NO_SETUID_FIXUP: u64 = 1 << 2;
@@ -149,8 +151,22 @@ fn say(answer: i32, words: &[i64], text: &str) {
 /// # Errors
 /// That it cannot be made.
 pub fn make_in(users: impl AsFd, kind: NamespaceKind) -> Result<OwnedFd> {
+    make_by(Some(users.as_fd()), kind, &[])
+}
+
+/// Makes a namespace, which belongs to a user namespace if one is given, by somebody who first joins the control groups with these lists of
+/// members, where he can.
+///
+/// # Errors
+/// That it cannot be made.
+pub fn make_by(users: Option<BorrowedFd<'_>>, kind: NamespaceKind, groups: &[PathBuf]) -> Result<OwnedFd> {
     let mut program = Program::new();
-    enter(&mut program, NamespaceKind::User, users);
+    for members in groups {
+        try_to_write(&mut program, members.as_os_str().as_bytes(), b"0");
+    }
+    if let Some(users) = users {
+        enter(&mut program, NamespaceKind::User, users);
+    }
     begin(&mut program, kind);
     let maker = Messenger::send(&program)?;
     Ok(open(&format!("/proc/{}", maker.pid()), kind)?.0)
@@ -194,6 +210,16 @@ pub fn write(program: &mut Program, path: &str, contents: &[u8]) {
         [file.into(), text, (contents.len() as u64).into()],
     );
     program.call("close", libc::SYS_close, [file.into()]);
+}
+
+/// Adds calls that write a file, if that can be done.
+pub fn try_to_write(program: &mut Program, path: &[u8], contents: &[u8]) {
+    let (name, text) = (program.string(path), program.data(contents));
+    let at = Arg::Value(libc::AT_FDCWD as u64);
+    let flags = Arg::Value((libc::O_WRONLY | libc::O_CLOEXEC) as u64);
+    let file = program.attempt("open a file", libc::SYS_openat, [at, name, flags]);
+    program.attempt("write a file", libc::SYS_write, [file.into(), text, (contents.len() as u64).into()]);
+    program.attempt("close a file", libc::SYS_close, [file.into()]);
 }
 
 #[cfg(test)]

@@ -20,7 +20,7 @@ use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -189,17 +189,47 @@ fn open(path: &Path, options: &mut OpenOptions) -> io::Result<(File, bool)> {
 }
 
 /// One process at a time: the lock goes with the open file. That of a process that was killed ends with the last of its
-/// writes, which must be over before ours begin; that takes a moment.
+/// writes, which must be over before ours begin; that takes a moment, on a slow disk a longer one.
 fn lock(file: &File, path: &Path) -> Result<(), Error> {
+    /// How long one may hold it who runs, and one who was killed.
+    const PATIENCE: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(60)];
     let begin = Instant::now();
     loop {
         // SAFETY: flock(2) takes no pointers.
         match unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } {
             0 => return Ok(()),
-            _ if begin.elapsed() > Duration::from_secs(2) => return Err(Error::Busy(path.into())),
+            _ if begin.elapsed() > PATIENCE[1] => return Err(Error::Busy(path.into())),
+            _ if begin.elapsed() > PATIENCE[0] && is_locked_by_a_living_one(file) => {
+                return Err(Error::Busy(path.into()));
+            }
             _ => std::thread::sleep(Duration::from_millis(1)),
         }
     }
+}
+
+/// Whether a process that has locked a file is there. `proc_locks(5)`: that of one who has ended is not listed, or has a number that
+/// nobody has.
+fn is_locked_by_a_living_one(file: &File) -> bool {
+    let (Ok(of), Ok(locks)) = (file.metadata(), std::fs::read_to_string("/proc/locks")) else { return true };
+    let place = format!(":{}", of.ino());
+    locks.lines().filter(|lock| lock.contains(" FLOCK ") && !lock.contains("->")).any(|lock| {
+        let words: Vec<&str> = lock.split_whitespace().collect();
+        matches!(words[..], [.., pid, at, _, _] if at.ends_with(&place) && lives(pid))
+    })
+}
+
+/// Whether a process is there, has not ended, and has not been killed.
+fn lives(pid: &str) -> bool {
+    const KILLED: u64 = 1 << (libc::SIGKILL - 1);
+    let Ok(status) = std::fs::read_to_string(Path::new("/proc").join(pid).join("status")) else {
+        return false;
+    };
+    let value = |key: &str| status.lines().find_map(|line| Some(line.strip_prefix(key)?.trim()));
+    let is_killed =
+        |key| value(key).and_then(|v| u64::from_str_radix(v, 16).ok()).is_some_and(|v| v & KILLED != 0);
+    !value("State:").is_some_and(|state| state.starts_with(['Z', 'X']))
+        && !is_killed("SigPnd:")
+        && !is_killed("ShdPnd:")
 }
 
 fn io_error(path: &Path, what: &'static str) -> impl Fn(io::Error) -> Error {

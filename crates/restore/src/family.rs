@@ -41,6 +41,7 @@ use stillpoint_image::tree::{self, Child, Context, Memory as Begins, Step};
 use stillpoint_image::users::{born_in, chosen, first_in, users_of};
 use stillpoint_image::{Ended, Image, Namespace, Process, Thread};
 use stillpoint_linux::memory::Memory;
+use stillpoint_linux::messenger;
 use stillpoint_linux::proc::Proc;
 use stillpoint_linux::program::{Arg, Program, Run};
 use stillpoint_linux::ptrace::{Seized, Stopped, Waited, options as trace};
@@ -158,6 +159,7 @@ pub(crate) struct Family<'a, 'i, 't> {
     /// What children have in common with their parents.
     heritage: &'t Heritage<'t>,
     groups: Joining<'i>,
+    notes: Vec<String>,
     pids: &'t Pids<'i>,
     /// Who has got another id.
     renamed: Renamed,
@@ -179,7 +181,7 @@ pub(crate) struct Made<'a> {
     pub main: Vec<Remote<'a>>,
     /// The other threads of those that have them already, by row.
     pub threads: HashMap<usize, Vec<Remote<'a>>>,
-    /// What could not be done about their control groups.
+    /// What could not be done about them.
     pub notes: Vec<String>,
     /// Their new ids, if they have others than they had.
     pub renamed: Option<Renamed>,
@@ -234,7 +236,7 @@ impl<'a, 'i, 't> Family<'a, 'i, 't> {
         #[rustfmt::skip]
         let mut family = Family {
             image, nursery, memories, used: 1, members, threads, ended, stand_ins, open, heritage,
-            groups: Joining::new(image), pids, renamed, from_birth,
+            groups: Joining::new(image), notes: Vec::new(), pids, renamed, from_birth,
         };
         let mut root = root;
         if heritage.is_any() {
@@ -250,7 +252,8 @@ impl<'a, 'i, 't> Family<'a, 'i, 't> {
         let main = family.members.into_iter().collect::<Option<Vec<_>>>();
         let main = main.ok_or_else(|| Error::Failed("a process has no parent".into()))?;
         let renamed = pids.are_new().then_some(family.renamed);
-        Ok(Made { main, threads: family.threads, notes: family.groups.notes, renamed })
+        let notes = family.groups.notes.into_iter().chain(family.notes).collect();
+        Ok(Made { main, threads: family.threads, notes, renamed })
     }
 
     /// Makes all threads that there are not yet, so that all are known by their new ids.
@@ -286,6 +289,10 @@ impl<'a, 'i, 't> Family<'a, 'i, 't> {
         let process = &self.image.processes[row];
         // What it takes from here on counts there.
         self.groups.join(row, remote.tid());
+        // All that are made of it have the same.
+        let note = self.log_in(process, &mut remote)?;
+        let note = note.filter(|note| !self.notes.contains(note));
+        self.notes.extend(note);
         self.heritage.leave(row, &mut remote)?;
         let own = namespace_of(self.image, process);
         let mut born = Vec::new();
@@ -364,6 +371,26 @@ impl<'a, 'i, 't> Family<'a, 'i, 't> {
             self.raise(steps, child, remote)?;
         }
         Ok(())
+    }
+
+    /// Lets a process belong to the login that it was of; with a remark if that cannot be.
+    fn log_in(&self, process: &Process, remote: &mut Remote<'a>) -> Result<Option<String>> {
+        let Some(wanted) = process.login_uid else { return Ok(None) };
+        let folder = Proc::process(remote.tid())?;
+        if folder.login_uid()?.is_none_or(|now| now == wanted) {
+            return Ok(None);
+        }
+        // In a user namespace of its own it would be told by another number.
+        if born_in(self.image, namespace_of(self.image, process)).is_none() {
+            let mut program = Program::new();
+            messenger::try_to_write(&mut program, b"/proc/self/loginuid", wanted.to_string().as_bytes());
+            remote.run(&program)?;
+        }
+        let called = |uid: u32| if uid == u32::MAX { "none".into() } else { uid.to_string() };
+        let remark = |now: u32| {
+            format!("its login uid was {}, and is {} now (CAP_AUDIT_CONTROL)", called(wanted), called(now))
+        };
+        Ok(folder.login_uid()?.filter(|now| *now != wanted).map(remark))
     }
 
     fn keep_ended(&mut self, row: usize, ended: Ended, mut made: Remote<'a>) -> Result<()> {

@@ -63,17 +63,37 @@ fn limits(image: &Image, controllers: &str, path: &str) -> bool {
         .any(|group| !group.settings.is_empty())
 }
 
+/// The groups in which a cgroup namespace of the program's own begins, as its processes will be in them. They are there by then; one
+/// that cannot be had is told when these would join it.
+pub(crate) fn roots(image: &Image, namespace: u32) -> Vec<Group> {
+    let member = image.processes.iter().find(|process| process.namespaces.contains(&namespace));
+    let (Some(member), Ok(mounts)) = (member, cgroups::mounts()) else { return Vec::new() };
+    let lines = member.cgroup.iter().filter_map(|line| cgroups::parse(line));
+    let wanted = lines.filter(|(controllers, path)| is_wanted(image, controllers, path));
+    wanted
+        .filter_map(|(controllers, path)| prepare(image, controllers, path, &mounts).ok().flatten())
+        .collect()
+}
+
 fn join_one(image: &Image, controllers: &str, path: &str, mounts: &str, pid: u32) -> Result<(), String> {
+    match prepare(image, controllers, path, mounts)? {
+        Some(group) => group.join(pid).map_err(|e| e.to_string()),
+        None => Ok(()),
+    }
+}
+
+/// A group that is there, or is made again; none if nothing is to be had from it.
+fn prepare(image: &Image, controllers: &str, path: &str, mounts: &str) -> Result<Option<Group>, String> {
     let find = |path: &str| Group::find(controllers, path, mounts);
     let Some(group) = find(path) else {
         return match limits(image, controllers, path) {
             true => Err("its hierarchy is not mounted here".into()),
-            false => Ok(()),
+            false => Ok(None),
         };
     };
     if !group.exists() {
         if !limits(image, controllers, path) {
-            return Ok(()); // nothing is to be had from it
+            return Ok(None);
         }
         let above: Vec<&str> = cgroups::ancestors(path).collect();
         for path in above.into_iter().rev() {
@@ -83,5 +103,8 @@ fn join_one(image: &Image, controllers: &str, path: &str, mounts: &str, pid: u32
             group.make(settings).map_err(|e| e.to_string())?;
         }
     }
-    group.join(pid).map_err(|e| e.to_string())
+    match group.is_frozen() {
+        true => Err("it is frozen".into()),
+        false => Ok(Some(group)),
+    }
 }

@@ -18,6 +18,7 @@ mod overlays;
 pub mod owners;
 mod pace;
 pub mod rebuild;
+mod rehearsal;
 mod remembered;
 pub mod space;
 mod tmpfs;
@@ -26,6 +27,7 @@ mod users;
 pub use error::{Error, Result};
 pub use lazy::{Coming, Pager, Parted, Place, Steward, Template, Waiting};
 pub use rebuild::{Heard, Ids, Lazily, Options, Progress, Restored, restore};
+pub use rehearsal::rehearse;
 
 /// What to do about files that the program had open for writing and that changed since (`--files`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -5,7 +5,7 @@ use crate::attributes::credentials;
 use crate::files::Contents;
 use crate::mounts::{Building, Systems, Within, build, procfs_of, received_from};
 use crate::overlays::Anew;
-use crate::{Error, Result};
+use crate::{Error, Result, groups};
 use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -17,7 +17,8 @@ use stillpoint_image::{
     Credentials, FileSystem, IdRange, Image, Ipc, Mounts, Namespace, Process, Propagation, Setting, SystemV,
     Usage,
 };
-use stillpoint_linux::messenger::{self, make_in};
+use stillpoint_linux::cgroups::Group;
+use stillpoint_linux::messenger::{self, make_by, make_in};
 use stillpoint_linux::mounts::{self, handle};
 use stillpoint_linux::namespaces::{self, Visit, inside, inside_as};
 use stillpoint_linux::proc::{NamespaceKind, Proc};
@@ -55,6 +56,8 @@ impl Namespaces {
                 Namespace::Mount { propagation, mounts, .. } => {
                     Some(all.make_mounts(image, row as u32, *propagation, mounts.as_ref(), contents)?)
                 }
+                // Its root is where who makes it is, and groups are made last.
+                Namespace::Cgroup => None,
                 _ => match belongs_to {
                     None => {
                         Some(namespaces::make(kind, || fill(namespace)).map_err(|e| not_permitted(kind, e))?)
@@ -69,6 +72,22 @@ impl Namespaces {
             all.made.push((kind, file));
         }
         Ok(all)
+    }
+
+    /// Makes those of control groups, with the groups where they begin: when nothing is known any more that stands against a restore.
+    pub fn make_of_groups(&mut self, image: &Image) -> Result<()> {
+        for row in 0..self.made.len() {
+            let kind = self.made[row].0;
+            if kind != NamespaceKind::Cgroup {
+                continue;
+            }
+            let belongs_to = owner(image, row as u32).map(|owner| self.row(owner)).transpose()?;
+            let users = belongs_to.map(|(_, file)| file.as_fd());
+            let places: Vec<_> = groups::roots(image, row as u32).iter().map(Group::members).collect();
+            let made = make_by(users, kind, &places).map_err(|e| not_permitted(kind, e))?;
+            self.made[row].1 = Some(made);
+        }
+        Ok(())
     }
 
     fn make_mounts(

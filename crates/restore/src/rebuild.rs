@@ -116,7 +116,7 @@ pub trait Progress: Sync {
 }
 
 /// Whether there can be as many mappings as the program has, and what it is made from beside them.
-fn has_room(image: &Image) -> Result<()> {
+pub(crate) fn has_room(image: &Image) -> Result<()> {
     const FEW: usize = 16;
     let wanted = image.spaces.iter().map(|space| space.mappings.len()).max().unwrap_or(0);
     let most = host::most_mappings();
@@ -180,6 +180,11 @@ pub fn restore(
     let family::Made { main: mut members, threads: mut others, notes: of_groups, renamed } =
         Family::make(image, &nursery, &memories, root, &open, &heritage, &pids)?;
     notes.extend(of_groups);
+    for line in image.processes.iter().flat_map(outside::forgone) {
+        if !notes.contains(&line) {
+            notes.push(line);
+        }
+    }
     if renamed.is_some() && image.processes.iter().any(|p| p.parent.is_some() || !p.ended().is_empty()) {
         notes.push(
             "where it remembers the process ids of its children, those are still the ones of the program's children, whom its \
@@ -475,7 +480,7 @@ fn anew(image: &Image, ids: &Renamed) -> Image {
 }
 
 /// Refuses what our privileges, or this machine, do not allow.
-fn check_privileges(image: &Image) -> Result<()> {
+pub(crate) fn check_privileges(image: &Image) -> Result<()> {
     let mut all: Vec<String> = Vec::new();
     for process in &image.processes {
         for why in outside::missing(process, users_of(image, process).is_some())? {

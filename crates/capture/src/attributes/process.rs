@@ -7,11 +7,12 @@ use stillpoint_linux::limits;
 use stillpoint_linux::proc::{Proc, Stat, Status};
 
 /// Files that are read to describe it, to be kept open ([`Proc::keep_open`]).
-pub const FILES: [&str; 10] = [
+pub const FILES: [&str; 11] = [
     "stat",
     "status",
     "limits",
     "cgroup",
+    "loginuid",
     "oom_score_adj",
     "auxv",
     "personality",
@@ -45,6 +46,7 @@ pub fn process(target: &Proc, home: &Home, stat: &Stat, status: &Status) -> Resu
         oom_score_adj: target.oom_score_adj()?,
         stopped: (stat.state == b'T').then_some(libc::SIGSTOP as u32),
         cgroup: target.cgroup()?,
+        login_uid: target.login_uid()?,
         ..Process::default()
     })
 }

@@ -596,40 +596,18 @@ fn thread(builder: &mut Builder, target: &Proc, tid: u32, stat: &Stat, status: &
             }
         }
     }
-    states(builder, &what, stat, status);
+    states(builder, &what, status);
     Ok(())
 }
 
 /// Rare states of a thread, by their traces in `/proc`.
-fn states(builder: &mut Builder, what: &dyn Fn() -> String, stat: &Stat, status: &Status) {
+fn states(builder: &mut Builder, what: &dyn Fn() -> String, status: &Status) {
     if status.x86_features.split(|&b| b == b' ').any(|word| word == b"shstk") {
         let hint = "start it with GLIBC_TUNABLES=glibc.cpu.x86_shstk=off";
         builder.refuse(what(), "it uses a shadow stack", hint);
     }
     if status.untag_mask.is_some_and(|mask| mask != u64::MAX) {
         builder.refuse(what(), "it uses linear address masking", "");
-    }
-    if stat.flags.contains(TaskFlags::IO_FLUSHER) {
-        builder.refuse(what(), "it handles I/O for the kernel (PR_SET_IO_FLUSHER)", "");
-    }
-    if stat.flags.contains(TaskFlags::MCE_PROCESS) {
-        builder.refuse(what(), "it has its own policy for memory failures (PR_MCE_KILL)", "");
-    }
-    // "thread force mitigated" and "thread mitigated" are choices; all other words are the machine's.
-    for (text, name) in [
-        (&status.store_bypass, "speculative store bypass"),
-        (&status.indirect_branch, "indirect branch speculation"),
-    ] {
-        let chosen: [&[u8]; 4] = [
-            b"thread force mitigated",
-            b"thread mitigated",
-            b"conditional force disabled",
-            b"conditional disabled",
-        ];
-        if chosen.contains(&text.as_slice()) {
-            let why = format!("it switched {name} off (PR_SET_SPECULATION_CTRL)");
-            builder.refuse(what(), why, "");
-        }
     }
 }
 

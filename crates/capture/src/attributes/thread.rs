@@ -2,8 +2,15 @@
 
 use crate::home::Home;
 use crate::{Builder, Result};
+use linux_raw_sys::prctl::{
+    PR_MCE_KILL, PR_MCE_KILL_EARLY, PR_MCE_KILL_LATE, PR_MCE_KILL_SET, PR_SET_IO_FLUSHER,
+    PR_SET_SPECULATION_CTRL, PR_SPEC_DISABLE, PR_SPEC_FORCE_DISABLE, PR_SPEC_INDIRECT_BRANCH,
+    PR_SPEC_STORE_BYPASS,
+};
 use stillpoint_image::{Bytes, Credentials, Range, Sched, SeccompFilter, Thread};
-use stillpoint_linux::proc::{self, Held, HeldNamespaces, Namespace, NamespaceKind, Proc, Stat, Status};
+use stillpoint_linux::proc::{
+    self, Held, HeldNamespaces, Namespace, NamespaceKind, Proc, Stat, Status, TaskFlags,
+};
 use stillpoint_linux::ptrace::Stopped;
 use stillpoint_linux::{layout, sched, seccomp};
 
@@ -122,8 +129,36 @@ pub fn thread(tid: u32, home: &Home, look: &Look) -> Result<Thread> {
         seccomp_strict: look.status.seccomp == 1,
         no_new_privs: look.status.no_new_privs,
         ioprio: sched::io_priority(tid)?,
+        choices: choices(&look.stat, &look.status),
         ..Thread::default()
     })
+}
+
+/// What a thread has chosen by prctl(2), as its traces in `/proc` tell.
+fn choices(stat: &Stat, status: &Status) -> Vec<[u64; 3]> {
+    let mut all = Vec::new();
+    if stat.flags.contains(TaskFlags::MCE_PROCESS) {
+        let when = match stat.flags.contains(TaskFlags::MCE_EARLY) {
+            true => PR_MCE_KILL_EARLY,
+            false => PR_MCE_KILL_LATE,
+        };
+        all.push([PR_MCE_KILL, PR_MCE_KILL_SET, when]);
+    }
+    if stat.flags.contains(TaskFlags::IO_FLUSHER) {
+        all.push([PR_SET_IO_FLUSHER, 1, 0]);
+    }
+    // Only these are choices; all other words are the machine's.
+    for (text, of) in
+        [(&status.store_bypass, PR_SPEC_STORE_BYPASS), (&status.indirect_branch, PR_SPEC_INDIRECT_BRANCH)]
+    {
+        let chosen = match text.as_slice() {
+            b"thread force mitigated" | b"conditional force disabled" => PR_SPEC_FORCE_DISABLE,
+            b"thread mitigated" | b"conditional disabled" => PR_SPEC_DISABLE,
+            _ => continue,
+        };
+        all.push([PR_SET_SPECULATION_CTRL, of, chosen]);
+    }
+    all.into_iter().map(|choice| choice.map(u64::from)).collect()
 }
 
 fn credentials(status: &Status) -> Credentials {
@@ -198,5 +233,28 @@ pub fn complete_pending(mask: u64, pending: &mut Vec<Bytes>) {
             info[..4].copy_from_slice(&signal.to_le_bytes());
             pending.push(Bytes(info));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn choices_are_told_by_flags_and_words() {
+        let chosen = |flags, store: &str, branch: &str| {
+            let stat = Stat { flags: TaskFlags::from_bits_retain(flags), ..Stat::default() };
+            let status =
+                Status { store_bypass: store.into(), indirect_branch: branch.into(), ..Status::default() };
+            choices(&stat, &status)
+        };
+        assert!(chosen(0x40_0000, "thread vulnerable", "conditional enabled").is_empty());
+        assert!(chosen(0x40_0000, "globally mitigated", "always disabled").is_empty());
+        assert_eq!(chosen(0x80, "vulnerable", ""), [[33, 1, 0]]);
+        assert_eq!(chosen(0x800_0080, "not vulnerable", ""), [[33, 1, 1]]);
+        assert_eq!(
+            chosen(0x18_0000, "thread mitigated", "conditional force disabled"),
+            [[57, 1, 0], [53, 0, 4], [53, 1, 8]]
+        );
     }
 }

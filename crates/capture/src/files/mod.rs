@@ -136,6 +136,7 @@ pub fn capture_files(builder: &mut Builder, target: &Target<'_>) -> Result<Vec<u
     }
     terminals::refuse_strange(&mut scan);
     pending::resolve(&mut scan)?;
+    sockets::resolve_senders(&mut scan);
     standard.capture_terminal(&mut scan)?;
     connections::complete(scan.builder, &mut scan.options)?;
     let first = builder.image.tables.len() as u32;
@@ -167,6 +168,8 @@ pub struct Scan<'a> {
     standard_rows: HashMap<(usize, u32), u32>,
     pub(crate) pipes: HashMap<(u64, u64), u32>,
     pub(crate) sockets: HashMap<u64, u32>,
+    /// Datagram sockets that send to others of the program's by a name: inode numbers of both.
+    pub(crate) senders: Vec<(u64, u64)>,
     /// By devpts, if it is one of the program's own, and number.
     pub(crate) ptys: HashMap<(u64, u32), u32>,
     pub(crate) unix: Option<HashMap<u32, UnixSocket>>,
@@ -196,6 +199,7 @@ impl<'a> Scan<'a> {
             standard_rows: HashMap::new(),
             pipes: HashMap::new(),
             sockets: HashMap::new(),
+            senders: Vec::new(),
             ptys: HashMap::new(),
             unix: None,
             shut_down: HashMap::new(),

@@ -127,15 +127,34 @@ pub(super) fn common(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)
         family: sort.0 as u32,
         kind: sort.1 as u32,
         protocol: sort.2 as u32,
+        foreign: is_foreign(d, sort)?,
         options,
         ..Socket::default()
     }))
 }
 
+/// Whether a socket is bound to an internet address that nobody could bind to here without being allowed to.
+fn is_foreign(d: &Description, (family, ..): (i32, i32, i32)) -> Result<bool> {
+    if !matches!(family, libc::AF_INET | libc::AF_INET6) {
+        return Ok(false);
+    }
+    let mut address = sockets::local_address(&d.file)?;
+    if let Some(port) = address.get_mut(2..4) {
+        port.fill(0);
+    }
+    if address.iter().skip(2).all(|byte| *byte == 0) {
+        return Ok(false);
+    }
+    let probe = sockets::socket(family, libc::SOCK_DGRAM, 0)?;
+    Ok(sockets::bind(&probe, &address).is_err_and(|e| e.raw_os_error() == Some(libc::EADDRNOTAVAIL)))
+}
+
 /// Whether what a socket receives comes packet by packet, of which a filter takes some.
 fn is_of_packets((family, kind, _): (i32, i32, i32)) -> bool {
     let internet = matches!(family, libc::AF_INET | libc::AF_INET6);
-    family == libc::AF_PACKET || internet && matches!(kind, libc::SOCK_DGRAM | libc::SOCK_RAW)
+    // A netlink socket's are looked at when they are sent to it: what is in its queue has passed.
+    matches!(family, libc::AF_PACKET | libc::AF_NETLINK)
+        || internet && matches!(kind, libc::SOCK_DGRAM | libc::SOCK_RAW)
 }
 
 pub(super) fn add(scan: &mut Scan<'_>, d: &Description, socket: Socket) -> u32 {
@@ -271,6 +290,15 @@ fn peer<'a>(
     }
 }
 
+/// Fills in which of the program's sockets others send to, when all have rows.
+pub(super) fn resolve_senders(scan: &mut Scan<'_>) {
+    for (from, to) in std::mem::take(&mut scan.senders) {
+        if let (Some(&row), Some(&other)) = (scan.sockets.get(&from), scan.sockets.get(&to)) {
+            scan.builder.image.sockets[row as usize].sends_to = Some(other);
+        }
+    }
+}
+
 /// A datagram socket that sends to a name is connected again. To any other connection to the outside happens what happens to those
 /// of TCP: it goes on if it is kept, and is over otherwise.
 fn named_peer<'a>(
@@ -284,6 +312,7 @@ fn named_peer<'a>(
     let remote = sockets::peer_address(&d.file)?.unwrap_or_default();
     if kind == libc::SOCK_DGRAM && !mutual && remote.len() > 2 {
         socket.remote = Bytes(remote);
+        scan.senders.push((d.stat.st_ino, u64::from(ino)));
         socket.mounts = scan.builder.views.of_process(d.pid());
         let name = messages::path_of(&socket.remote.0);
         if name.first().is_some_and(|first| !matches!(first, 0 | b'/')) {
@@ -360,26 +389,26 @@ fn name(
             let row = paths::describe(path.as_os_str().as_bytes(), &stat, Usage::Path);
             socket.path = Some(scan.builder.path(PathFile { namespace, made_anew, ..row }).0);
         }
-        Ok(_) if diag.name.starts_with(b"/") => {
+        found => {
             let why = format!("its name {} belongs to another file now", path.display());
-            return scan.refuse::<()>(d, why, CLOSE).map(|_| false);
-        }
-        // Of a relative name it is a guess from where it is.
-        _ => {
-            let path = Bytes::from(path.as_path());
+            let (is_taken, path) = (found.is_ok(), Bytes::from(path.as_path()));
             let gone =
                 PathFile { path, namespace, deleted: true, mode: libc::S_IFSOCK, ..PathFile::default() };
+            // Where a relative name leads is a guess from where the program is.
             match whereabouts(scan, d)? {
-                Whereabouts::Gone => socket.path = Some(scan.builder.path(gone).0),
+                Whereabouts::Gone if !is_taken => socket.path = Some(scan.builder.path(gone).0),
                 Whereabouts::Renamed(row)
                     if is_below(&scan.builder.image.paths[row as usize], &diag.name) =>
                 {
                     socket.path = Some(row);
                 }
-                Whereabouts::Renamed(row) => {
+                Whereabouts::Renamed(row) if !is_taken => {
                     (socket.path, socket.renamed_from) = (Some(row), Some(scan.builder.path(gone).0));
                 }
                 Whereabouts::Refused => return Ok(false),
+                Whereabouts::Gone | Whereabouts::Renamed(_) => {
+                    return scan.refuse::<()>(d, why, CLOSE).map(|_| false);
+                }
             }
         }
     }

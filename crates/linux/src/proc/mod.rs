@@ -264,6 +264,13 @@ impl Proc {
         value.ok_or_else(|| self.nonsense("oom_score_adj", &text))
     }
 
+    /// `loginuid`: whose login it belongs to, all bits set for nobody's; `None` where the kernel does not tell.
+    pub fn login_uid(&self) -> Result<Option<u32>> {
+        let Some(text) = self.read_optional("loginuid")? else { return Ok(None) };
+        let value = number(&text).and_then(|v| u32::try_from(v).ok());
+        value.map(Some).ok_or_else(|| self.nonsense("loginuid", &text))
+    }
+
     /// Lines of `cgroup`: hierarchy, controllers and path, separated by colons.
     pub fn cgroup(&self) -> Result<Vec<String>> {
         let text = self.read("cgroup")?;

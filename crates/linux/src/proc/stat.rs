@@ -25,6 +25,8 @@ bitflags! {
         const IO_FLUSHER = 0x80000;
         /// `PF_KTHREAD`: kernel thread.
         const KTHREAD = 0x200000;
+        /// `PF_MCE_EARLY`: with that policy it is told of failures before it touches them.
+        const MCE_EARLY = 0x800_0000;
         /// The rest, of no interest.
         const _ = !0;
     }

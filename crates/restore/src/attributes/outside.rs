@@ -2,6 +2,7 @@
 
 use super::credentials;
 use crate::{Error, Result};
+use linux_raw_sys::prctl::{PR_SET_IO_FLUSHER, PR_SET_SPECULATION_CTRL};
 use stillpoint_image::{AddressSpace, Process, Thread};
 use stillpoint_linux::layout::words;
 use stillpoint_linux::proc::Proc;
@@ -40,6 +41,19 @@ pub fn missing(process: &Process, in_users: bool) -> Result<Vec<String>> {
             all.push(format!(
                 "oom_score_adj was {was}, here it is {here}; lowering it needs CAP_SYS_RESOURCE"
             ));
+        }
+    }
+    let is_flusher = |thread: &Thread| thread.choices.iter().any(|c| c[0] == u64::from(PR_SET_IO_FLUSHER));
+    if process.threads.iter().any(is_flusher) {
+        // It is asked for from inside.
+        if in_users {
+            all.push(
+                "it handles I/O for the kernel (PR_SET_IO_FLUSHER) in a user namespace of its own".into(),
+            );
+        } else if status.caps[2] & CAP_SYS_RESOURCE == 0 {
+            all.push(
+                "it handles I/O for the kernel (PR_SET_IO_FLUSHER), which needs CAP_SYS_RESOURCE".into(),
+            );
         }
     }
     let now = credentials::current(own.pid())?;
@@ -95,6 +109,23 @@ pub fn thread(tid: u32, thread: &Thread) -> Result<()> {
         explain(sched::set_io_priority(tid, thread.ioprio), libc::EPERM, what, help)?;
     }
     Ok(())
+}
+
+/// What threads have chosen that nobody can choose here: a remark for each kind.
+pub fn forgone(process: &Process) -> Vec<String> {
+    const KINDS: [&str; 2] = ["stores that are bypassed", "indirect branches"];
+    let choices = process.threads.iter().flat_map(|thread| &thread.choices);
+    let mut all: Vec<String> = choices
+        .filter(|choice| {
+            choice[0] == u64::from(PR_SET_SPECULATION_CTRL) && !features::may_choose_speculation(choice[1])
+        })
+        .filter_map(|choice| KINDS.get(choice[1] as usize))
+        .map(|kind| {
+            format!("it had switched speculation about {kind} off, which this machine lets nobody choose")
+        })
+        .collect();
+    all.dedup();
+    all
 }
 
 /// The call that makes `now` what the thread had; `None` if it is so already.

@@ -1,12 +1,12 @@
 //! What each thread tells the kernel about itself: a program to run in it.
 
 use super::process::prctl;
-use linux_raw_sys::prctl::{PR_SET_NAME, PR_SET_TIMERSLACK, PR_SET_TSC};
+use linux_raw_sys::prctl::{PR_SET_NAME, PR_SET_SPECULATION_CTRL, PR_SET_TIMERSLACK, PR_SET_TSC};
 use stillpoint_image::{AddressSpace, Thread};
 use stillpoint_linux::layout;
 use stillpoint_linux::program::Program;
 
-/// Name, alternate stack, robust list, clear-child-tid, restartable sequences, `rdtsc`, timer slack, personality: when
+/// Name, alternate stack, robust list, clear-child-tid, restartable sequences, `rdtsc`, timer slack, choices, personality: when
 /// memory is final and all threads exist.
 ///
 /// Memory must be final because the kernel writes to the thread's `struct rseq` from now on, whenever the thread
@@ -35,6 +35,14 @@ pub fn thread(thread: &Thread, space: &AddressSpace) -> Program {
     // Real-time threads have none, and cannot be given any; a policy set later takes it away by itself.
     if thread.timer_slack_ns != 0 {
         prctl(&mut p, "PR_SET_TIMERSLACK", PR_SET_TIMERSLACK, [thread.timer_slack_ns.into()]);
+    }
+    for &[option, what, value] in &thread.choices {
+        let args = [option, what, value, 0, 0].map(Into::into);
+        // Where the processor or the machine's settings leave no choice, [`super::outside::forgone`] tells.
+        match option as u32 {
+            PR_SET_SPECULATION_CTRL => p.attempt("prctl PR_SET_SPECULATION_CTRL", libc::SYS_prctl, args),
+            _ => p.call(format!("prctl {option}"), libc::SYS_prctl, args),
+        };
     }
     p.call("personality", libc::SYS_personality, [u64::from(space.personality).into()]);
     p

@@ -1,7 +1,7 @@
 //! What copies of a program that run beside each other and beside it have for themselves, what in common, and what only one can have.
 
 use super::check::check;
-use super::sockets::{DATAGRAM, STREAM, UNIX, name};
+use super::sockets::{DATAGRAM, STREAM, UNIX, name, needs_sharing};
 use super::{called, queues};
 use crate::{Error, FilesPolicy, Result};
 use rustix::fs::{FileType, Stat};
@@ -66,7 +66,10 @@ pub fn stay_apart(image: &mut Image, policy: FilesPolicy) -> Result<()> {
 /// [`Error::Refused`] names each that more than one would have.
 pub fn check_alone(image: &Image, count: usize) -> Result<()> {
     let objects = Objects::of(image)?;
-    let addresses = image.sockets.iter().filter(|socket| image.network.is_none() && shares_address(socket));
+    let addresses = image
+        .sockets
+        .iter()
+        .filter(|socket| image.network.is_none() && (shares_address(socket) || needs_sharing(image, socket)));
     let refusals: Vec<String> = if count > 1 {
         let all = objects.names.values().cloned().chain(addresses.map(|socket| name(image, socket)));
         all.map(|what| format!("{what}: only one of {count} can have it")).collect()
@@ -155,7 +158,7 @@ fn shares_address(socket: &Socket) -> bool {
 }
 
 /// Whether a socket that does not share cannot be bound to an address. One that lingers after a connection is in nobody's way.
-fn is_taken(socket: &Socket) -> bool {
+pub(super) fn is_taken(socket: &Socket) -> bool {
     let Ok(probe) = sockets::socket(socket.family as i32, socket.kind as i32, socket.protocol as i32) else {
         return false;
     };

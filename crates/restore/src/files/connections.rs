@@ -1,7 +1,7 @@
 //! TCP connections: those between two sockets of the program are made anew, with all that was on its way; of the others the
 //! ones that were kept come in [`super::kept`], and what is left is over.
 
-use super::sockets::{address, forget, name, refusal};
+use super::sockets::{address, bind_address, forget, name, refusal};
 use super::{Opening, missing, options};
 use crate::{Error, Result, TcpPolicy};
 use std::collections::HashMap;
@@ -65,7 +65,7 @@ fn begin(
 ) -> Result<(OwnedFd, Option<String>)> {
     let (fd, name) = (new(socket)?, name(opening.image, socket));
     options::apply(&fd, socket, &name)?;
-    let moved = match sockets::bind(&fd, &socket.local.0) {
+    let moved = match bind_address(socket, &fd) {
         Ok(()) => None,
         // It is most often the kernel that has chosen it.
         Err(e) if matches!(e.raw_os_error(), Some(libc::EADDRINUSE | libc::EADDRNOTAVAIL)) => {

@@ -427,8 +427,12 @@ impl<'a> Finish<'a> {
     /// the file is told as its owner, and so the process does that once more.
     fn lock(&mut self, row: u32, home: Home, file: &OpenFile) -> Result<()> {
         for lock in file.locks.iter().filter(|l| l.kind == LockKind::Flock) {
-            let taken = if lock.exclusive { libc::LOCK_EX } else { libc::LOCK_SH };
-            for operation in [libc::LOCK_UN, taken | libc::LOCK_NB] {
+            // Who waits for it does not get in between: it is never given up, where that can be.
+            let operations = match lock.exclusive {
+                true => [libc::LOCK_SH | libc::LOCK_NB, libc::LOCK_EX | libc::LOCK_NB],
+                false => [libc::LOCK_UN, libc::LOCK_SH | libc::LOCK_NB],
+            };
+            for operation in operations {
                 let args = [home.fd.into_arg(), value(operation)];
                 let what = format!("lock the file of descriptor {}", home.fd);
                 self.programs[home.process].call(what, libc::SYS_flock, args);

@@ -43,7 +43,8 @@ use objects::Recreated;
 use std::collections::{HashMap, HashSet};
 use std::io::Read;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::Path;
+use std::time::Instant;
 use stillpoint_image::{Backing, FileKind, Image, OpenFile, Owner, Range};
 use stillpoint_linux::proc::Proc;
 use stillpoint_linux::program::Run;
@@ -89,8 +90,8 @@ pub struct OpenFiles {
     objects: Vec<OwnedFd>,
     segments: segments::Segments,
     queues: queues::Queues,
-    /// Files of unix sockets that have no names any more, by those that they had: handles.
-    nameless: HashMap<PathBuf, OwnedFd>,
+    /// Files of unix sockets that have no names any more, by row of the socket: handles.
+    nameless: HashMap<u32, OwnedFd>,
     /// Sockets whose messages come when all processes are there.
     laden: Vec<messages::Laden>,
     /// What mappings are made from and the process stands in: row of [`Image::paths`], and whether for writing.
@@ -119,7 +120,7 @@ pub fn open(
     stdio: Stdio,
     own_output: bool,
 ) -> Result<OpenFiles> {
-    let namespaces = Namespaces::make(image, contents)?;
+    let mut namespaces = Namespaces::make(image, contents)?;
     let (called, reached) = (image, namespaces.have_mounts().then(|| namespaces.reached(image)));
     let image = reached.as_ref().unwrap_or(called);
     let findings = check::check(image, policy)?;
@@ -130,6 +131,7 @@ pub fn open(
     if !refusals.is_empty() {
         return Err(Error::Refused(refusals.iter().map(|line| namespaces.told(line)).collect()));
     }
+    namespaces.make_of_groups(image)?;
     descriptors::raise_descriptor_limit()?;
     let mut opening = Opening::new(image, namespaces, contents, tcp, stdio)?;
     let (shared, cut) = cutback::shared(image, &findings.grown, own_output);
@@ -172,6 +174,7 @@ struct Opening<'a> {
     stdio: Stdio,
     /// Deleted files, by row; they lose their names when this is dropped.
     deleted: HashMap<u32, Recreated>,
+    began: Instant,
     /// What they lie in, where that is gone; goes after them.
     detour: Detour,
     files: OpenFiles,
@@ -204,7 +207,9 @@ impl<'a> Opening<'a> {
             terminals: HashMap::new(),
             kept: None,
         };
-        Ok(Opening { image, contents, tcp, stdio, deleted: HashMap::new(), detour: Detour::default(), files })
+        let began = Instant::now();
+        let (deleted, detour) = (HashMap::new(), Detour::default());
+        Ok(Opening { image, contents, tcp, stdio, deleted, began, detour, files })
     }
 
     /// Rows of open files for which `pick` gives something.

@@ -2,7 +2,7 @@
 
 use super::detour::Detour;
 use super::kept::Kept;
-use super::{Opening, connections, datagrams, messages, missing, options};
+use super::{Opening, clones, connections, datagrams, messages, missing, options};
 use crate::{Error, Result, TcpPolicy};
 use rustix::fs::{FileType, Gid, Mode, Uid};
 use std::collections::{HashMap, HashSet};
@@ -10,6 +10,7 @@ use std::ffi::OsStr;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
+use std::time::{Duration, Instant};
 use stillpoint_image::{FileKind, Image, PathFile, Socket};
 use stillpoint_linux::{Error as Kernel, inet_diag, sockets};
 
@@ -19,12 +20,17 @@ pub(super) const DATAGRAM: u32 = libc::SOCK_DGRAM as u32;
 const UDP: u32 = libc::IPPROTO_UDP as u32;
 const REUSE_PORT: (u32, u32) = (libc::SOL_SOCKET as u32, libc::SO_REUSEPORT as u32);
 const REUSE_ADDRESS: (u32, u32) = (libc::SOL_SOCKET as u32, libc::SO_REUSEADDR as u32);
+const FREE_BIND: (u32, u32) = (libc::IPPROTO_IP as u32, libc::IP_FREEBIND as u32);
+const FREE_BIND6: (u32, u32) = (libc::IPPROTO_IPV6 as u32, libc::IPV6_FREEBIND as u32);
+/// How long the addresses of a program that was killed may take to be free: its last files are closed behind its back.
+const RELEASED_LATE: Duration = Duration::from_secs(2);
 const IN_USE: &str = "another program uses this address";
 /// Longest `sun_path`, with its end.
 const SUN_PATH: usize = 108;
 
 /// Refuses where names of unix sockets are in use. A name that is left over from a socket nobody listens on is not.
 pub(super) fn check(image: &Image, refusals: &mut Vec<String>) {
+    let began = Instant::now();
     for socket in &image.sockets {
         let Some(file) = file_of(image, socket.path) else { continue };
         if let Some(file) = file_of(image, socket.renamed_from).filter(|file| file.path.as_path().exists()) {
@@ -39,7 +45,7 @@ pub(super) fn check(image: &Image, refusals: &mut Vec<String>) {
         };
         if file.deleted || FileType::from_raw_mode(stat.st_mode) != FileType::Socket {
             refusals.push(format!("{}: is in the way of a socket of that name", file.path));
-        } else if !is_stale(path, socket.kind) {
+        } else if !is_stale_by_now(path, socket.kind, began) {
             refusals.push(format!("{}: another program uses this socket", file.path));
         }
     }
@@ -47,6 +53,25 @@ pub(super) fn check(image: &Image, refusals: &mut Vec<String>) {
 
 fn file_of(image: &Image, row: Option<u32>) -> Option<&PathFile> {
     row.and_then(|row| image.paths.get(row as usize))
+}
+
+/// The same, some time after `began` at the latest.
+fn is_stale_by_now(path: &Path, kind: u32, began: Instant) -> bool {
+    loop {
+        if is_stale(path, kind) {
+            return true;
+        }
+        if began.elapsed() > RELEASED_LATE || let_go_of_circles().is_err() {
+            return false;
+        }
+    }
+}
+
+/// Sockets that lie in messages of one another go when the next one is closed; that, and all else, takes a moment.
+fn let_go_of_circles() -> Result<()> {
+    drop(sockets::socket(libc::AF_UNIX, libc::SOCK_DGRAM, 0)?);
+    std::thread::sleep(Duration::from_millis(10));
+    Ok(())
 }
 
 /// Nobody is behind a socket's name if a connection is refused. It is asked for with another type than the socket's: whoever is there
@@ -176,10 +201,9 @@ pub(super) fn address_of(image: &Image, socket: &Socket) -> Result<(Vec<u8>, Opt
 
 /// Where a datagram socket that sends to one of the program's reaches it, if that has no name any more.
 fn nameless(opening: &Opening<'_>, socket: &Socket) -> Option<Vec<u8>> {
-    let told = socket.remote.0.get(2..)?.split(|b| *b == 0).next()?;
-    let handle = opening.files.nameless.get(Path::new(OsStr::from_bytes(told)))?;
+    let handle = opening.files.nameless.get(&socket.sends_to?)?;
     let way = format!("/proc/self/fd/{}\0", handle.as_raw_fd());
-    (socket.family == UNIX).then(|| [&(libc::AF_UNIX as u16).to_ne_bytes()[..], way.as_bytes()].concat())
+    Some([&(libc::AF_UNIX as u16).to_ne_bytes()[..], way.as_bytes()].concat())
 }
 
 /// Where a datagram socket that sends to one of the program's reaches it, if that has another name than it tells.
@@ -259,9 +283,10 @@ fn bind_all(opening: &mut Opening<'_>, made: &mut HashMap<usize, OwnedFd>) -> Re
 }
 
 /// Whether several sockets of the program are bound to one address by `SO_REUSEPORT`, of which some may say otherwise by now.
-fn needs_sharing(image: &Image, socket: &Socket) -> bool {
+pub(super) fn needs_sharing(image: &Image, socket: &Socket) -> bool {
     let of = |s: &Socket| (s.family, s.kind, s.protocol, s.local.0.clone());
-    if socket.family == UNIX || socket.local.0.is_empty() || socket.connection.is_some() {
+    let is_internet = [libc::AF_INET as u32, libc::AF_INET6 as u32].contains(&socket.family);
+    if !is_internet || socket.local.0.is_empty() || socket.connection.is_some() {
         return false;
     }
     let sharers = image.sockets.iter().filter(|other| other.connection.is_none() && of(other) == of(socket));
@@ -275,9 +300,43 @@ fn needs_sharing(image: &Image, socket: &Socket) -> bool {
     sharers.len() > 1 && (by_port || !sharers.iter().all(|s| s.kind == DATAGRAM && allows(s, REUSE_ADDRESS)))
 }
 
+/// Tries what needs an address until others have let go of it, for some time after the files are begun to be opened.
+fn when_free(opening: &Opening<'_>, socket: &Socket, attempt: impl Fn() -> Result<()>) -> Result<()> {
+    let mut may_forget = socket.family != UNIX && socket.kind == STREAM;
+    loop {
+        match attempt() {
+            Err(e) if is_in_use(&e) => {
+                // Unless the program has allowed it, connections that are over keep others from the port for a minute.
+                if std::mem::take(&mut may_forget) && forget(socket) {
+                    continue;
+                }
+                if opening.began.elapsed() > RELEASED_LATE {
+                    return Err(e);
+                }
+                let_go_of_circles()?;
+            }
+            other => return other,
+        }
+    }
+}
+
+/// Whether a socket lets others be bound to its address by `SO_REUSEPORT`.
+fn shares_by_port(socket: &Socket) -> bool {
+    let option = socket.options.iter().find(|o| (o.level, o.name) == REUSE_PORT);
+    option.is_some_and(|option| option.value.0.iter().any(|byte| *byte != 0))
+}
+
 fn bind(opening: &mut Opening<'_>, socket: &Socket, fd: &OwnedFd) -> Result<()> {
     let internet_stream = socket.family != UNIX && socket.kind == STREAM;
     if needs_sharing(opening.image, socket) {
+        // That would let us in beside anybody who has allowed it once.
+        let is_first = opening.image.sockets.iter().find(|other| other.local == socket.local);
+        if is_first.is_some_and(|first| std::ptr::eq(first, socket)) && !shares_by_port(socket) {
+            when_free(opening, socket, || match clones::is_taken(socket) {
+                true => Err(Error::Refused(vec![format!("{}: {IN_USE}", name(opening.image, socket))])),
+                false => Ok(()),
+            })?;
+        }
         sockets::set_option(fd, REUSE_PORT.0, REUSE_PORT.1, &1i32.to_ne_bytes())?;
     }
     if !socket.local.0.is_empty() {
@@ -288,15 +347,8 @@ fn bind(opening: &mut Opening<'_>, socket: &Socket, fd: &OwnedFd) -> Result<()> 
         if internet_stream {
             sockets::set_option(fd, reuse.0, reuse.1, &1i32.to_ne_bytes())?;
         }
-        let bind = |opening: &mut Opening<'_>| {
-            bind_name(opening, socket, fd)?;
-            listen(socket, fd, &name(opening.image, socket))
-        };
-        if let Err(e) = bind(opening) {
-            // Unless the program has allowed it, connections that are over keep others from the port for a minute.
-            let over = internet_stream && is_in_use(&e) && forget(socket);
-            if over { bind(opening)? } else { return Err(e) }
-        }
+        bind_name(opening, socket, fd)?;
+        when_free(opening, socket, || listen(socket, fd, &name(opening.image, socket)))?;
         if let Some(before) = before.filter(|_| internet_stream) {
             sockets::set_option(fd, reuse.0, reuse.1, &before)?;
         }
@@ -323,12 +375,31 @@ fn listen(socket: &Socket, fd: &OwnedFd, what: &str) -> Result<()> {
 fn bind_name(opening: &mut Opening<'_>, socket: &Socket, fd: &OwnedFd) -> Result<()> {
     let what = name(opening.image, socket);
     let Some(row) = socket.path else {
-        return sockets::bind(fd, &socket.local.0).map_err(|e| refusal(&what, &e));
+        return when_free(opening, socket, || bind_address(socket, fd).map_err(|e| refusal(&what, &e)));
     };
     let file = opening.image.paths.get(row as usize).ok_or_else(|| missing("file", row))?;
     let told = socket.local.0.get(2..).and_then(|name| name.split(|byte| *byte == 0).next());
     let told = told.map(|name| Path::new(OsStr::from_bytes(name))).filter(|name| name.is_relative());
-    bind_path(opening, file, file_of(opening.image, socket.renamed_from), fd, socket.kind, told)
+    let is_it = |other: &Socket| std::ptr::eq(other, socket);
+    let own = opening.image.sockets.iter().position(is_it).map(|row| row as u32);
+    bind_path(opening, file, file_of(opening.image, socket.renamed_from), fd, socket.kind, told, own)
+}
+
+/// Binds to an address, also to one that was not the machine's when the program was there.
+pub(super) fn bind_address(socket: &Socket, fd: &OwnedFd) -> std::io::Result<()> {
+    if !socket.foreign {
+        return sockets::bind(fd, &socket.local.0);
+    }
+    let (level, option) = if socket.family == libc::AF_INET6 as u32 { FREE_BIND6 } else { FREE_BIND };
+    let set = |value: &[u8]| {
+        let set = sockets::set_option(fd, level, option, value);
+        set.map_err(|e| std::io::Error::from_raw_os_error(e.errno().unwrap_or(libc::EIO)))
+    };
+    let before = sockets::option(fd, level, option).ok().flatten();
+    set(&1i32.to_ne_bytes())?;
+    let bound = sockets::bind(fd, &socket.local.0);
+    set(&before.unwrap_or(0i32.to_ne_bytes().to_vec()))?;
+    bound
 }
 
 /// Binds to a name in the file system, which it had before; a stale one is removed. With `renamed_from` to that one, which then
@@ -340,6 +411,7 @@ fn bind_path(
     fd: &OwnedFd,
     kind: u32,
     told: Option<&Path>,
+    row: Option<u32>,
 ) -> Result<()> {
     let path = file.path.as_path();
     let first = renamed_from.unwrap_or(file);
@@ -361,7 +433,7 @@ fn bind_path(
     if file.deleted {
         // Sockets of the program may send to it all the same: its file is reached as long as somebody has a handle to it.
         let handle = stillpoint_linux::mounts::handle(rustix::fs::CWD, path)?;
-        opening.files.nameless.insert(path.to_owned(), handle);
+        opening.files.nameless.extend(row.map(|row| (row, handle)));
         return Ok(std::fs::remove_file(path).map_err(|e| Kernel::file(path, e))?);
     }
     let named = |e| Kernel::file(path, e);
@@ -382,8 +454,11 @@ fn bind_where_it_was(
     told: Option<&Path>,
 ) -> Result<()> {
     let (way, namespaces) = (file.path.as_path(), &opening.files.namespaces);
-    if let Some(told) = told.filter(|told| file.namespace.is_none() && way.ends_with(told)) {
-        let above = told.components().count();
+    let plain = told.map(|told| told.strip_prefix(".").unwrap_or(told));
+    if let Some((told, plain)) =
+        told.zip(plain).filter(|(_, plain)| file.namespace.is_none() && way.ends_with(plain))
+    {
+        let above = plain.components().count();
         let folder = way.ancestors().nth(above).unwrap_or(Path::new("/"));
         let (address, _) = unix_address(told)?;
         return sockets::bind_in(folder, fd, &address).map_err(|e| refusal(&way.display().to_string(), &e));
@@ -463,9 +538,12 @@ fn accept_connections(opening: &mut Opening<'_>, made: &mut HashMap<usize, Owned
         match path {
             Some(file) => {
                 let file = PathFile { deleted: false, ..file.clone() };
-                bind_path(opening, &file, None, &door, accepted.kind, None)?
+                bind_path(opening, &file, None, &door, accepted.kind, None, None)?
             }
-            None => sockets::bind(&door, &address).map_err(|e| refusal(&name(image, listener), &e))?,
+            None => {
+                let bind = || sockets::bind(&door, &address).map_err(|e| refusal(&name(image, listener), &e));
+                when_free(opening, accepted, bind)?;
+            }
         }
         rustix::net::listen(&door, 16).map_err(|e| Kernel::call("listen", e))?;
         let client = sockets::socket(libc::AF_UNIX, accepted.kind as i32, 0)?;
