@@ -132,6 +132,44 @@ fn vim() {
     job.ends_with(0);
 }
 
+/// Who leads the session in the terminal has it open by its general name, as editors have that run shells in terminals of their own.
+#[test]
+fn a_program_with_a_shell_in_a_terminal_of_its_own() {
+    let Some(python) = installed(&["python3"], "python3") else { return };
+    if undisturbed_only() {
+        return;
+    }
+    let script = r#"
+import os, pty
+screen = os.open("/dev/tty", os.O_RDWR)
+child, inner = pty.fork()
+if child == 0:
+    own = os.open("/dev/tty", os.O_RDWR)
+    while True:
+        os.write(own, b"inner heard " + os.read(own, 100).strip() + b"\n")
+os.write(screen, b"ready\r\n")
+while True:
+    said = os.read(screen, 100)
+    if said.strip() == b"end":
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        os._exit(0)
+    os.write(inner, said)
+    got = b""
+    while got.count(b"\n") < 2: got += os.read(inner, 100)
+    os.write(screen, got.splitlines()[1] + b"\r\n")
+"#;
+    let mut job = Job::start(Scratch::new(), &[python.to_str().expect("path"), "-c", script]);
+    job.shows("ready");
+    job.says("one\r", "inner heard one");
+    for life in 1..=LIVES {
+        job.live_again();
+        job.says(&format!("life {life}\r"), &format!("inner heard life {life}"));
+    }
+    job.terminal.type_keys("end\r");
+    job.ends_with(0);
+}
+
 /// It goes on to draw, and listens to its keys.
 #[test]
 fn htop() {

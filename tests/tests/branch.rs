@@ -464,6 +464,10 @@ impl Footprint {
 /// As [`goes_back`], to one snapshot again and again; nothing grows. `STILLPOINT_TURNS=250` makes it a thousand times.
 #[track_caller]
 fn leaks_nothing(scratch: Scratch, command: &[&str]) {
+    leaks_nothing_in(turns(), scratch, command);
+}
+
+fn leaks_nothing_in(turns: u64, scratch: Scratch, command: &[&str]) {
     if undisturbed_only() {
         return;
     }
@@ -476,7 +480,7 @@ fn leaks_nothing(scratch: Scratch, command: &[&str]) {
         Footprint::of(branched)
     };
     // Buffers grow to their sizes, and a thread may be made before it is looked at.
-    let (mut first, all) = (once(), 4 * turns().max(16));
+    let (mut first, all) = (once(), 4 * turns);
     for turn in 0..all {
         if turn % 8 == 0 {
             let other = branched.snapshot();
@@ -766,7 +770,7 @@ fn what_processes_say_to_each_other_goes_back() {
 fn connections_leak_nothing() {
     let Some(program) = made("channels.c") else { return };
     // What is on its way is kept with a snapshot: some 100 MiB where all is full.
-    leaks_nothing(Scratch::new(), &[&program, "apart", "small"]);
+    leaks_nothing_in(turns().max(12), Scratch::new(), &[&program, "apart", "small"]);
 }
 
 /// Who has many children that ended, and waits for none, may be no one who buries a twin. That is not found out by waiting, for the

@@ -23,7 +23,7 @@ const LAZY: [&str; 2] = ["--eager-below", "0"];
 
 /// How often a test kills.
 fn kills() -> u64 {
-    tier::times("STILLPOINT_KILLS", 30, 300)
+    tier::times("STILLPOINT_KILLS", 15, 300)
 }
 
 /// A target of which there is a checkpoint.

@@ -355,6 +355,13 @@ fn what_its_user_may_not_restore_is_not_killed() {
     assert!(kernel::alive(program.id()));
     stillpoint.run_as_nobody(&["ls"]).ok();
     stillpoint.run_as_nobody(&["checkpoint", &pid, "--name", "own"]).ok();
+    let theirs = scratch.path().join("nobodys/store");
+    let theirs = theirs.to_str().expect("a path");
+    stillpoint.run(&["checkpoint", &pid, "--name", "own", "--store", theirs]).ok();
+    let verify = stillpoint.run_as_nobody(&["verify", "own"]);
+    let said = [&*verify.stdout, &verify.stderr].concat();
+    assert!(verify.code() == 1 && said.contains("belongs to user 0"), "{verify}");
+    assert!(said.contains("own@2  not checked") && !said.contains("DAMAGED"), "{verify}");
     program.kill().and_then(|()| program.wait()).expect("killed");
 }
 

@@ -13,7 +13,7 @@ use stillpoint_tests::{
 
 /// How often the tests kill: the restoring command half as often, the checkpointing one so often under all engines together.
 fn kills() -> u64 {
-    tier::times("STILLPOINT_KILLS", 30, 1000)
+    tier::times("STILLPOINT_KILLS", 20, 1000)
 }
 
 /// The counters that the target keeps in a shared file: rounds of each thread, and how often something was wrong.

@@ -17,7 +17,7 @@ const LAZY: [&str; 2] = ["--eager-below", "0"];
 
 /// How often a test kills page servers.
 fn kills() -> u64 {
-    tier::times("STILLPOINT_KILLS", 40, 300)
+    tier::times("STILLPOINT_KILLS", 20, 300)
 }
 
 /// A target that was checkpointed and killed.

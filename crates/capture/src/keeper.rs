@@ -62,12 +62,16 @@ impl Keeper {
         }
         let name = new_name()?;
         let listener = listen(&name)?;
-        let (hear, word) = std::io::pipe().map_err(|e| Kernel::call("pipe", e))?;
+        let pipe = || std::io::pipe().map_err(|e| Kernel::call("pipe", e));
+        let ((hear, word), (mut arrived, arrives)) = (pipe()?, pipe()?);
         let files: Vec<BorrowedFd<'_>> = kept.iter().map(|(_, file)| *file).collect();
         let child = match copy()? {
             Split::Original(child) => child,
-            Split::Copy => Work { files, listener, target, hear }.work(),
+            Split::Copy => Work { files, listener, target, hear, arrives }.work(),
         };
+        drop(arrives);
+        // What is for our group and our terminal is not for it from there on.
+        arrived.read_exact(&mut [0]).map_err(|e| Kernel::call("hear of the one who keeps sockets", e))?;
         for (place, (row, _)) in kept.iter().enumerate() {
             builder.image.sockets[*row as usize].kept = Some(place as u32);
         }
@@ -137,6 +141,8 @@ struct Work<'a> {
     listener: OwnedFd,
     target: BorrowedFd<'a>,
     hear: PipeReader,
+    /// To say that it is by itself.
+    arrives: PipeWriter,
 }
 
 impl Work<'_> {
@@ -145,9 +151,11 @@ impl Work<'_> {
         let _ = rustix::process::setsid();
         let _ = rustix::process::chdir("/");
         let _ = rustix::thread::set_name(c"stillpoint-keep");
-        let own = [self.listener.as_raw_fd(), self.target.as_raw_fd(), self.hear.as_raw_fd()];
+        let own = [&self.listener.as_fd(), &self.target, &self.hear.as_fd(), &self.arrives.as_fd()]
+            .map(AsRawFd::as_raw_fd);
         let keep: Vec<i32> = self.files.iter().map(AsRawFd::as_raw_fd).chain(own).collect();
         close_all_but(&keep);
+        let _ = self.arrives.write_all(&[ALIVE]);
         if self.is_killed() {
             self.keep();
         }

@@ -36,7 +36,13 @@ fn main() -> ExitCode {
         let message = panic.payload().downcast_ref::<String>().map(String::as_str);
         let message = message.or_else(|| panic.payload().downcast_ref::<&str>().copied());
         let what = message.and_then(|m| m.lines().next()).unwrap_or("no message");
-        output::note(&format!("stillpoint: a mistake in stillpoint itself: {what}{place}"));
+        output::note(&match what.contains("failed to spawn thread") {
+            true => format!(
+                "stillpoint: no more threads can be made here, of which it needs a few ({what}): raise pids.max of the control group, \
+                 ulimit -u or kernel.threads-max"
+            ),
+            false => format!("stillpoint: a mistake in stillpoint itself: {what}{place}"),
+        });
         std::process::exit(FAILED.into());
     }));
     let outcome = match Cli::try_parse() {

@@ -110,6 +110,10 @@ impl stillpoint_restore::Progress for Bar {
     fn advance(&self, bytes: u64) {
         stillpoint_capture::Progress::advance(&*self.counts, bytes);
     }
+
+    fn waits(&self, why: &str) {
+        crate::output::note(why);
+    }
 }
 
 impl stillpoint_archive::Progress for Bar {

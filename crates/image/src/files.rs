@@ -579,6 +579,10 @@ pub struct Pty {
     /// Owner, group and permissions of the slave, where it was open.
     #[n(10)]
     pub owner: Option<TerminalOwner>,
+    /// Open files that are this terminal by its general name (`/dev/tty`), as who is in its session has it: indices into
+    /// [`crate::Image::files`]. None: nobody has looked, and all such files are of the terminal of who has them.
+    #[n(11)]
+    pub controls: Option<Vec<u32>>,
 }
 
 /// Whose a terminal is.

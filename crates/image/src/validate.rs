@@ -116,6 +116,8 @@ pub fn image(image: &Image) -> Result<(), Invalid> {
     }
     for (row, pty) in rows("pty", &image.ptys) {
         pty.multiplexer.map_or(Ok(()), |i| row.refers("file", i, image.paths.len()))?;
+        let mut controls = pty.controls.iter().flatten();
+        controls.try_for_each(|&file| row.refers("open file", file, image.files.len()))?;
     }
     for (row, queue) in rows("message queue", &image.queues) {
         let name = &queue.name.0;

@@ -13,6 +13,7 @@ const TIOCGPTLCK: u64 = 0x8004_5439;
 const TIOCGPKT: u64 = 0x8004_5438;
 const TIOCGPTPEER: u64 = 0x5441;
 const TIOCGEXCL: u64 = 0x8004_5440;
+const TIOCGDEV: u64 = 0x8004_5432;
 
 /// Major device numbers of slaves, each with [`PER_MAJOR`] of them (`UNIX98_PTY_SLAVE_MAJOR`).
 const SLAVES: std::ops::RangeInclusive<u32> = 136..=143;
@@ -87,6 +88,11 @@ pub fn packet_mode(master: impl AsFd) -> Result<bool> {
 /// Switches packet mode of a master.
 pub fn set_packet_mode(master: impl AsFd, on: bool) -> Result<()> {
     ioctl_set_int(master, libc::TIOCPKT, on.into(), "set the packet mode of a pty")
+}
+
+/// Device number of the terminal behind a descriptor, which may have been opened by another name (`/dev/tty`).
+pub fn device(tty: impl AsFd) -> Result<u64> {
+    Ok(u64::from(ioctl_int(tty, TIOCGDEV, "read the device of a terminal")? as u32))
 }
 
 /// Whether a terminal is in exclusive mode.

@@ -6,14 +6,31 @@ use stillpoint_linux::proc::{Proc, Stat, processes};
 
 /// How long the parent of a dead process may take to notice.
 const PATIENCE: Duration = Duration::from_secs(5);
+/// How long it may take before somebody is told.
+const LONG: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_millis(2);
 
-/// Waits until none of these ids is that of a dead process or thread. What lives is not waited for.
-pub(crate) fn wait(ids: impl IntoIterator<Item = u32>) {
-    let start = Instant::now();
+/// Waits until none of these ids is that of a dead process or thread. What lives is not waited for. `tell` hears whom it waits for if that
+/// takes long.
+pub(crate) fn wait(ids: impl IntoIterator<Item = u32>, tell: impl Fn(&str)) {
+    let (start, mut is_told) = (Instant::now(), false);
     for id in ids {
-        let is_dead = || own(id).is_some_and(|s| is_dead(&s));
-        while start.elapsed() < PATIENCE && is_dead() {
+        while start.elapsed() < PATIENCE
+            && let Some(dead) = own(id).filter(is_dead)
+        {
+            if !is_told && start.elapsed() > LONG {
+                is_told = true;
+                let parent = match own(dead.ppid) {
+                    Some(p) => {
+                        format!("process {} ({})", p.pid, String::from_utf8_lossy(&p.comm).escape_debug())
+                    }
+                    None => "its parent".into(),
+                };
+                tell(&format!(
+                    "waits up to {} s for {parent} to notice that process {id} has ended, whose id is needed",
+                    2 * PATIENCE.as_secs()
+                ));
+            }
             std::thread::sleep(PAUSE);
         }
     }
@@ -102,7 +119,7 @@ mod tests {
     fn the_living_are_not_waited_for() {
         let id = std::process::id();
         assert!(!none_alive_has(id));
-        wait([id]);
+        wait([id], |_| unreachable!("it lives"));
         assert_eq!(until_free(|| id, || Err::<(), _>(()), |()| true, false), Err(()));
     }
 }

@@ -113,6 +113,8 @@ pub trait Progress: Sync {
     fn start(&self, total_bytes: u64);
     /// So many more have been.
     fn advance(&self, bytes: u64);
+    /// It waits for something, which takes long.
+    fn waits(&self, _why: &str) {}
 }
 
 /// Whether there can be as many mappings as the program has, and what it is made from beside them.
@@ -148,7 +150,7 @@ pub fn restore(
         Ids::New => Pids::anew(image),
     };
     match options.ids {
-        Ids::Same => burial::wait(family::ids(image)),
+        Ids::Same => burial::wait(family::ids(image), |why| progress.waits(why)),
         Ids::New => check_namespaces(image)?,
     }
     has_room(image)?;

@@ -136,7 +136,8 @@ fn helper() {
             owner.id = std::process::id();
         }
     }
-    let process = Process { pid: std::process::id(), ..Process::default() };
+    let session = image.ptys.iter().find_map(|pty| pty.session);
+    let process = Process { pid: std::process::id(), session, ..Process::default() };
     image.processes.push(process);
     let _ = rustix::process::setsid(); // as a program that had a terminal of its own did
     let open = files::open(

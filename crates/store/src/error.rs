@@ -1,6 +1,8 @@
 //! What can go wrong in a store.
 
+use std::borrow::Cow;
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use stillpoint_image::wire::WireError;
 use stillpoint_image::{Codec, Owner};
@@ -57,7 +59,7 @@ pub enum Error {
         job: String,
     },
     /// The operating system refused an operation.
-    #[error("{action} {}: {source}{}", .path.display(), hint(.source))]
+    #[error("{action} {}: {source}{}", .path.display(), hint(.path, .source))]
     Io {
         /// What was being done.
         action: &'static str,
@@ -179,6 +181,11 @@ impl Error {
         move |source| Error::Io { action, path: path.to_owned(), source }
     }
 
+    /// Whether we were not allowed to look, which tells nothing of what is there.
+    pub fn is_forbidden(&self) -> bool {
+        matches!(self, Error::Io { source, .. } if source.kind() == io::ErrorKind::PermissionDenied)
+    }
+
     /// Whether the medium has no room left.
     pub fn is_full(&self) -> bool {
         let Error::Io { source, .. } = self else { return false };
@@ -186,8 +193,17 @@ impl Error {
     }
 }
 
-fn hint(error: &io::Error) -> &'static str {
-    match error.kind() {
+fn hint(path: &Path, error: &io::Error) -> Cow<'static, str> {
+    let owner =
+        || std::fs::symlink_metadata(path).or_else(|_| std::fs::metadata(path.parent().unwrap_or(path)));
+    let own = rustix::process::geteuid().as_raw();
+    if error.kind() == io::ErrorKind::PermissionDenied
+        && let Some(uid) = owner().ok().map(|file| file.uid()).filter(|uid| *uid != own)
+    {
+        return format!(" (it belongs to user {uid}: be that user, or root, or change its owner by chown)")
+            .into();
+    }
+    let hint = match error.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
             " (make room, prune older checkpoints, or choose another store)"
         }
@@ -198,7 +214,8 @@ fn hint(error: &io::Error) -> &'static str {
             " (raise the limit on open files: ulimit -n)"
         }
         _ => "",
-    }
+    };
+    hint.into()
 }
 
 /// Why pages could not be put into a checkpoint.

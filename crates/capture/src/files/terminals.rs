@@ -61,6 +61,46 @@ fn controlling(scan: &mut Scan<'_>, d: &Description) -> Result<Option<FileKind>>
     Ok(Some(FileKind::ControllingTerminal))
 }
 
+/// Notes which descriptors of controlling terminals are of pseudo-terminals of the program's: who is in the session of one opens
+/// them again. One of a terminal that is gone may be anybody's.
+pub(crate) fn resolve(scan: &mut Scan<'_>) -> Result<()> {
+    // In another devpts a terminal of the same number is another one: what it controls tells which.
+    let of_master = |m: &Description| {
+        let number = number(m)?;
+        let row = scan.ptys.get(&(home(scan, m), number)).copied()?;
+        Some((number, row, tty::session(&m.file).ok().flatten()))
+    };
+    let own: Vec<(u32, u32, Option<u32>)> = masters(scan).filter_map(of_master).collect();
+    for (index, d) in scan.all.iter().enumerate() {
+        let row = scan.base + index as u32;
+        if scan.builder.image.files[row as usize].kind != FileKind::ControllingTerminal {
+            continue;
+        }
+        let Some(number) = tty::device(&d.file).ok().and_then(tty::slave_number) else { continue };
+        if !own.iter().any(|(of, ..)| *of == number) {
+            continue;
+        }
+        let holders = d.held.iter().filter_map(|held| scan.stats().get(held.process));
+        let on_it = holders.filter(|(stat, _)| tty::slave_number(u64::from(stat.tty)) == Some(number));
+        let sessions: Vec<u32> = on_it.map(|(stat, _)| stat.session).collect();
+        let is_its =
+            |of: u32, session: Option<u32>| of == number && session.is_some_and(|s| sessions.contains(&s));
+        match own.iter().find(|(of, _, session)| is_its(*of, *session)) {
+            Some(&(_, pty, _)) => {
+                let pty = &mut scan.builder.image.ptys[pty as usize];
+                pty.controls.get_or_insert_default().push(row);
+            }
+            // One from outside that has the same number.
+            None if !scan.builder.terminals.is_empty() && !sessions.is_empty() => {}
+            None => {
+                let why = "it is the terminal of another session than those of whoever has it";
+                scan.refuse::<()>(d, why, "close it before the checkpoint")?;
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Settings of a terminal.
 pub(crate) fn settings(file: impl AsFd) -> Result<Terminal> {
     Ok(Terminal { termios: Bytes(tty::settings(&file)?), window: tty::window(&file)? })
@@ -217,6 +257,7 @@ fn pty(scan: &mut Scan<'_>, master: &Description) -> Result<Option<u32>> {
         foreground,
         exclusive: Some(exclusive).filter(|&sides| sides != 0),
         multiplexer,
+        controls: Some(Vec::new()),
         owner: slave.map(|d| TerminalOwner {
             uid: d.stat.st_uid,
             gid: d.stat.st_gid,

@@ -14,6 +14,8 @@ struct Checked {
     id: u64,
     pages: u64,
     problems: Vec<String>,
+    /// Not all of it may be read, which says nothing about it.
+    is_forbidden: bool,
 }
 
 /// Runs the command.
@@ -58,12 +60,17 @@ fn wanted(store: &Store, name: Option<&CheckpointName>) -> Result<Vec<(String, u
 fn check(store: &Store, job: String, id: u64) -> Result<Checked> {
     match store.verify(&job, Some(id)) {
         Ok(report) => {
+            let is_forbidden = report.problems.iter().all(stillpoint_store::Error::is_forbidden);
             let problems = report.problems.iter().map(ToString::to_string).collect();
-            Ok(Checked { job, id, pages: report.pages, problems })
+            Ok(Checked { job, id, pages: report.pages, problems, is_forbidden })
         }
         Err(e) if e.is_usage() => Err(jobs::store_failure(e)),
         // Reading failed as such: also a reason not to rely on it.
-        Err(e) => Ok(Checked { job, id, pages: 0, problems: vec![Failure::failed(e).what] }),
+        Err(e) => {
+            let is_forbidden = e.is_forbidden();
+            let problems = vec![Failure::failed(e).what];
+            Ok(Checked { job, id, pages: 0, problems, is_forbidden })
+        }
     }
 }
 
@@ -72,6 +79,7 @@ impl Checked {
         let size = output::bytes(self.pages * PAGE);
         match self.problems.len() {
             0 => format!("{}@{}  ok  {size}", self.job, self.id),
+            _ if self.is_forbidden => format!("{}@{}  not checked: not permitted", self.job, self.id),
             n => format!(
                 "{}@{}  DAMAGED: {n} {}",
                 self.job,

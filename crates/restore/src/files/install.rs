@@ -60,7 +60,7 @@ impl OpenFiles {
         }
         work.run(processes)?;
         for (row, home, file) in work.rows()? {
-            if is_late(image, file) {
+            if is_late(image, row, file) {
                 work.share(row, home)?;
             }
         }
@@ -95,10 +95,10 @@ impl OpenFiles {
 }
 
 /// Whether a description can only be made in a process that holds it.
-fn is_late(image: &Image, file: &OpenFile) -> bool {
+fn is_late(image: &Image, row: u32, file: &OpenFile) -> bool {
     match file.kind {
         FileKind::Pid(_) | FileKind::Proc(_) => true,
-        FileKind::ControllingTerminal => standard::is_inside(image),
+        FileKind::ControllingTerminal => standard::opener(image, row).is_some(),
         _ => false,
     }
 }
@@ -175,7 +175,7 @@ struct Finish<'a> {
     image: &'a Image,
     /// Descriptor tables of the processes.
     tables: Vec<&'a FileTable>,
-    /// The first descriptor of each open file.
+    /// The first descriptor of each open file, of a controlling terminal that of who can open it.
     home: HashMap<u32, Home>,
     pids: Pids<'a>,
     /// What the processes are to do next.
@@ -188,7 +188,14 @@ impl<'a> Finish<'a> {
         let mut home = HashMap::new();
         for (process, table) in tables.iter().enumerate() {
             for d in &table.descriptors {
-                home.entry(d.file).or_insert(Home { process, fd: d.fd });
+                let terminal = image.files.get(d.file as usize).map(|file| &file.kind);
+                let opener = match terminal {
+                    Some(FileKind::ControllingTerminal) => standard::opener(image, d.file),
+                    _ => None,
+                };
+                if opener.is_none_or(|opener| opener == process) {
+                    home.entry(d.file).or_insert(Home { process, fd: d.fd });
+                }
             }
         }
         let programs = tables.iter().map(|_| Program::new()).collect();
@@ -252,10 +259,10 @@ impl<'a> Finish<'a> {
 
     /// Gives an open file that was made late to all other processes that hold it.
     fn share(&mut self, row: u32, home: Home) -> Result<()> {
-        for process in home.process + 1..self.tables.len() {
+        for process in 0..self.tables.len() {
             // Those that share a table are given it once.
-            let before = &self.image.processes[..process];
-            if before.iter().any(|p| p.table == self.image.processes[process].table) {
+            let (all, own) = (&self.image.processes, self.image.processes[process].table);
+            if own == all[home.process].table || all[..process].iter().any(|p| p.table == own) {
                 continue;
             }
             let all: Vec<Descriptor> = self.descriptors(process, row).copied().collect();
@@ -275,7 +282,7 @@ impl<'a> Finish<'a> {
     /// Opens what can only be opened in the process itself, and puts it in the place kept for it. That place is
     /// taken, so the number the kernel gives is never the one it is to get.
     fn open_late(&mut self, row: u32, home: Home, file: &OpenFile) -> Result<()> {
-        if !is_late(self.image, file) {
+        if !is_late(self.image, row, file) {
             return Ok(());
         }
         let (flags, fd) = (super::open_flags(file.flags) as u32, home.fd);

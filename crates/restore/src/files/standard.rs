@@ -4,12 +4,13 @@ use super::{Opening, pipes};
 use crate::{Result, Stdio};
 use rustix::fs::{FileType, OFlags};
 use std::os::fd::{BorrowedFd, OwnedFd};
-use stillpoint_image::{FileKind, Image, OpenFile};
+use stillpoint_image::{FileKind, Image, OpenFile, Process, Pty};
 use stillpoint_linux::{Error as Kernel, descriptors, pipes as kernel_pipes, tty};
 
 /// Opens the rows that are standard streams or the controlling terminal.
 pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
     let input = unread_input(opening)?;
+    let mut is_silent = false;
     let rows = opening.rows(|f| match f.kind {
         FileKind::Stdio(n) => Some(n),
         _ => None,
@@ -31,8 +32,14 @@ pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
                 }
             },
         };
+        let writes = file.flags & libc::O_ACCMODE as u32 != libc::O_RDONLY as u32;
+        is_silent |= opening.stdio == Stdio::Null && writes && number != 0;
         // Not `put`: the status flags were seen to, as far as they are not somebody else's.
         opening.files.sources[row] = Some(fd);
+    }
+    if is_silent {
+        let note = "what it writes to standard streams from outside goes to /dev/null (restore it without --detach to see it)";
+        opening.files.notes.push(note.into());
     }
     open_controlling_terminal(opening)
 }
@@ -104,12 +111,12 @@ fn opened_again(own: BorrowedFd<'_>, now: OFlags, flags: u32) -> Option<OwnedFd>
     Some(fd)
 }
 
-/// `/dev/tty` is ours, unless the controlling terminal is a pseudo-terminal of the program's own.
+/// `/dev/tty` is ours, but for whoever has a pseudo-terminal of the program's own as controlling terminal.
 fn open_controlling_terminal(opening: &mut Opening<'_>) -> Result<()> {
-    if is_inside(opening.image) {
-        return Ok(());
-    }
     for (row, file, ()) in opening.rows(is_controlling) {
+        if opener(opening.image, row as u32).is_some() {
+            continue;
+        }
         let flags = super::open_flags(file.flags);
         let tty = (opening.stdio == Stdio::Current).then(|| open_tty(flags)).flatten();
         let fd = match tty {
@@ -124,9 +131,21 @@ fn open_controlling_terminal(opening: &mut Opening<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Whether the controlling terminal is a pseudo-terminal of the program itself.
-pub(super) fn is_inside(image: &Image) -> bool {
-    image.ptys.iter().any(|p| p.controlling)
+/// The first process with an open file, its controlling terminal, in whose session that is a pseudo-terminal of the program itself.
+pub(super) fn opener(image: &Image, row: u32) -> Option<usize> {
+    let has_it = |process: &Process| {
+        let table = image.tables.get(process.table as usize);
+        table.is_some_and(|table| table.descriptors.iter().any(|d| d.file == row))
+    };
+    let is_of = |controls: &Option<Vec<u32>>| controls.as_ref().is_none_or(|rows| rows.contains(&row));
+    let is_inside = |process: &Process| {
+        // One that tells no session is of the root's.
+        let session = |pty: &Pty| pty.session.or(image.processes.first().map(|root| root.pid));
+        let mut own =
+            image.ptys.iter().filter(|pty| pty.controlling && session(pty) == process.own_session());
+        own.any(|pty| is_of(&pty.controls))
+    };
+    image.processes.iter().position(|process| is_inside(process) && has_it(process))
 }
 
 /// Whether an open file is the controlling terminal.
