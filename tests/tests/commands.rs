@@ -350,6 +350,11 @@ fn what_its_user_may_not_restore_is_not_killed() {
     let is_sleeping =
         || fs::read(format!("/proc/{pid}/comm")).is_ok_and(|name| name == b"sleep\n").then_some(());
     wait_for("sleep", PATIENCE, is_sleeping);
+    stillpoint.run(&["checkpoint", &pid, "--check"]).ok();
+    assert!(stillpoint.run(&["checkpoint", &pid, "--check", "--json"]).json()["ok"] == true);
+    stillpoint.run(&["ls"]).ok();
+    assert!(!scratch.path().join("store/jobs").exists(), "something was written");
+    stillpoint.run_as_nobody(&["checkpoint", &pid, "--check"]).fails(3, &["CAP_CHECKPOINT_RESTORE"]);
     let kill = ["checkpoint", &pid, "--name", "own", "--kill"];
     stillpoint.run_as_nobody(&kill).fails(3, &["CAP_CHECKPOINT_RESTORE", "without --kill"]);
     assert!(kernel::alive(program.id()));

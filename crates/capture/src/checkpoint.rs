@@ -92,6 +92,22 @@ pub fn checkpoint(
     Session { lasting: false, ..Session::new(pid) }.checkpoint(store, options, progress)
 }
 
+/// Whether a process and all its descendants could be checkpointed and killed now: they stand still for a moment, and run on. Nothing is
+/// committed to the store. Returns how long they stood still.
+///
+/// # Errors
+/// As [`checkpoint`] with [`Options::kill`].
+pub fn check(
+    pid: u32,
+    store: &Store,
+    options: &Options,
+    progress: &(dyn Progress + Sync),
+) -> Result<Duration> {
+    let options = Options { engine: Engine::Stop, kill: true, ..options.clone() };
+    let mut session = Session { lasting: false, ..Session::new(pid) };
+    session.again_and_again(|session| session.look(store, &options, progress))
+}
+
 /// A program from checkpoint to checkpoint: while the session lives, the kernel notes what its processes write, and each
 /// further checkpoint saves only that. When the session ends (or dies), nothing stays behind in them.
 #[derive(Debug)]
@@ -163,8 +179,13 @@ impl Session {
         options: &Options,
         progress: &(dyn Progress + Sync),
     ) -> Result<Report> {
+        self.again_and_again(|session| session.take(store, options, progress))
+    }
+
+    /// Tries something as long as what stands against it passes.
+    fn again_and_again<T: Send>(&mut self, work: impl Fn(&mut Self) -> Result<T> + Sync) -> Result<T> {
         let pid = self.pid;
-        let mut result = self.attempt(store, options, progress);
+        let mut result = self.attempt(&work);
         let (mut programs, mut changes, mut waits) = (0, 0, 0);
         let began = Instant::now();
         loop {
@@ -201,7 +222,7 @@ impl Session {
                 }
                 _ => break,
             }
-            result = self.attempt(store, options, progress);
+            result = self.attempt(&work);
         }
         self.waits = false;
         if result.is_err()
@@ -239,15 +260,10 @@ impl Session {
         }
     }
 
-    fn attempt(
-        &mut self,
-        store: &Store,
-        options: &Options,
-        progress: &(dyn Progress + Sync),
-    ) -> Result<Report> {
+    fn attempt<T: Send>(&mut self, work: &(impl Fn(&mut Self) -> Result<T> + Sync)) -> Result<T> {
         // On a thread of its own: what it may still trace when it fails is let go of when it ends.
         std::thread::scope(|scope| {
-            let tracer = scope.spawn(|| self.take(store, options, progress));
+            let tracer = scope.spawn(|| work(self));
             let joined = tracer.join();
             joined.unwrap_or_else(|_| Err(Error::Failed("the checkpoint failed inside stillpoint".into())))
         })
@@ -270,6 +286,23 @@ impl Session {
                 Err(e)
             }
         }
+    }
+
+    /// Looks whether a checkpoint could be taken.
+    fn look(
+        &mut self,
+        store: &Store,
+        options: &Options,
+        progress: &(dyn Progress + Sync),
+    ) -> Result<Duration> {
+        let targets = herd::find(self.pid)?;
+        let mut members = Vec::with_capacity(targets.len());
+        for target in &targets {
+            let behind = behind(target, store, options, None, &mut Followed::default(), self.waits)?;
+            members.push(Member::new(target.clone(), Earlier::default(), 0, Kept::default(), behind));
+        }
+        let writer = store.begin(&options.job)?;
+        Work::new(options, false, None, progress, members, writer).check()
     }
 
     fn take(&mut self, store: &Store, options: &Options, progress: &(dyn Progress + Sync)) -> Result<Report> {

@@ -28,7 +28,7 @@ mod visits;
 pub(crate) mod work;
 
 pub use builder::{Builder, Content, Source};
-pub use checkpoint::{Options, Progress, Report, Session, checkpoint};
+pub use checkpoint::{Options, Progress, Report, Session, check, checkpoint};
 pub use engine::Engine;
 pub use error::{Error, Refusal, Result, list};
 pub use work::calls_of;

@@ -266,6 +266,21 @@ impl<'a> Work<'a> {
         }
     }
 
+    /// Looks whether it could be taken, and restored. Returns how long the program stood still.
+    pub fn check(&mut self) -> Result<Duration> {
+        for member in &mut self.members {
+            member.left = engine::order(self.options.engine).into();
+        }
+        self.share();
+        self.learned = Some((Instant::now(), self.learn()?));
+        self.prepare_all()?;
+        let Held { tree, builder, .. } = self.freeze()?;
+        self.still_there()?;
+        let pause = tree.thaw();
+        self.rehearse(&builder.image)?;
+        Ok(pause)
+    }
+
     /// Memory that several members share is saved by the engine of the first of them.
     fn share(&mut self) {
         for first in 0..self.members.len() {

@@ -152,6 +152,9 @@ pub struct Checkpoint {
     /// Kill the program once the checkpoint is safe in the store
     #[arg(long)]
     pub kill: bool,
+    /// Only tell whether it could be checkpointed, killed and restored by you: it stands still for a moment, and nothing is written
+    #[arg(long, conflicts_with_all = ["kill", "portable", "keep", "label", "incremental", "full"])]
+    pub check: bool,
     /// Keep copies of the executable, libraries and all other files that the program has mapped with it
     #[arg(long)]
     pub portable: bool,

@@ -3,12 +3,15 @@
 use crate::args::{Checkpoint, Common};
 use crate::chronicle::Taking;
 use crate::commands::export::files;
+use crate::commands::fork::Folder;
 use crate::control::client::{Asking, ask};
+use crate::detach::Answer;
 use crate::failure::{Failure, Result};
 use crate::jobs::Target;
 use crate::progress::Bar;
 use crate::taken::{Asked, Ending, Taken, failure};
 use crate::{jobs, output};
+use serde_json::json;
 use std::process::ExitCode;
 use stillpoint_capture::Engine;
 use stillpoint_store::Store;
@@ -27,6 +30,9 @@ pub fn run(common: &Common, args: &Checkpoint) -> Result<ExitCode> {
         full: args.full,
         kill: args.kill,
     };
+    if args.check {
+        return check(common, &store, &target, &asked);
+    }
     let mut taken = {
         let bar = Bar::new("checkpoint", common.json);
         take(&store, &target, &asked, &bar)?
@@ -47,6 +53,22 @@ pub fn run(common: &Common, args: &Checkpoint) -> Result<ExitCode> {
     }
     taken.answer(&asked, target.pid, store.path()).tell(common.json, false)?;
     portable.map(|()| ExitCode::SUCCESS)
+}
+
+/// Tells whether it could be taken and restored, by ourselves, whoever sees to the job.
+fn check(common: &Common, store: &Store, target: &Target, asked: &Asked) -> Result<ExitCode> {
+    let bar = Bar::new("check", common.json);
+    let ending = Ending { progress: &bar, store, job: &target.job };
+    // What is begun in it is never committed.
+    let folder = Folder::make(store, 0, 1)?;
+    let beside = jobs::open_store(Some(folder.path()))?;
+    let looked = stillpoint_capture::check(target.pid, &beside, &asked.options(target.inherited()), &ending);
+    let pause = looked.map_err(|e| failure(e, "checkpoint", &asked.target))?;
+    let text =
+        format!("{} can be checkpointed, and restored by you  pause {}", asked.target, output::short(pause));
+    let json = json!({ "pid": target.pid, "job": asked.job, "ok": true, "pause_ms": output::ms(pause) });
+    Answer { text, notes: Vec::new(), json }.tell(common.json, false)?;
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Keeps copies of the program's files with a checkpoint that is there, whatever becomes of them.

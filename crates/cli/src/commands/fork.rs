@@ -156,7 +156,7 @@ fn ended(pid: u32) -> Failure {
 }
 
 /// A folder for the store of one instant. It is removed when this is dropped; after us it is removed by the next who makes one.
-struct Folder {
+pub(super) struct Folder {
     path: PathBuf,
     /// Locked while we live.
     _lock: File,
@@ -170,7 +170,7 @@ const YOUNG: Duration = Duration::from_secs(60);
 
 impl Folder {
     /// For about so many bytes, of which there are going to be so many copies.
-    fn make(store: &Store, bytes: u64, twins: u64) -> Result<Self> {
+    pub(super) fn make(store: &Store, bytes: u64, twins: u64) -> Result<Self> {
         let in_memory = Path::new(IN_MEMORY);
         if has_room(in_memory, bytes, twins)
             && let Ok(folder) = Self::make_in(in_memory)
@@ -180,6 +180,11 @@ impl Folder {
         let on_disk = store.path().join("forks");
         let made = std::fs::create_dir_all(&on_disk).and_then(|()| Self::make_in(&on_disk));
         made.map_err(|e| Failure::failed(format!("cannot make a folder in {}: {e}", on_disk.display())))
+    }
+
+    /// Where it is.
+    pub(super) fn path(&self) -> &Path {
+        &self.path
     }
 
     fn make_in(parent: &Path) -> std::io::Result<Self> {
