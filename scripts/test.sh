@@ -104,7 +104,7 @@ check) tests check check ;;
 test) tests default test ;;
 soak)
     # The scenarios in shares, the shares in an order by chance, each with another seed; none begins after the time is over.
-    shares=48 until=$((begin + 60 * ${MINUTES:-60})) round=0
+    shares=48 until=$(($(date +%s) + 60 * ${MINUTES:-60})) round=0
     while [ "$(date +%s)" -lt "$until" ]; do
         for share in $(seq "$shares" | awk -v seed="$STILLPOINT_SEED" 'BEGIN { srand(seed) } { print rand(), $0 }' | sort -n | cut -d ' ' -f 2); do
             [ "$(date +%s)" -lt "$until" ] || break
