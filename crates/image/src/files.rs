@@ -476,6 +476,18 @@ pub struct Socket {
     pub sends_to: Option<u32>,
 }
 
+impl Socket {
+    /// One of its options, if a new socket does not have that value by itself.
+    pub fn option(&self, (level, name): (u32, u32)) -> Option<&SocketOption> {
+        self.options.iter().find(|option| (option.level, option.name) == (level, name))
+    }
+
+    /// Whether an option that a new socket does not have is switched on.
+    pub fn is_set(&self, option: (u32, u32)) -> bool {
+        self.option(option).is_some_and(|option| option.value.0.iter().any(|byte| *byte != 0))
+    }
+}
+
 /// A TCP connection at the cut.
 #[derive(Clone, Debug, Default, PartialEq, Encode, Decode)]
 #[cbor(map)]

@@ -1,7 +1,7 @@
 //! What copies of a program that run beside each other and beside it have for themselves, what in common, and what only one can have.
 
 use super::check::check;
-use super::sockets::{DATAGRAM, STREAM, UNIX, name, needs_sharing};
+use super::sockets::{DATAGRAM, REUSE_ADDRESS, REUSE_PORT, STREAM, UNIX, name, needs_sharing};
 use super::{called, queues};
 use crate::{Error, FilesPolicy, Result};
 use rustix::fs::{FileType, Stat};
@@ -144,15 +144,10 @@ impl Objects {
 
 /// Whether others can be bound to the address of a socket, too.
 fn shares_address(socket: &Socket) -> bool {
-    let is_set = |option: i32| {
-        let found =
-            socket.options.iter().find(|o| (o.level, o.name) == (libc::SOL_SOCKET as u32, option as u32));
-        found.is_some_and(|o| o.value.0.iter().any(|&byte| byte != 0))
-    };
     let is_bound = socket.family != UNIX && !socket.local.0.is_empty() && socket.connection.is_none();
     match socket.kind {
-        STREAM => is_bound && is_set(libc::SO_REUSEPORT),
-        DATAGRAM => is_bound && (is_set(libc::SO_REUSEPORT) || is_set(libc::SO_REUSEADDR)),
+        STREAM => is_bound && socket.is_set(REUSE_PORT),
+        DATAGRAM => is_bound && (socket.is_set(REUSE_PORT) || socket.is_set(REUSE_ADDRESS)),
         _ => false,
     }
 }
@@ -163,7 +158,7 @@ pub(super) fn is_taken(socket: &Socket) -> bool {
         return false;
     };
     let only_v6 = (libc::IPPROTO_IPV6 as u32, libc::IPV6_V6ONLY as u32);
-    if let Some(option) = socket.options.iter().find(|o| (o.level, o.name) == only_v6) {
+    if let Some(option) = socket.option(only_v6) {
         let _ = sockets::set_option(&probe, option.level, option.name, &option.value.0);
     }
     if socket.kind == STREAM {

@@ -18,8 +18,8 @@ pub(super) const UNIX: u32 = libc::AF_UNIX as u32;
 pub(super) const STREAM: u32 = libc::SOCK_STREAM as u32;
 pub(super) const DATAGRAM: u32 = libc::SOCK_DGRAM as u32;
 const UDP: u32 = libc::IPPROTO_UDP as u32;
-const REUSE_PORT: (u32, u32) = (libc::SOL_SOCKET as u32, libc::SO_REUSEPORT as u32);
-const REUSE_ADDRESS: (u32, u32) = (libc::SOL_SOCKET as u32, libc::SO_REUSEADDR as u32);
+pub(super) const REUSE_PORT: (u32, u32) = (libc::SOL_SOCKET as u32, libc::SO_REUSEPORT as u32);
+pub(super) const REUSE_ADDRESS: (u32, u32) = (libc::SOL_SOCKET as u32, libc::SO_REUSEADDR as u32);
 const FREE_BIND: (u32, u32) = (libc::IPPROTO_IP as u32, libc::IP_FREEBIND as u32);
 const FREE_BIND6: (u32, u32) = (libc::IPPROTO_IPV6 as u32, libc::IPV6_FREEBIND as u32);
 /// How long the addresses of a program that was killed may take to be free: its last files are closed behind its back.
@@ -248,7 +248,7 @@ fn bind_all(opening: &mut Opening<'_>, made: &mut HashMap<usize, OwnedFd>) -> Re
     for (index, socket) in
         opening.image.sockets.iter().enumerate().filter(|(_, s)| needs_sharing(opening.image, s))
     {
-        let allowed = socket.options.iter().find(|o| (o.level, o.name) == REUSE_PORT);
+        let allowed = socket.option(REUSE_PORT);
         let allowed = allowed.map_or(0i32.to_ne_bytes().to_vec(), |option| option.value.0.clone());
         made.get(&index)
             .map_or(Ok(()), |fd| sockets::set_option(fd, REUSE_PORT.0, REUSE_PORT.1, &allowed))?;
@@ -282,22 +282,23 @@ fn bind_all(opening: &mut Opening<'_>, made: &mut HashMap<usize, OwnedFd>) -> Re
     if refusals.is_empty() { Ok(()) } else { Err(Error::Refused(refusals)) }
 }
 
+/// The sockets without connections that are bound to the internet address of one of them, which is among them; none of any other.
+fn sharers<'i>(image: &'i Image, socket: &'i Socket) -> impl Iterator<Item = &'i Socket> {
+    let is_internet = [libc::AF_INET as u32, libc::AF_INET6 as u32].contains(&socket.family);
+    let is_bound = is_internet && !socket.local.0.is_empty() && socket.connection.is_none();
+    let at = |s: &'i Socket| (s.family, s.kind, s.protocol, &s.local);
+    image
+        .sockets
+        .iter()
+        .filter(move |other| is_bound && other.connection.is_none() && at(other) == at(socket))
+}
+
 /// Whether several sockets of the program are bound to one address by `SO_REUSEPORT`, of which some may say otherwise by now.
 pub(super) fn needs_sharing(image: &Image, socket: &Socket) -> bool {
-    let of = |s: &Socket| (s.family, s.kind, s.protocol, s.local.0.clone());
-    let is_internet = [libc::AF_INET as u32, libc::AF_INET6 as u32].contains(&socket.family);
-    if !is_internet || socket.local.0.is_empty() || socket.connection.is_some() {
-        return false;
-    }
-    let sharers = image.sockets.iter().filter(|other| other.connection.is_none() && of(other) == of(socket));
-    let sharers: Vec<&Socket> = sharers.collect();
-    let allows = |s: &&Socket, (level, name): (u32, u32)| {
-        let option = s.options.iter().find(|o| (o.level, o.name) == (level, name));
-        option.is_some_and(|option| option.value.0.iter().any(|byte| *byte != 0))
-    };
-    let by_port = sharers.iter().any(|s| allows(s, REUSE_PORT));
+    let by_port = sharers(image, socket).any(|s| s.is_set(REUSE_PORT));
     // Datagrams sockets may share one by `SO_REUSEADDR`.
-    sharers.len() > 1 && (by_port || !sharers.iter().all(|s| s.kind == DATAGRAM && allows(s, REUSE_ADDRESS)))
+    let by_address = sharers(image, socket).all(|s| s.kind == DATAGRAM && s.is_set(REUSE_ADDRESS));
+    sharers(image, socket).nth(1).is_some() && (by_port || !by_address)
 }
 
 /// Tries what needs an address until others have let go of it, for some time after the files are begun to be opened.
@@ -320,18 +321,12 @@ fn when_free(opening: &Opening<'_>, socket: &Socket, attempt: impl Fn() -> Resul
     }
 }
 
-/// Whether a socket lets others be bound to its address by `SO_REUSEPORT`.
-fn shares_by_port(socket: &Socket) -> bool {
-    let option = socket.options.iter().find(|o| (o.level, o.name) == REUSE_PORT);
-    option.is_some_and(|option| option.value.0.iter().any(|byte| *byte != 0))
-}
-
 fn bind(opening: &mut Opening<'_>, socket: &Socket, fd: &OwnedFd) -> Result<()> {
     let internet_stream = socket.family != UNIX && socket.kind == STREAM;
     if needs_sharing(opening.image, socket) {
         // That would let us in beside anybody who has allowed it once.
-        let is_first = opening.image.sockets.iter().find(|other| other.local == socket.local);
-        if is_first.is_some_and(|first| std::ptr::eq(first, socket)) && !shares_by_port(socket) {
+        let first = sharers(opening.image, socket).next();
+        if first.is_some_and(|first| std::ptr::eq(first, socket)) && !socket.is_set(REUSE_PORT) {
             when_free(opening, socket, || match clones::is_taken(socket) {
                 true => Err(Error::Refused(vec![format!("{}: {IN_USE}", name(opening.image, socket))])),
                 false => Ok(()),
@@ -342,7 +337,7 @@ fn bind(opening: &mut Opening<'_>, socket: &Socket, fd: &OwnedFd) -> Result<()> 
     if !socket.local.0.is_empty() {
         // Connections of the old process may linger in TIME_WAIT: with SO_REUSEADDR they do not matter, while a
         // socket that listens still does.
-        let reuse = (libc::SOL_SOCKET as u32, libc::SO_REUSEADDR as u32);
+        let reuse = REUSE_ADDRESS;
         let before = sockets::option(fd, reuse.0, reuse.1)?;
         if internet_stream {
             sockets::set_option(fd, reuse.0, reuse.1, &1i32.to_ne_bytes())?;
