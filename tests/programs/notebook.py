@@ -51,6 +51,8 @@ class Session:
             content = message["content"]
             place = requests.index(message["parent_header"]["msg_id"])
             answers.append((place, content["status"], content.get("execution_count")))
+            if content["status"] == "error":
+                print(f"request {place}: {content.get('ename')}: {content.get('evalue')}", file=sys.stderr)
         return answers
 
     def end(self):
