@@ -8,6 +8,7 @@ use std::process::Stdio;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use stillpoint_tests::observe::traces_of_us;
+use stillpoint_tests::scratch::MARK;
 use stillpoint_tests::target::{Running, alone};
 use stillpoint_tests::{
     Build, Checkpoint, Scratch, Stillpoint, Target, engine, kernel, right, skipped, tier, undisturbed_only,
@@ -365,4 +366,35 @@ fn adopted() {
         restore(&stillpoint, checkpoint, pid, &directory)
             .finish(&format!("restored from {}", checkpoint.json));
     }
+}
+
+/// Whichever engine saves it in the end, what was copied in vain is not in the store, and what is told of it is true.
+#[test]
+fn what_was_copied_in_vain_takes_no_room() {
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    let program = crate::paging::built("writers", &scratch);
+    let mut command = alone(&program);
+    command.args(["96", "2", "1000000000"]).stdin(Stdio::null()).stdout(Stdio::null());
+    let mut child = command.env(MARK, scratch.path()).spawn().expect("writers");
+    let size =
+        || kernel::status(child.id(), "RssAnon").and_then(|text| text.split(' ').next()?.parse::<u64>().ok());
+    wait_for("its memory", Duration::from_secs(60), || size().filter(|kib| *kib > 90 << 10));
+    for id in 1..4 {
+        let checkpoint = stillpoint.checkpoint(child.id(), "writers", &["--engine", "auto"]);
+        let number = |name: &str| checkpoint.json[name].as_u64().expect("a number");
+        let segment = scratch.path().join(format!("store/jobs/writers/segments/{id}.pages"));
+        let taken = fs::metadata(&segment).expect("a segment").blocks() * 512;
+        let [bytes, written] = ["bytes", "written_bytes"].map(number);
+        right!(written <= 2 * bytes, "{bytes} bytes, {written} written: {}", checkpoint.json);
+        right!(taken.abs_diff(written) <= 1 << 20, "{written} written, {taken} taken: {}", checkpoint.json);
+        if checkpoint.json["engine"] == "fork" {
+            right!(written <= bytes + bytes / 16, "{bytes} bytes, {written} written: {}", checkpoint.json);
+        }
+    }
+    stillpoint.verified();
+    child.kill().and_then(|()| child.wait()).expect("killed");
 }

@@ -10,7 +10,7 @@ use stillpoint_tests::{Scratch, Stillpoint, kernel, right, right_eq, skipped, ti
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// A program of `tests/programs`, built.
-fn built(name: &str, scratch: &Scratch) -> PathBuf {
+pub(crate) fn built(name: &str, scratch: &Scratch) -> PathBuf {
     let binary = scratch.path().join(name);
     let mut compiler = Command::new("cc");
     compiler.args(["-O2", "-pthread", "-o"]).arg(&binary).arg(source(&format!("{name}.c")));

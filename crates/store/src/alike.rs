@@ -57,6 +57,16 @@ impl Alike {
         self.relatives.insert(owner, Relative { parent, hint, stored });
     }
 
+    /// Forgets where pages of an owner are stored: they are going to be put anew.
+    pub fn forget(&mut self, owner: Owner) {
+        self.relatives.get_mut(&owner).into_iter().for_each(|relative| relative.stored = Mutex::default());
+    }
+
+    /// Extents that pages may still refer to.
+    pub fn extents(&self) -> Vec<Extent> {
+        self.relatives.values().flat_map(|relative| relative.stored().extents.clone()).collect()
+    }
+
     /// Looks at pages that are about to be put, whose contents are in `bytes`.
     pub fn find(&self, owner: Owner, batch: &[Range], bytes: &[u8]) -> Found {
         let Some(relative) = self.relatives.get(&owner) else { return Found::new() };

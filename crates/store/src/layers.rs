@@ -72,6 +72,17 @@ impl Layers {
         given.for_each(|layer| layer.extent.owner = to);
     }
 
+    /// Forgets all pages of an owner. Rows are others afterwards.
+    pub fn forget(&mut self, owner: Owner) {
+        self.log.retain(|layer| layer.extent.owner != owner);
+        self.kept.remove(&owner);
+    }
+
+    /// All extents, also those that are covered by others.
+    pub fn extents(&self) -> impl Iterator<Item = &Extent> {
+        self.log.iter().map(|layer| &layer.extent)
+    }
+
     /// Of an owner's pages, only those in these ranges (ascending) will be in the result.
     pub fn keep_only(&mut self, owner: Owner, ranges: Vec<Range>) {
         self.kept.insert(owner, ranges);

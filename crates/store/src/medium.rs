@@ -18,6 +18,7 @@ pub enum Op {
     Create,
     Write,
     Preallocate,
+    Free,
     Truncate,
     Sync,
     SyncFolder,
@@ -33,6 +34,7 @@ pub enum Change<'a> {
     Create(&'a Path),
     Write { path: &'a Path, offset: u64, bytes: &'a [u8] },
     Preallocate { path: &'a Path, end: u64 },
+    Free { path: &'a Path, from: u64, len: u64 },
     Truncate { path: &'a Path, len: u64 },
     Sync(&'a Path),
     SyncFolder(&'a Path),
@@ -68,6 +70,7 @@ impl Change<'_> {
             Change::Create(path) => (Op::Create, path),
             Change::Write { path, .. } => (Op::Write, path),
             Change::Preallocate { path, .. } => (Op::Preallocate, path),
+            Change::Free { path, .. } => (Op::Free, path),
             Change::Truncate { path, .. } => (Op::Truncate, path),
             Change::Sync(path) => (Op::Sync, path),
             Change::SyncFolder(path) => (Op::SyncFolder, path),
@@ -153,6 +156,13 @@ impl Medium {
     pub fn preallocate(&self, file: &File, path: &Path, from: u64, len: u64) -> io::Result<()> {
         let reserve = || Ok(rustix::fs::fallocate(file, FallocateFlags::empty(), from, len)?);
         self.make(Change::Preallocate { path, end: from + len }, reserve)
+    }
+
+    /// Gives back the room of a part of a file, which reads as zeros from then on. Errors mean that it stays: not every file system can.
+    pub fn free(&self, file: &File, path: &Path, from: u64, len: u64) -> io::Result<()> {
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        let free = || Ok(rustix::fs::fallocate(file, flags, from, len)?);
+        self.make(Change::Free { path, from, len }, free)
     }
 
     /// Sets the size of a file.

@@ -80,6 +80,10 @@ pub(crate) struct Pipeline {
     offset: u64,
     reserved: u64,
     reserves: bool,
+    /// Bytes in front of it that have been given back.
+    freed: u64,
+    /// Some of what was put has been forgotten since.
+    has_forgotten: bool,
     failed: Option<String>,
     /// What has been put so far.
     pub layers: Layers,
@@ -111,6 +115,8 @@ impl Pipeline {
             offset: segment::HEADER,
             reserved: shared.segment.room,
             reserves: true,
+            freed: 0,
+            has_forgotten: false,
             failed: None,
             layers: Layers::default(),
             alike: Alike::default(),
@@ -123,9 +129,9 @@ impl Pipeline {
         &self.shared.segment
     }
 
-    /// Bytes of page data so far.
+    /// Bytes of page data so far, without those that have been given back.
     pub fn bytes(&self) -> u64 {
-        self.offset - segment::HEADER + self.used as u64
+        self.offset - segment::HEADER - self.freed + self.used as u64
     }
 
     /// Whether nothing has failed so far.
@@ -404,7 +410,58 @@ impl Pipeline {
         Ok(())
     }
 
-    fn drain(&mut self) -> Result<()> {
+    /// Forgets all that was put for an owner. What is put next takes the room that nobody needs at the end of the segment; what is in front
+    /// of that is given back in the end.
+    pub fn forget(&mut self, owner: Owner) {
+        if self.layers.extents().all(|extent| extent.owner != owner) || self.drain().is_err() {
+            return;
+        }
+        self.layers.forget(owner);
+        self.alike.forget(owner);
+        self.has_forgotten = true;
+        let known = self.alike.extents();
+        let ends = self.layers.extents().chain(&known).filter_map(|extent| self.own_block(extent));
+        self.offset = ends.map(|block| block.end()).max().unwrap_or(segment::HEADER);
+    }
+
+    /// Where in the segment the block of an extent is, if it is in this one.
+    fn own_block(&self, extent: &Extent) -> Option<Range> {
+        match extent.place {
+            Place::Stored { segment, offset, length, .. } if segment == self.segment().id => {
+                Some(Range { start: offset, len: length.into() })
+            }
+            _ => None,
+        }
+    }
+
+    /// Gives back the room of blocks that are in none of these extents, which are all that will ever be needed: of several copies of a page
+    /// only the last one counts. It is not worth it for a few of them: to free blocks makes others wait who need the disk.
+    pub fn give_back(&mut self, extents: &[Extent]) -> Result<()> {
+        /// What is shorter stays, bytes.
+        const WORTH_IT: u64 = BLOCK_PAGES as u64 * PAGE;
+        let needed = Range::joined(extents.iter().filter_map(|extent| self.own_block(extent)).collect());
+        let whole = Range { start: segment::HEADER, len: self.offset - segment::HEADER };
+        let mut dead = Range::without(&[whole], &needed);
+        let len = |ranges: &[Range]| ranges.iter().map(|range| range.len).sum::<u64>();
+        if !self.has_forgotten && len(&dead) <= len(&needed) {
+            return Ok(());
+        }
+        if let Some(last) = dead.pop_if(|last| last.end() == self.offset) {
+            self.offset = last.start;
+        }
+        dead.retain(|range| range.len >= WORTH_IT);
+        for Range { start, len } in dead {
+            let Shared { medium, segment, .. } = &*self.shared;
+            if medium.free(&segment.file, &segment.path, start, len).is_err() {
+                break;
+            }
+            self.freed += len;
+        }
+        Ok(())
+    }
+
+    /// Waits for all that was put to be written.
+    pub fn drain(&mut self) -> Result<()> {
         self.submit();
         while self.in_flight > 0 && self.failed.is_none() {
             self.wait();

@@ -81,7 +81,7 @@ impl Usage {
         self.blocks_of(segment).map(|(_, block)| live(block)).sum::<u64>() * PAGE
     }
 
-    /// Segments worth rewriting: less than half of what was written alive, or less than 40 % of what they take; and the smallest, where there are too many.
+    /// Segments worth rewriting: less than half of what was written alive, or less than 40 % of what they hold; and the smallest, where there are too many.
     fn candidates(&self, folder: &Folder) -> Result<Vec<Segment>> {
         let mut chosen = Vec::new();
         let mut others = Vec::new();
@@ -95,8 +95,8 @@ impl Usage {
             if self.blocks_of(id).any(|(_, block)| block.codec != Codec::Raw) {
                 continue;
             }
-            let (live, len) = (self.live_bytes(id), segment.len()?.saturating_sub(HEADER));
-            if live * 2 < len.min(self.used(id)) || live * 5 < len * 2 {
+            let (live, held) = (self.live_bytes(id), segment.held()?.saturating_sub(HEADER));
+            if live * 2 < held.min(self.used(id)) || live * 5 < held * 2 {
                 chosen.push(segment)
             } else {
                 others.push((live, segment))

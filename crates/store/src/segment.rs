@@ -4,7 +4,8 @@ use crate::buffer::Buffer;
 use crate::folder::Folder;
 use crate::medium::Medium;
 use crate::{Error, Result, spare};
-use rustix::fs::{FlockOperation, OFlags};
+use rustix::fs::{FlockOperation, OFlags, SeekFrom};
+use rustix::io::Errno;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -94,6 +95,23 @@ impl Segment {
     /// Its length in bytes.
     pub fn len(&self) -> Result<u64> {
         Ok(self.file.metadata().map_err(Error::io("look at", &self.path))?.len())
+    }
+
+    /// Bytes of it that have not been given back. (A file system that knows no holes tells that all is data.)
+    pub fn held(&self) -> Result<u64> {
+        let len = self.len()?;
+        let find = |whence| match rustix::fs::seek(&self.file, whence) {
+            Ok(found) => Ok(found.min(len)),
+            Err(Errno::NXIO) => Ok(len), // behind the last data
+            Err(e) => Err(Error::io("look for holes in", &self.path)(e.into())),
+        };
+        let (mut at, mut held) = (0, 0);
+        while at < len {
+            let data = find(SeekFrom::Data(at))?;
+            at = find(SeekFrom::Hole(data))?;
+            held += at - data;
+        }
+        Ok(held)
     }
 }
 

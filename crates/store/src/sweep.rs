@@ -7,6 +7,8 @@ use crate::medium::{Medium, TEMPORARY, temporary};
 use crate::rewrite::{self, Usage};
 use crate::spare::{self, Room};
 use crate::{Claim, Error, Result, Store, working};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 use std::time::Duration;
 use stillpoint_image::wire;
 
@@ -230,7 +232,7 @@ pub(crate) fn sweep(store: &Store, folder: &Folder, rewriting: Rewriting, room: 
         }
     }
     if room == Room::GivenBack {
-        freed.bytes = folder.spare().metadata().map_or(0, |m| m.len());
+        freed.bytes = held(&folder.spare());
         store.medium.remove(&folder.spare())?;
     }
     freed.bytes += delete_segments(store, folder, &dead, room)?;
@@ -262,6 +264,11 @@ fn read_usage(folder: &Folder) -> Result<Usage> {
     Ok(usage)
 }
 
+/// What a file takes on the medium, bytes: parts of it may have been given back.
+fn held(path: &Path) -> u64 {
+    path.metadata().map_or(0, |m| m.len().min(m.blocks() * 512))
+}
+
 /// Deletes segments while nobody is between a manifest and its segments; one may become the spare. Returns the bytes given back.
 pub(crate) fn delete_segments(store: &Store, folder: &Folder, ids: &[u64], room: Room) -> Result<u64> {
     let rolls = room == Room::Reused;
@@ -273,7 +280,7 @@ pub(crate) fn delete_segments(store: &Store, folder: &Folder, ids: &[u64], room:
     let kept = if rolls { spare::keep(&store.medium, folder, ids)? } else { None };
     for id in ids.iter().filter(|&&id| Some(id) != kept) {
         let path = folder.segment(*id);
-        bytes += path.metadata().map_or(0, |m| m.len());
+        bytes += held(&path);
         store.medium.remove(&path)?;
     }
     Ok(bytes)

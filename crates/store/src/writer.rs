@@ -53,7 +53,7 @@ pub struct Committed {
     pub pages: u64,
     /// Pages that this checkpoint itself stored.
     pub stored_pages: u64,
-    /// Bytes of page data that this checkpoint itself stored.
+    /// Bytes of page data that this checkpoint itself stored, as much of it as has not been given back.
     pub written_bytes: u64,
     /// Size of the manifest, bytes.
     pub manifest_bytes: u64,
@@ -226,6 +226,12 @@ impl Writer {
         self.pipeline.alike.relate(owner, parent, hint);
     }
 
+    /// Forgets all pages of an owner that were put or reused, as they are going to be put anew. Their room is used again, or given back when
+    /// the checkpoint is committed.
+    pub fn forget(&mut self, owner: Owner) {
+        self.pipeline.forget(owner);
+    }
+
     /// When the checkpoint is committed, all pages that were put for `from` will be those of `to`, and whatever was put for that
     /// one is forgotten: for pages that are put before it is known whose they are.
     pub fn give(&mut self, from: Owner, to: Owner) {
@@ -239,9 +245,11 @@ impl Writer {
     /// Whatever fails, nothing of the checkpoint stays: [`Error::Image`] if the image is inconsistent, [`Error::Io`],
     /// [`Error::Failed`].
     pub fn commit(mut self, image: Image) -> Result<Committed> {
-        self.pipeline.finish()?;
+        self.pipeline.drain()?;
         self.given.iter().for_each(|&(from, to)| self.pipeline.layers.give(from, to));
         let pages = std::mem::take(&mut self.pipeline.layers).flatten();
+        self.pipeline.give_back(&pages.extents)?;
+        self.pipeline.finish()?;
         self.commit_pages(image, pages)
     }
 

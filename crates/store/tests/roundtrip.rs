@@ -4,8 +4,9 @@ mod common;
 
 use common::*;
 use std::convert::Infallible;
+use std::os::unix::fs::MetadataExt;
 use stillpoint_image::{Owner, PAGE, Place, Range};
-use stillpoint_store::{Error, PutError, Store, Zeros};
+use stillpoint_store::{Error, PutError, Store, Writer, Zeros};
 
 fn store() -> (tempfile::TempDir, Store) {
     let folder = tempfile::tempdir().expect("folder");
@@ -130,6 +131,82 @@ fn later_pages_cover_earlier_ones() {
     expected.insert(40, 3);
     expected.insert(50, 0);
     expected.insert(51, 0);
+    assert_holds(&store, "web", 1, &expected);
+}
+
+/// Whether the one segment of a job takes room for so many pages, and for what the file system notes of it.
+fn takes(store: &Store, pages: u64) -> bool {
+    let taken = store.path().join("jobs/web/segments/1.pages").metadata().expect("segment").blocks() * 512;
+    (pages * PAGE..(pages + 16) * PAGE).contains(&taken)
+}
+
+/// Puts pages as several threads do.
+fn put_by_many(owner: Owner, writer: &mut Writer, pages: u64, seed: u64) {
+    let fill = |batch: &[Range], buffer: &mut [u8]| {
+        let pages = batch.iter().flat_map(|range| range.start / PAGE..range.end() / PAGE);
+        pages.zip(buffer.chunks_exact_mut(PAGE_BYTES)).for_each(|(page, bytes)| fill_page(page, seed, bytes));
+        Ok::<_, Infallible>(())
+    };
+    writer.put_parallel(owner, &[Range { start: 0, len: pages * PAGE }], Zeros::Omit, &fill).expect("put");
+}
+
+#[test]
+fn what_is_forgotten_takes_no_room() {
+    let (_folder, store) = store();
+    let mut writer = store.begin("web").expect("writer");
+    for seed in 1..4 {
+        put_by_many(SPACE, &mut writer, 3000, seed);
+        put(&mut writer, 3000, 500, seed).expect("put");
+        writer.forget(SPACE);
+    }
+    assert_eq!(writer.written_bytes(), 0);
+    put_by_many(SPACE, &mut writer, 2000, 4);
+    put(&mut writer, 2500, 10, 4).expect("put");
+    let done = writer.commit(image()).expect("commit");
+    assert_eq!((done.stored_pages, done.written_bytes), (2010, 2010 * PAGE));
+    assert_eq!(segment_bytes(&store, "web"), 2011 * PAGE);
+    let mut expected = memory(0, 2000, 4);
+    expected.extend(memory(2500, 10, 4));
+    assert_holds(&store, "web", 1, &expected);
+}
+
+#[test]
+fn what_is_forgotten_between_others_takes_no_room() {
+    let (_folder, store) = store();
+    let object = Owner::Object(0);
+    let mut writer = store.begin("web").expect("writer");
+    put_by_many(SPACE, &mut writer, 3000, 1);
+    put_by_many(object, &mut writer, 4000, 2);
+    put_by_many(SPACE, &mut writer, 3000, 3);
+    writer.forget(SPACE);
+    put_by_many(SPACE, &mut writer, 1000, 4);
+    let done = writer.commit(image()).expect("commit");
+    assert_eq!(done.stored_pages, 5000);
+    assert!(takes(&store, 5000));
+    let loaded = store.load("web", None).expect("load");
+    assert_eq!((loaded.image.meta.written_bytes, loaded.pages.stored_pages()), (5000 * PAGE, 5000));
+    assert!(store.verify("web", None).expect("verify").problems.is_empty());
+    // It is not worth another rewrite: nothing that it holds is dead.
+    checkpoint(&store, "web", &memory(0, 1, 9)).expect("another");
+    store.remove("web", 2).expect("removed");
+    assert_eq!(names(&store.path().join("jobs/web/segments")), ["1.pages"]);
+    assert!(store.verify("web", None).expect("verify").problems.is_empty());
+}
+
+#[test]
+fn of_what_is_put_again_and_again_the_last_is_kept() {
+    let (_folder, store) = store();
+    let mut writer = store.begin("web").expect("writer");
+    put_by_many(SPACE, &mut writer, 3000, 1);
+    put(&mut writer, 0, 1, 2).expect("put");
+    (3..6).for_each(|seed| put_by_many(SPACE, &mut writer, 3000, seed));
+    put(&mut writer, 7, 3, 6).expect("put");
+    let done = writer.commit(image()).expect("commit");
+    assert!(takes(&store, done.stored_pages));
+    // Of blocks that are needed in part, the rest stays.
+    assert!((3000 * PAGE..3100 * PAGE).contains(&done.written_bytes), "{}", done.written_bytes / PAGE);
+    let mut expected = memory(0, 3000, 5);
+    expected.extend(memory(7, 3, 6));
     assert_holds(&store, "web", 1, &expected);
 }
 

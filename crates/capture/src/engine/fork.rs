@@ -130,6 +130,7 @@ impl MemoryEngine for Fork {
     fn prepare(&mut self, running: &mut Running<'_>) -> Result<()> {
         // Of an instant that was lost.
         self.twin = None;
+        running.writer.forget(running.target.owner());
         check_burial(&running.target.process, PATIENCE)?;
         check_memory(&running.target.process)
     }

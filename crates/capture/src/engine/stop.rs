@@ -16,7 +16,8 @@ impl MemoryEngine for Stop {
         Engine::Stop
     }
 
-    fn prepare(&mut self, _: &mut Running<'_>) -> Result<()> {
+    fn prepare(&mut self, running: &mut Running<'_>) -> Result<()> {
+        running.writer.forget(running.target.owner());
         Ok(())
     }
 

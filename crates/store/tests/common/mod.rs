@@ -5,6 +5,7 @@ pub mod power;
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use stillpoint_image::{AddressSpace, Image, MemoryObject, Meta, Owner, PAGE, Place, Range};
 use stillpoint_store::{Committed, Result, Store, Writer, Zeros};
@@ -130,5 +131,6 @@ pub fn assert_no_leftovers(store: &Store, job: &str) {
 /// Bytes in the segments of a job.
 pub fn segment_bytes(store: &Store, job: &str) -> u64 {
     let folder = store.path().join("jobs").join(job).join("segments");
-    names(&folder).iter().map(|name| folder.join(name).metadata().expect("segment").len()).sum()
+    let held = |file: std::fs::Metadata| file.len().min(file.blocks() * 512); // without holes
+    names(&folder).iter().map(|name| held(folder.join(name).metadata().expect("segment"))).sum()
 }

@@ -84,6 +84,9 @@ impl Fault for Recorder {
                 Kept::Write(path(p), offset, Arc::new(bytes.to_vec()))
             }
             Change::Preallocate { path: p, end } => Kept::Extend(path(p), end),
+            Change::Free { path: p, from, len } => {
+                Kept::Write(path(p), from, Arc::new(vec![0; len as usize]))
+            }
             Change::Truncate { path: p, len } => Kept::Truncate(path(p), len),
             Change::Sync(p) | Change::SyncFolder(p) => Kept::Sync(path(p)),
             Change::Rename { from, to } => Kept::Rename(path(from), path(to)),
