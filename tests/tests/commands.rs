@@ -10,7 +10,7 @@ use stillpoint_tests::observe::Facts;
 use stillpoint_tests::stillpoint::binary;
 use stillpoint_tests::target::{Running, alone};
 use stillpoint_tests::{
-    Build, Scratch, Stillpoint, Target, kernel, right_eq, skipped, undisturbed_only, wait_for,
+    Build, Scratch, Stillpoint, Target, kernel, right, right_eq, skipped, undisturbed_only, wait_for,
 };
 
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -368,6 +368,36 @@ fn what_its_user_may_not_restore_is_not_killed() {
     assert!(verify.code() == 1 && said.contains("belongs to user 0"), "{verify}");
     assert!(said.contains("own@2  not checked") && !said.contains("DAMAGED"), "{verify}");
     program.kill().and_then(|()| program.wait()).expect("killed");
+}
+
+/// Of a tree in which there are processes of ours, those are told by the job that they are at work on, whatever they hold.
+#[test]
+fn processes_of_ours_in_a_tree_are_told_by_their_job() {
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    let own: [&[&str]; 2] = [&["run", "--name", "followed", "--every", "200ms"], &["run", "--name", "plain"]];
+    for arguments in own {
+        let job = arguments[2];
+        let run = stillpoint.command(&[arguments, &["--", "sleep", "1000"]].concat());
+        let mut script = alone("sh");
+        script.args(["-c", "\"$@\" & wait; true", "sh"]).arg(binary()).args(run.get_args());
+        script.envs(run.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        script.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        let mut script = script.spawn().expect("sh");
+        known(&stillpoint, job);
+        let pid = script.id().to_string();
+        for kill in [&[][..], &["--kill"]] {
+            let checkpoint = [&["checkpoint", &pid, "--name", "tree"], kill].concat();
+            let hint = format!("stillpoint checkpoint {job}");
+            let refused = stillpoint.run(&checkpoint).fails(3, &[&hint]);
+            right!(!refused.stderr.contains("the program handles page faults itself"), "{refused}");
+        }
+        let ended = stillpoint.run(&["checkpoint", job, "--kill"]).ok();
+        right!(script.wait().expect("sh").success(), "{ended}");
+    }
 }
 
 /// Where the command line and the environment of ours were there is room for a stack to grow, as one does for whoever reads there.

@@ -659,3 +659,39 @@ fn changing_places() {
 fn changing_everything() {
     changing("everything");
 }
+
+/// What is missing is looked for in the checkpoint that it is from, not in one of the same name and number elsewhere.
+#[test]
+fn checkpoints_of_the_same_name_in_another_store() {
+    let Some(saved) = Saved::new("whole") else { return };
+    let elsewhere = saved.stillpoint.with_store(&saved.scratch.path().join("elsewhere"));
+    let mut running = saved.restore(&[]);
+    all_is_loaded(running.pid);
+    let (start, _) = largest_mapping(running.pid);
+    let memory = fs::OpenOptions::new().write(true).open(format!("/proc/{}/mem", running.pid)).expect("mem");
+    for page in 0..1000 {
+        memory.write_all_at(b"another program's", start + page * 4096).expect("written");
+    }
+    let other = elsewhere.checkpoint(running.pid, "job", &["--kill"]);
+    running.reap();
+    assert_eq!(other.name(), saved.checkpoint.name());
+    let mut running = saved.restore(&["--limit-bandwidth", "20MB/s"]);
+    let again = elsewhere.checkpoint(running.pid, "job", &["--kill"]);
+    running.reap();
+    saved.wait_free();
+    let pid = elsewhere.restore_at_once(&again.name(), &LAZY);
+    Running::restored(pid, &saved.directory).finish("restored from the other store");
+    saved.scratch.nothing_is_left("in the end");
+}
+
+/// Where the largest mapping of a process is that can be written, and its length.
+fn largest_mapping(pid: u32) -> (u64, u64) {
+    let maps = fs::read_to_string(format!("/proc/{pid}/maps")).expect("maps");
+    let writable = maps.lines().filter(|line| line.contains(" rw-p "));
+    let range = |line: &str| {
+        let (start, end) = line.split_once(' ')?.0.split_once('-')?;
+        let [start, end] = [start, end].map(|text| u64::from_str_radix(text, 16).ok());
+        Some((start?, end? - start?))
+    };
+    writable.filter_map(range).max_by_key(|(_, len)| *len).expect("a mapping")
+}

@@ -427,3 +427,39 @@ fn a_job_that_crashes_is_brought_back_within_its_limit() {
     }
     panic!("it never lived long enough for a checkpoint");
 }
+
+/// What is paged out is with the job: a checkpoint of another one cannot have it, also if its segments have the same numbers.
+#[test]
+fn only_checkpoints_of_the_job_have_what_is_paged_out() {
+    let Some((scratch, stillpoint, binary)) = paged("writers") else { return };
+    let job = begin(&stillpoint, "8MiB", &binary, &["64", "3", "100000000"]);
+    let pid = stillpoint_tests::wait_for("the job", PATIENCE, || pid(&stillpoint));
+    stillpoint_tests::wait_for("pages to leave", PATIENCE, || (stored(&stillpoint) > 20 << 20).then_some(()));
+    stillpoint.run(&["checkpoint", "it"]).ok();
+    for name in ["other", "it"] {
+        let away = scratch.path().join("away");
+        let (store, target) = match name {
+            "it" => (stillpoint.with_store(&away), pid.to_string()),
+            _ => (stillpoint.clone(), "it".to_string()),
+        };
+        let mut sleeper = Command::new("sleep")
+            .arg("1000")
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .spawn()
+            .expect("sleep");
+        // Its segments have the numbers of those that the job is paged to.
+        for _ in 0..3 {
+            store.checkpoint(sleeper.id(), name, &[]);
+        }
+        sleeper.kill().and_then(|()| sleeper.wait()).expect("killed");
+        for kill in [&[][..], &["--kill"]] {
+            let arguments = [&["checkpoint", &target, "--name", name], kill].concat();
+            store.run(&arguments).fails(3, &["stillpoint checkpoint it", "by the name of the job"]);
+        }
+        right_eq!(store.checkpoints(name), [1, 2, 3]);
+    }
+    right!(kernel::alive(pid));
+    stillpoint.run(&["checkpoint", "it", "--kill"]).ok();
+    drop(job.wait_with_output());
+}

@@ -7,7 +7,7 @@ use crate::engine::tracking::Tracking;
 use crate::engine::{Base, Engine, Kept, Loading};
 use crate::target::Target;
 use crate::work::{Done, Member, Work, earlier_calls};
-use crate::{Error, Refusal, Result, attributes, herd};
+use crate::{Error, Refusal, Result, attributes, herd, ours};
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -296,6 +296,7 @@ impl Session {
         progress: &(dyn Progress + Sync),
     ) -> Result<Duration> {
         let targets = herd::find(self.pid)?;
+        ours::refuse(&targets, store)?;
         let mut members = Vec::with_capacity(targets.len());
         for target in &targets {
             let behind = behind(target, store, options, None, &mut Followed::default(), self.waits)?;
@@ -309,6 +310,7 @@ impl Session {
         let start = Instant::now();
         self.hold_back()?;
         let targets = herd::find(self.pid)?;
+        ours::refuse(&targets, store)?;
         let mut before = std::mem::take(&mut self.followed);
         let mut all: Vec<Followed> =
             targets.iter().map(|t| before.remove(&t.pid).unwrap_or_default()).collect();
@@ -366,9 +368,10 @@ impl Session {
         for mut member in members {
             let mut kept = member.kept();
             let space = member.target.space;
-            let base = || Base { job: options.job.clone(), id: committed.id, space };
+            let (id, taken_ns) = (committed.id, committed.taken_ns);
+            let base = || Base { job: options.job.clone(), id, taken_ns, space };
             if let Some(tracking) = &mut kept.tracking {
-                let saved = (options.job.clone(), committed.id);
+                let saved = (options.job.clone(), id, taken_ns);
                 tracking.loading.iter_mut().for_each(|loading| loading.is_saved_in(saved.clone()));
                 tracking.base = Some(base());
             }
@@ -466,9 +469,9 @@ fn tend(pid: u32, followed: &mut Followed) -> Result<bool> {
         if !loading.is_trusted() {
             return Ok(false);
         }
-        let (job, id) = loading.source.clone();
+        let (job, id, taken_ns) = loading.source.clone();
         let (tracking, _) = Tracking::open(&target, &mut earlier, Some(loading))?;
-        followed.kept.tracking.insert(tracking).base = Some(Base { job, id, space: 0 });
+        followed.kept.tracking.insert(tracking).base = Some(Base { job, id, taken_ns, space: 0 });
     }
     if let Some(tracking) = &mut followed.kept.tracking {
         tracking.take_over(&target, &mut earlier)?;
@@ -476,6 +479,17 @@ fn tend(pid: u32, followed: &mut Followed) -> Result<bool> {
     followed.earlier = Some(earlier);
     followed.target = Some(Arc::new(target));
     Ok(false)
+}
+
+/// What is not in memory is in the segments of one job, to which no checkpoint of another can refer.
+fn paged_elsewhere(pid: u32, job: &str) -> Refusal {
+    Refusal {
+        what: attributes::target::named(pid),
+        why: format!(
+            "its memory is kept within a limit (--memory-limit), and the rest of it is with job {job}"
+        ),
+        hint: format!("checkpoint it as that job, by its name: stillpoint checkpoint {job}"),
+    }
 }
 
 /// What the checkpoint of a process is relative to; where nothing is left of that, all that was followed is forgotten.
@@ -493,7 +507,11 @@ fn behind(
         *loading = Loading::claim(target.pid);
     }
     let of_tracking = tracking.as_ref().and_then(|t| t.loading.as_ref());
-    let is_paged = of_tracking.or(loading.as_ref()).is_some_and(Loading::is_paged);
+    let paged = of_tracking.or(loading.as_ref()).filter(|loading| loading.is_paged());
+    let is_paged = paged.is_some();
+    if let Some(elsewhere) = paged.filter(|paged| !paged.is_paged_to(store, &options.job)) {
+        return Err(Error::Refused(vec![paged_elsewhere(target.pid, &elsewhere.source.0)]));
+    }
     if !may_copy_ahead || waits && !is_paged {
         // Those who load the program need not wait for us.
         tracking.take_if(|t| t.loading.is_some());
@@ -501,12 +519,13 @@ fn behind(
     } else if tracking.is_none() && armed.is_none() && loading.is_none() {
         *loading = Loading::claim(target.pid);
     }
-    let pages = |Base { job, id, space }: &Base| {
+    let pages = |Base { job, id, taken_ns, space }: &Base| {
         let of = |checkpoint: &Checkpoint| checkpoint.pages.of(Owner::Space(*space)).to_vec();
+        let is_that = |checkpoint: &&Checkpoint| checkpoint.image.meta.taken_ns == *taken_ns;
         let extents = match last.filter(|l| l.image.meta.id == *id) {
             _ if *job != options.job => None,
-            Some(last) => Some(of(last)),
-            None => store.load(job, Some(*id)).ok().as_ref().map(of),
+            Some(last) => Some(last).filter(is_that).map(of),
+            None => store.load(job, Some(*id)).ok().as_ref().filter(is_that).map(of),
         };
         // They may have been those of another row.
         extents.map(|mut extents| {
@@ -516,7 +535,10 @@ fn behind(
     };
     let noted = tracking.as_mut().and_then(|t| t.base.take());
     let waited = armed.as_mut().and_then(|a| a.base.take());
-    let source = |loading: &Loading| Base { job: loading.source.0.clone(), id: loading.source.1, space: 0 };
+    let source = |loading: &Loading| {
+        let (job, id, taken_ns) = loading.source.clone();
+        Base { job, id, taken_ns, space: 0 }
+    };
     let restored = || loading.as_ref().filter(|l| l.is_trusted()).map(source);
     let base = noted.or(waited).or_else(restored).filter(|_| !options.full);
     let base = base.as_ref().and_then(pages).unwrap_or_default();

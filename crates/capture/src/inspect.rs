@@ -12,7 +12,7 @@ use crate::freeze::Frozen;
 use crate::mappings::{Mappings, capture_mappings};
 use crate::target::Target;
 use crate::visits::{self, Visits};
-use crate::{Builder, Error, Result};
+use crate::{Builder, Error, Refusal, Result};
 use rustix::fs::AtFlags;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -153,9 +153,12 @@ impl Known {
                     return Err(Error::Failed(why.into()));
                 }
                 if servers.contains(&Role::Pages) && !regard.is_loading {
-                    let why = "its memory is paged (--memory-limit), and not all of it can be saved at once: leave out --engine and \
-                               --full";
-                    return Err(Error::Failed(why.into()));
+                    return Err(Error::Refused(vec![Refusal {
+                        what: target::named(pid),
+                        why: "its memory is kept within a limit (--memory-limit), and only checkpoints of its job have what is not in memory"
+                            .into(),
+                        hint: "take one by the name of the job, without --engine and --full".into(),
+                    }]));
                 }
                 if !servers.is_empty() && !regard.is_loading {
                     return Err(Error::Loading);
@@ -420,7 +423,7 @@ fn path_of(backing: &mut Backing) -> Option<&mut u32> {
 }
 
 /// Whether a process has a userfaultfd of its own.
-fn handles_page_faults(pid: u32) -> bool {
+pub(crate) fn handles_page_faults(pid: u32) -> bool {
     let link = |fd: u32| fdinfo::link(pid, fd).unwrap_or_default();
     fdinfo::list(pid).unwrap_or_default().into_iter().any(|fd| link(fd) == b"anon_inode:[userfaultfd]")
 }

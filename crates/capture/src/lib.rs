@@ -21,6 +21,7 @@ pub mod lend;
 pub mod mappings;
 mod names;
 pub mod namespaces;
+mod ours;
 pub mod regions;
 pub mod relations;
 pub mod target;

@@ -128,6 +128,39 @@ pub struct Origin {
     pub claims: u64,
     /// Its memory is paged: there is no checkpoint that has what is missing, but [`Request::Stored`] tells.
     pub is_paged: bool,
+    /// Which job or checkpoint of that name it is, as there may be another in another store.
+    pub mark: Mark,
+}
+
+/// What tells a job or a checkpoint from others of its name, in other stores or at other times.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mark {
+    /// When the checkpoint was taken, nanoseconds since 1970.
+    TakenAt(u64),
+    /// Device and inode number of the job's folder.
+    Folder(u64, u64),
+}
+
+impl Origin {
+    fn words(&self) -> Vec<u64> {
+        let mark = match self.mark {
+            Mark::TakenAt(ns) => [0, ns, 0],
+            Mark::Folder(device, inode) => [1, device, inode],
+        };
+        let head = [self.id, self.claims, self.is_paged.into()];
+        head.into_iter().chain(mark).chain(self.job.bytes().map(u64::from)).collect()
+    }
+
+    fn of(words: &[u64]) -> Option<Self> {
+        let (&[id, claims, paged, kind, a, b], name) = words.split_first_chunk()?;
+        let mark = match kind {
+            0 => Mark::TakenAt(a),
+            1 => Mark::Folder(a, b),
+            _ => return None,
+        };
+        let name: Option<Vec<u8>> = name.iter().map(|&byte| byte.try_into().ok()).collect();
+        Some(Origin { job: String::from_utf8(name?).ok()?, id, claims, is_paged: paged != 0, mark })
+    }
 }
 
 /// A page that is stored by those who page.
@@ -246,18 +279,7 @@ impl Line {
     /// # Errors
     /// Somebody else has, or those who load have ended meanwhile, as for all that is asked.
     pub fn claim(&mut self) -> Result<Origin> {
-        let words = self.ask(Request::Claim)?;
-        let job = |bytes: &[u64]| {
-            let bytes: Vec<u8> = bytes.iter().map(|&b| b as u8).collect();
-            String::from_utf8(bytes).ok()
-        };
-        match words.as_slice() {
-            [id, claims, paged, name @ ..] => {
-                job(name).map(|job| Origin { job, id: *id, claims: *claims, is_paged: *paged != 0 })
-            }
-            _ => None,
-        }
-        .ok_or_else(garbled)
+        Origin::of(&self.ask(Request::Claim)?).ok_or_else(garbled)
     }
 
     /// What is there and what is missing.
@@ -361,9 +383,7 @@ impl Caller {
 
     /// Answers [`Request::Claim`].
     pub fn tell_origin(&mut self, origin: &Origin) -> Result<()> {
-        let name = origin.job.bytes().map(u64::from);
-        let head = [origin.id, origin.claims, origin.is_paged.into()];
-        self.tell(&head.into_iter().chain(name).collect::<Vec<_>>())
+        self.tell(&origin.words())
     }
 
     /// Answers [`Request::State`].
@@ -444,7 +464,8 @@ mod tests {
         let program = pidfd_open(std::process::id(), 0).unwrap();
         let Some(listener) = listen(program.as_fd()) else { return }; // before Linux 6.9
         assert!(listen(program.as_fd()).is_none());
-        let origin = Origin { job: "a job".into(), id: 7, claims: 1, is_paged: true };
+        let mark = Mark::Folder(3, 1 << 40);
+        let origin = Origin { job: "a job".into(), id: 7, claims: 1, is_paged: true, mark };
         let piece = |n: u64| Piece { then: n, now: n + 1, len: 4096 };
         let state = State {
             is_complete: false,

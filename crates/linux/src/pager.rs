@@ -47,8 +47,8 @@ pub fn servers_of(pid: u32) -> Vec<Role> {
     processes().unwrap_or_default().into_iter().filter_map(role).collect()
 }
 
-/// Whether a process has a handle to another one.
-fn holds(holder: u32, pid: u32) -> bool {
+/// Whether a process has a handle (pidfd) to another one.
+pub fn holds(holder: u32, pid: u32) -> bool {
     let Ok(folders) = Folders::open(holder) else { return false };
     let is_handle = |fd: u32| folders.process_of(fd).is_ok_and(|of| of == Some(pid.into()));
     folders.list().unwrap_or_default().into_iter().any(is_handle)

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use stillpoint_image::{Codec, PAGE, Range};
 use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::hold::{self, Queue};
-use stillpoint_linux::line::{Origin, Request, StoredPage, StoredPages};
+use stillpoint_linux::line::{Mark, Origin, Request, StoredPage, StoredPages};
 use stillpoint_linux::pagemap::{Category, Pagemap, Query};
 use stillpoint_linux::proc::{Proc, VmFlags};
 use stillpoint_linux::sched::{self, SchedAttr};
@@ -477,7 +477,8 @@ impl Server<'_> {
             Request::Claim => {
                 self.work.cells.add(Word::Claims, 1);
                 let (job, claims) = (self.work.job.clone(), self.work.cells.get(Word::Claims));
-                claim.tell(|c| c.tell_origin(&Origin { job, id: 0, claims, is_paged: true }));
+                let mark = Mark::Folder(self.work.folder.0, self.work.folder.1);
+                claim.tell(|c| c.tell_origin(&Origin { job, id: 0, claims, is_paged: true, mark }));
             }
             Request::Stored => {
                 self.work.cells.set(Word::Held, 1);

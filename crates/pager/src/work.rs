@@ -55,6 +55,8 @@ pub(crate) struct Work<'a> {
     pub line: Option<UnixListener>,
     /// The job.
     pub job: String,
+    /// Its folder: device and inode number.
+    pub folder: (u64, u64),
     /// Most that its private memory is to take, bytes.
     pub limit: u64,
     /// Who hears what is wrong.
@@ -176,6 +178,7 @@ impl<'a> Work<'a> {
             program,
             pid,
             job: job.to_owned(),
+            folder: store.place(job)?,
             limit,
             heard,
         })

@@ -132,6 +132,16 @@ impl Store {
         Ok(room(&self.known(job)?.path))
     }
 
+    /// What tells a job's folder from all others: device and inode number.
+    ///
+    /// # Errors
+    /// [`Error::NoJob`], [`Error::Name`], [`Error::Io`].
+    pub fn place(&self, job: &str) -> Result<(u64, u64)> {
+        let folder = self.known(job)?.path;
+        let metadata = folder.metadata().map_err(Error::io("look at", &folder))?;
+        Ok((metadata.dev(), metadata.ino()))
+    }
+
     /// The file of which somebody holds an exclusive `flock` who adds to a job, or removes from it.
     ///
     /// # Errors

@@ -11,7 +11,8 @@ use crate::regions::within;
 use crate::{Error, Result};
 use stillpoint_image::{Codec, Extent, Owner, PAGE, Place, Range};
 use stillpoint_linux::RemoteAddr;
-use stillpoint_linux::line::{Line, Origin, Piece, State, StoredPage};
+use stillpoint_linux::line::{Line, Mark, Origin, Piece, State, StoredPage};
+use stillpoint_store::Store;
 
 /// Mappings up to this size are taken over whole, bytes: it takes some 12 ms for each GiB.
 const WHOLE: u64 = 128 << 20;
@@ -20,8 +21,10 @@ const WHOLE: u64 = 128 << 20;
 #[derive(Debug)]
 pub(crate) struct Loading {
     line: Line,
-    /// The checkpoint (job and number) that has what is missing.
-    pub source: (String, u64),
+    /// The checkpoint (job, number, and when it was taken) that has what is missing; where memory is paged, the job.
+    pub source: (String, u64, u64),
+    /// The folder of the job that it is paged to: device and inode number.
+    paged_to: Option<(u64, u64)>,
     /// Where memory was in that one.
     at_source: Places,
     /// Whether it has been looked at, by us.
@@ -72,10 +75,15 @@ impl Loading {
     /// Claims a process whose memory is being loaded; none if it is not, or if somebody else has claimed it.
     pub fn claim(pid: u32) -> Option<Self> {
         let mut line = Line::call(pid)?;
-        let Origin { job, id, claims, is_paged } = line.claim().ok()?;
+        let Origin { job, id, claims, is_paged, mark } = line.claim().ok()?;
+        let (taken_ns, paged_to) = match mark {
+            Mark::TakenAt(ns) => (ns, None),
+            Mark::Folder(device, inode) => (0, Some((device, inode))),
+        };
         Some(Self {
             line,
-            source: (job, id),
+            source: (job, id, taken_ns),
+            paged_to,
             at_source: Places::AsThen,
             has_looked: false,
             // Whoever claimed it before may have looked, and looking takes the marks away.
@@ -92,6 +100,11 @@ impl Loading {
     /// Whether it will never be all there: those who load it take pages out as well.
     pub fn is_paged(&self) -> bool {
         self.stored.is_some()
+    }
+
+    /// Whether what is paged out can be referred to by checkpoints of a job: it is in their own segments.
+    pub fn is_paged_to(&self, store: &Store, job: &str) -> bool {
+        self.paged_to.is_some_and(|folder| store.place(job).is_ok_and(|place| place == folder))
     }
 
     /// Whether what is not marked as written is as it is in the source.
@@ -215,7 +228,7 @@ impl Loading {
     }
 
     /// A checkpoint has been taken of what the last look found.
-    pub fn is_saved_in(&mut self, checkpoint: (String, u64)) {
+    pub fn is_saved_in(&mut self, checkpoint: (String, u64, u64)) {
         if self.is_paged() {
             let written = std::mem::take(&mut self.written);
             // If they cannot be told they hear that we hang up, and take nothing for stored that may have been written.

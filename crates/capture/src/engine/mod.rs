@@ -114,6 +114,8 @@ pub(crate) fn reason(engine: Engine) -> &'static str {
 pub(crate) struct Base {
     pub job: String,
     pub id: u64,
+    /// When it was taken, nanoseconds since 1970: there may be another of that name in another store.
+    pub taken_ns: u64,
     /// Row of the address space there.
     pub space: u32,
 }

@@ -7,7 +7,7 @@ use crate::freeze::Frozen;
 use crate::lend::Lender;
 use crate::regions::{Span, range, spans_of_maps, within};
 use crate::target::Target;
-use crate::{Error, Result};
+use crate::{Error, Result, ours};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -193,7 +193,7 @@ impl Tracking {
             tracking.enroll_now(target)?;
             Ok(tracking)
         };
-        stop_briefly(target, earlier, open)
+        stop_briefly(target, earlier, open).map_err(|e| ours::name_follower(e, target.pid))
     }
 
     /// Begins to follow what private memory has come since, if there is much in it; tells for how long the program stood still.
@@ -221,7 +221,8 @@ impl Tracking {
         if there_beside(target, &spans, &known)? < WORTH_A_STOP {
             return Ok(None);
         }
-        let ((), pause) = stop_briefly(target, earlier, |_| self.enroll_now(target))?;
+        let enrolled = stop_briefly(target, earlier, |_| self.enroll_now(target));
+        let ((), pause) = enrolled.map_err(|e| ours::name_follower(e, target.pid))?;
         Ok(Some(pause))
     }
 
@@ -565,9 +566,7 @@ impl Tracking {
                 Ok(()) => ours.push(part),
                 // By those who load it: their marks serve us as well, and are theirs to take away.
                 Err(Error::Kernel(e)) if e.errno() == Some(libc::EBUSY) && self.loading.is_some() => {}
-                Err(Error::Kernel(e)) if e.errno() == Some(libc::EBUSY) => {
-                    return Err(Error::Failed("somebody else follows what it writes already".into()));
-                }
+                Err(e) if ours::is_followed(&e) => return Err(e),
                 // Whether it can be followed shows when it is looked at.
                 Err(_) => is_whole = false,
             }

@@ -57,7 +57,7 @@ pub struct Later<'a> {
     pace: Pace,
     is_heard: bool,
     is_followed: bool,
-    origin: (String, u64),
+    origin: (String, u64, u64),
     /// Runs of the touch set that had to be there first.
     head: AtomicUsize,
 }
@@ -253,7 +253,7 @@ impl<'a> Later<'a> {
             pace: Pace::new(options.limit),
             is_heard: options.stdio == Stdio::Current,
             is_followed: options.is_followed && rows.len() == 1,
-            origin: (meta.job.clone(), meta.id),
+            origin: (meta.job.clone(), meta.id, meta.taken_ns),
             head: AtomicUsize::new(0),
         };
         Ok((Some(later), notes))

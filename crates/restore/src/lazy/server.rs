@@ -25,7 +25,7 @@ use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::fdinfo::Folders;
 use stillpoint_linux::hold::Queue;
 use stillpoint_linux::host;
-use stillpoint_linux::line::{Origin, Request, State};
+use stillpoint_linux::line::{Mark, Origin, Request, State};
 use stillpoint_linux::pager::{self, Role};
 use stillpoint_linux::proc::{Proc, Vma};
 use stillpoint_linux::sched::{self, SchedAttr};
@@ -451,13 +451,9 @@ impl<'a> Server<'a> {
             (Request::Claim, _) => {
                 let program = self.work.board.program(0);
                 program.add(Tally::Claims, 1);
-                let (job, id) = self.work.origin.clone();
-                claim.tell(|c| {
-                    c.tell_origin(&{
-                        let claims = program.get(Tally::Claims);
-                        Origin { job, id, claims, is_paged: false }
-                    })
-                });
+                let (job, id, taken_ns) = self.work.origin.clone();
+                let (claims, mark) = (program.get(Tally::Claims), Mark::TakenAt(taken_ns));
+                claim.tell(|c| c.tell_origin(&Origin { job, id, claims, is_paged: false, mark }));
             }
             (Request::State, Some(space)) => {
                 // All that has happened until now is part of it.

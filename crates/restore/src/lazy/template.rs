@@ -97,7 +97,8 @@ impl Template {
         let is_heard = options.stdio == Stdio::Current;
         let stocks = vec![Stock::new(plan, touch)];
         let meta = &checkpoint.image.meta;
-        let (origin, line, is_followed, dumps) = ((meta.job.clone(), meta.id), None, false, None);
+        let (origin, line, is_followed, dumps) =
+            ((meta.job.clone(), meta.id, meta.taken_ns), None, false, None);
         let is_tree = false;
         #[rustfmt::skip]
         let work = Work {

@@ -30,8 +30,8 @@ pub struct Work<'a> {
     pub heard: Heard<'a>,
     /// Whether standard error leads to somebody.
     pub is_heard: bool,
-    /// The checkpoint: job and number.
-    pub origin: (String, u64),
+    /// The checkpoint: job and number, and when it was taken.
+    pub origin: (String, u64, u64),
     /// Where whoever follows the program calls, where that can be.
     pub line: Option<UnixListener>,
     /// Whether somebody is going to.
