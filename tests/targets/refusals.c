@@ -722,7 +722,18 @@ static void own_host_name(void) {
   CHECK(!strcmp(name, "stillpoint-test"));
 }
 
-SCENARIOS({"established_tcp", established_tcp}, {"connecting", connecting}, {"packet_ring", packet_ring}, {"pending_connection", pending_connection},
+// The name is that of a descriptor of its own.
+static void bound_through_proc(void) {
+  int folder = open(directory, O_PATH | O_DIRECTORY | O_CLOEXEC), fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  MUST(folder >= 0 && fd >= 0);
+  struct sockaddr_un a = {.sun_family = AF_UNIX};
+  snprintf(a.sun_path, sizeof a.sun_path, "/proc/self/fd/%d/socket", folder);
+  MUST(bind(fd, (void *)&a, sizeof a) == 0 && listen(fd, 5) == 0);
+  cut();
+  CHECK(access(path_of("socket"), F_OK) == 0);
+}
+
+SCENARIOS({"bound_through_proc", bound_through_proc}, {"established_tcp", established_tcp}, {"connecting", connecting}, {"packet_ring", packet_ring}, {"pending_connection", pending_connection},
           {"child_process", child_process}, {"dead_child", dead_child}, {"io_uring", io_uring},
           {"foreign_table", foreign_table},
           {"foreign_directory", foreign_directory}, {"foreign_segment", foreign_segment}, {"foreign_pipe", foreign_pipe}, {"foreign_socket", foreign_socket},

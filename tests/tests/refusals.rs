@@ -96,6 +96,7 @@ refused! {
     foreign_directory: "shares its current directory",
     foreign_segment: "segment" "shared with",
     foreign_pipe: "pipe",
+    bound_through_proc: "for the program alone",
     foreign_socket: "socket",
     foreign_terminal: "its slave /dev/pts/" "is open in process",
     foreign_memory: "shared memory" "shared with" "another process" "shares",

@@ -380,6 +380,10 @@ fn name(
         return Ok(true); // an abstract name
     }
     let path = absolute(d.pid(), &diag.name);
+    if ["/proc", "/dev/fd"].iter().any(|folder| path.starts_with(folder)) {
+        let why = format!("its name {} leads to its file for the program alone", path.display());
+        return scan.refuse::<()>(d, why, CLOSE).map(|_| false);
+    }
     let namespace = scan.builder.views.of_process(d.pid());
     socket.mounts = namespace;
     let found = rustix::fs::lstat(scan.builder.views.reach(namespace, path.as_os_str().as_bytes()));
