@@ -242,6 +242,20 @@ static void fifo(void) {
 
 // --- sockets
 
+// A FIFO that others may have open, too.
+static void fifo_in_common(void) {
+  MUST(mkfifo(path_of("fifo"), 0600) == 0);
+  int both = open(path_of("fifo"), O_RDWR | O_NONBLOCK | O_CLOEXEC);
+  MUST(both >= 0);
+  cut();
+  char data[8];
+  EQUAL(read(both, data, sizeof data), -1);
+  EQUAL(errno, EAGAIN);
+  EQUAL(write(both, "again", 5), 5);
+  EQUAL(read(both, data, sizeof data), 5);
+  CHECK(memcmp(data, "again", 5) == 0);
+}
+
 static void stream_pair(void) {
   int s[2];
   MUST(socketpair(AF_UNIX, SOCK_STREAM, 0, s) == 0);
@@ -1080,7 +1094,7 @@ static void many_descriptors(void) {
 }
 
 SCENARIOS({"regular", regular}, {"duplicates", duplicates}, {"deleted", deleted}, {"directories", directories},
-          {"pipes", pipes}, {"fifo", fifo}, {"stream_pair", stream_pair}, {"credentials_pair", credentials_pair}, {"message_pairs", message_pairs},
+          {"pipes", pipes}, {"fifo", fifo}, {"fifo_in_common", fifo_in_common}, {"stream_pair", stream_pair}, {"credentials_pair", credentials_pair}, {"message_pairs", message_pairs},
           {"half_closed_pair", half_closed_pair}, {"listening_tcp4", listening_tcp4},
           {"listening_tcp6", listening_tcp6}, {"listening_unix", listening_unix}, {"eventfds", eventfds},
           {"signalfds", signalfds}, {"epolls", epolls}, {"inotifys", inotifys}, {"watched_closely", watched_closely}, {"memfd_programs", memfd_programs}, {"lock_owner", lock_owner}, {"deleted_folders", deleted_folders}, {"shared_port", shared_port}, {"fanotifys", fanotifys}, {"pidfds", pidfds}, {"ptys", ptys}, {"pty_modes", pty_modes}, {"pty_unread", pty_unread}, {"leases", leases},

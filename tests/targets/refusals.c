@@ -722,6 +722,16 @@ static void own_host_name(void) {
   CHECK(!strcmp(name, "stillpoint-test"));
 }
 
+// One end of a FIFO; the other one is for others to open.
+static void fifo_reader(void) {
+  MUST(mkfifo(path_of("fifo"), 0600) == 0);
+  int end = open(path_of("fifo"), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+  MUST(end >= 0);
+  cut();
+  char data[8];
+  CHECK(read(end, data, sizeof data) <= 0);
+}
+
 // The name is that of a descriptor of its own.
 static void bound_through_proc(void) {
   int folder = open(directory, O_PATH | O_DIRECTORY | O_CLOEXEC), fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
@@ -733,7 +743,7 @@ static void bound_through_proc(void) {
   CHECK(access(path_of("socket"), F_OK) == 0);
 }
 
-SCENARIOS({"bound_through_proc", bound_through_proc}, {"established_tcp", established_tcp}, {"connecting", connecting}, {"packet_ring", packet_ring}, {"pending_connection", pending_connection},
+SCENARIOS({"fifo_reader", fifo_reader}, {"bound_through_proc", bound_through_proc}, {"established_tcp", established_tcp}, {"connecting", connecting}, {"packet_ring", packet_ring}, {"pending_connection", pending_connection},
           {"child_process", child_process}, {"dead_child", dead_child}, {"io_uring", io_uring},
           {"foreign_table", foreign_table},
           {"foreign_directory", foreign_directory}, {"foreign_segment", foreign_segment}, {"foreign_pipe", foreign_pipe}, {"foreign_socket", foreign_socket},

@@ -50,6 +50,7 @@ mod descriptors {
         directories,
         pipes,
         fifo,
+        fifo_in_common,
         stream_pair,
         credentials_pair,
         message_pairs,

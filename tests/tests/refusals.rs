@@ -1,5 +1,10 @@
 //! What cannot be captured is refused by name, before anything is changed; bad targets get one clear sentence.
 
+use rustix::fs::OFlags;
+use std::fs::OpenOptions;
+use std::io::{Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 use stillpoint_tests::observe::Facts;
@@ -117,6 +122,57 @@ refused! {
     epoll_in_flight: "in a message",
     broken_lease: "lease",
     directory_notes: "F_NOTIFY",
+}
+
+/// A FIFO that others have open is in nobody's way, as long as the program has itself what can be seen of them.
+#[test]
+fn fifos_that_others_have_open() {
+    if undisturbed_only() {
+        return;
+    }
+    let open = |name: &Path, reads: bool, writes: bool| {
+        let mut options = OpenOptions::new();
+        options
+            .read(reads)
+            .write(writes)
+            .custom_flags(OFlags::NONBLOCK.bits() as i32)
+            .open(name)
+            .expect("the FIFO")
+    };
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    let target = Target::new("descriptors", "fifo_in_common", Build::Dynamic).expect("cc");
+    let directory = scratch.directory("held");
+    let mut running = target.start(&directory, scratch.path());
+    let pid = running.pid.to_string();
+    let mut other = open(&directory.join("fifo"), true, true);
+    // Who is to have what is in it?
+    other.write_all(b"unread").expect("written");
+    for kill in [&[][..], &["--kill"]] {
+        let arguments = [&["checkpoint", &pid, "--name", "held"], kill].concat();
+        stillpoint.run(&arguments).fails(3, &["either of them may read"]);
+    }
+    right!(kernel::alive(running.pid));
+    other.read_exact(&mut [0; 6]).expect("read");
+    stillpoint.checkpoint(running.pid, "held", &[]);
+    stillpoint.checkpoint(running.pid, "held", &["--kill"]);
+    running.reap();
+    Running::restored(stillpoint.restore_detached("held", &[]), &directory)
+        .finish("beside who has its FIFO open");
+    drop(other);
+
+    let (running, name) = {
+        let target = Target::new("refusals", "fifo_reader", Build::Dynamic).expect("cc");
+        let directory = scratch.directory("one end");
+        (target.start(&directory, scratch.path()), directory.join("fifo"))
+    };
+    let checkpoint = ["checkpoint", &running.pid.to_string(), "--name", "end"];
+    let reader = open(&name, true, false);
+    stillpoint.run(&checkpoint).ok();
+    let writer = open(&name, false, true);
+    stillpoint.run(&checkpoint).fails(3, &["its other end is open in process"]);
+    drop((reader, writer));
+    running.finish("after a refusal");
 }
 
 /// Nobody could open a file while it stands still, whatever that is for.

@@ -5,6 +5,7 @@ use std::collections::{HashMap, HashSet};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::OnceLock;
+use stillpoint_linux::fdinfo::Folders;
 use stillpoint_linux::proc::{self, Proc, Vma};
 use stillpoint_linux::tty;
 
@@ -28,6 +29,17 @@ pub struct Holder {
     pub pid: u32,
     /// Its name (`comm`).
     pub name: String,
+}
+
+/// What somebody outside can do with a FIFO that he has open.
+#[derive(Clone, Debug)]
+pub struct End {
+    /// Who it is.
+    pub holder: Holder,
+    /// He can read.
+    pub reads: bool,
+    /// He can write.
+    pub writes: bool,
 }
 
 impl std::fmt::Display for Holder {
@@ -100,6 +112,11 @@ impl Outsiders {
         self.look().get(link)?.iter().find(still)
     }
 
+    /// Who has the FIFO open that has this name and this device and inode number, once for each descriptor.
+    pub fn ends(&self, link: &[u8], inode: (u64, u64)) -> Vec<End> {
+        self.look().get(link).into_iter().flatten().flat_map(|holder| ends_of(holder, link, inode)).collect()
+    }
+
     /// Who holds the memfd or has mapped the shared memory with this inode number.
     pub fn memory(&self, ino: u64) -> Option<&Holder> {
         self.holder(&memory_key(ino))
@@ -114,6 +131,21 @@ impl Outsiders {
         let ends = terminal_end(device);
         self.look().keys().filter(|key| key.ends_with(ends.as_bytes())).find_map(|key| self.holder(key))
     }
+}
+
+/// The ends of a FIFO that a process has. What it lets go of meanwhile is none.
+fn ends_of(holder: &Holder, link: &[u8], inode: (u64, u64)) -> Vec<End> {
+    let Ok(folders) = Folders::open(holder.pid) else { return Vec::new() };
+    let is_that = |fd: &u32| {
+        folders.link(*fd).is_ok_and(|l| l == link)
+            && folders.stat(*fd).is_ok_and(|stat| (stat.st_dev, stat.st_ino) == inode)
+    };
+    let end = |fd: u32| {
+        let mode = folders.read(fd).ok()?.flags as i32 & libc::O_ACCMODE;
+        let (reads, writes) = (mode != libc::O_WRONLY, mode != libc::O_RDONLY);
+        Some(End { holder: holder.clone(), reads, writes })
+    };
+    folders.list().unwrap_or_default().into_iter().filter(is_that).filter_map(end).collect()
 }
 
 /// What the descriptors of a process lead to.

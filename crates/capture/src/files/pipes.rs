@@ -2,6 +2,7 @@
 
 use super::descriptions::Description;
 use super::noticed::WATCHED;
+use super::outsiders::End;
 use super::{Scan, paths, pending};
 use crate::Result;
 use rustix::fs::FileType;
@@ -40,8 +41,8 @@ pub(crate) fn capture(scan: &mut Scan<'_>, d: &Description) -> Result<Option<Fil
         return scan.refuse(d, "it is a notification pipe (O_NOTIFICATION_PIPE)", "");
     }
     let (readers, writers) = ends(scan, d);
-    if let Some(holder) = scan.target.outsiders.holder(&d.link) {
-        return scan.refuse(d, format!("it is shared with {holder}"), ELSEWHERE);
+    if let Some((why, hint)) = why_not_shared(scan, d, &readers, &writers)? {
+        return scan.refuse(d, why, hint);
     }
     if is_open_elsewhere(d, &readers, &writers)? {
         // Or on its way.
@@ -53,8 +54,8 @@ pub(crate) fn capture(scan: &mut Scan<'_>, d: &Description) -> Result<Option<Fil
         };
     }
     let named = d.link.starts_with(b"/");
-    let fifo = match named && d.stat.st_nlink > 0 {
-        false => None, // a FIFO without a name any more is as good as a pipe
+    let fifo = match has_name(d) {
+        false => None,
         true => match paths::path_file(scan.builder, &d.link, &d.file, Usage::Path, &d.name())? {
             None => return Ok(None),
             row => row,
@@ -76,6 +77,45 @@ pub(crate) fn capture(scan: &mut Scan<'_>, d: &Description) -> Result<Option<Fil
     scan.builder.image.pipes.push(Pipe { capacity: capacity(&d.file)?, data, fifo, stdio: None });
     scan.pipes.insert(d.inode(), row);
     Ok(Some(FileKind::Pipe(row)))
+}
+
+/// Why a pipe cannot be captured that is open outside as well, if it cannot.
+///
+/// A FIFO is found by its name again, by whoever wants to talk with the program then. Those that have it open now are no part of what the
+/// program sees of it as long as each kind of end that is open at all is open in the program, too: its readers have a writer and its writers a
+/// reader, or not, whether the others are there or not. What is in it at the moment is another matter: it might be theirs to
+/// read, and might still be there when it is put in once more.
+fn why_not_shared(
+    scan: &Scan<'_>,
+    d: &Description,
+    readers: &[&Description],
+    writers: &[&Description],
+) -> Result<Option<(String, &'static str)>> {
+    let Some(holder) = scan.target.outsiders.holder(&d.link) else { return Ok(None) };
+    if !has_name(d) {
+        return Ok(Some((format!("it is shared with {holder}"), ELSEWHERE)));
+    }
+    let ends = scan.target.outsiders.ends(&d.link, d.inode());
+    let Some(end) = ends.first() else { return Ok(None) };
+    let lacks = |end: &&End| readers.is_empty() && end.reads || writers.is_empty() && end.writes;
+    if let Some(End { holder, .. }) = ends.iter().find(lacks) {
+        return Ok(Some((format!("its other end is open in {holder}"), ELSEWHERE)));
+    }
+    let data = match readers.first() {
+        Some(reader) => readable(&reader.file)? > 0,
+        // Nobody can have read yet what is in it.
+        None => unread(readers, writers, true)?.iter().any(|part| !part.is_empty()),
+    };
+    let holder = &end.holder;
+    Ok(data.then(|| {
+        let why = format!("it is shared with {holder}, and has data in it that either of them may read");
+        (why, "try again when the program has read it, or end the other process")
+    }))
+}
+
+/// Whether it is a FIFO that can be found by its name. One without a name any more is as good as a pipe.
+fn has_name(d: &Description) -> bool {
+    d.link.starts_with(b"/") && d.stat.st_nlink > 0
 }
 
 const ELSEWHERE: &str = "end or detach the other process, or start the program without the pipe";
