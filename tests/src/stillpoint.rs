@@ -188,17 +188,32 @@ impl Stillpoint {
     /// Runs the command to its end as a user without rights, with a store of theirs. Needs `setpriv` and the right to
     /// become somebody else.
     pub fn run_as_nobody(&self, arguments: &[&str]) -> Output {
+        self.run_as_nobody_with(None, arguments)
+    }
+
+    /// The same with the capabilities of the file that is executed, as `setcap` takes them.
+    pub fn run_as_nobody_with(&self, capabilities: Option<&str>, arguments: &[&str]) -> Output {
         const NOBODY: u32 = 65534;
         // The command may stand in a directory that nobody may not enter.
         let home = self.mark.join("nobodys");
         let failed = |e: std::io::Error| panic!("{}: {e}", home.display());
         std::fs::create_dir_all(&home).unwrap_or_else(failed);
         std::os::unix::fs::chown(&home, Some(NOBODY), Some(NOBODY)).unwrap_or_else(failed);
-        let copy = home.join("stillpoint");
-        std::fs::copy(binary(), &copy).map(drop).unwrap_or_else(failed);
+        let copy = home.join(capabilities.map_or("without", |_| "with")).join("stillpoint");
+        // What runs of it by now cannot be written.
+        if !copy.exists() {
+            std::fs::create_dir_all(copy.with_file_name("")).unwrap_or_else(failed);
+            std::fs::copy(binary(), &copy).map(drop).unwrap_or_else(failed);
+            if let Some(capabilities) = capabilities {
+                let set = Command::new("setcap").arg(capabilities).arg(&copy).status();
+                assert!(set.is_ok_and(|status| status.success()), "setcap {capabilities} {}", copy.display());
+            }
+        }
         let mut command = Command::new("setpriv");
+        command.env(MARK, &self.mark);
         command.args([&format!("--reuid={NOBODY}"), &format!("--regid={NOBODY}"), "--clear-groups"]);
-        command.arg(&copy).args(arguments).arg("--store").arg(home.join("store")).current_dir("/");
+        // Not by `setpriv` itself, which keeps root's capabilities until it executes something: what has no more than before is not hidden.
+        command.arg("env").arg(&copy).args(arguments).arg("--store").arg(home.join("store")).current_dir("/");
         Self::wait(command, &self.mark)
     }
 

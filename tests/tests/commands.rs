@@ -7,6 +7,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 use stillpoint_tests::observe::Facts;
+use stillpoint_tests::scratch::MARK;
 use stillpoint_tests::stillpoint::binary;
 use stillpoint_tests::target::{Running, alone};
 use stillpoint_tests::{
@@ -397,6 +398,61 @@ fn processes_of_ours_in_a_tree_are_told_by_their_job() {
         }
         let ended = stillpoint.run(&["checkpoint", job, "--kill"]).ok();
         right!(script.wait().expect("sh").success(), "{ended}");
+    }
+}
+
+/// What `setcap` gives the command, its user has of it, and no more: the kernel hides such a process from itself, too.
+#[test]
+fn with_capabilities_of_its_own_the_command_serves_those_who_are_not_root() {
+    const CAPABILITIES: &str = "cap_checkpoint_restore,cap_sys_ptrace,cap_sys_admin+ep";
+    if !kernel::is_root() || ["setpriv", "setcap"].iter().any(|tool| kernel::which(tool).is_none()) {
+        return skipped(
+            "needs to be root to become somebody else, setpriv, and setcap (Debian package libcap2-bin)",
+        );
+    }
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    let run = |arguments: &[&str]| stillpoint.run_as_nobody_with(Some(CAPABILITIES), arguments).ok();
+    run(&["doctor"]);
+    let as_nobody = |program: &[&str]| {
+        let mut command = alone("setpriv");
+        command.args(["--reuid=65534", "--regid=65534", "--clear-groups"]).args(program).current_dir("/");
+        command.env(MARK, scratch.path());
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        command
+    };
+    let mut program = as_nobody(&["sleep", "1000"]).spawn().expect("setpriv");
+    let pid = program.id().to_string();
+    let is_sleeping =
+        || fs::read(format!("/proc/{pid}/comm")).is_ok_and(|name| name == b"sleep\n").then_some(());
+    wait_for("sleep", PATIENCE, is_sleeping);
+    run(&["checkpoint", &pid, "--name", "own"]);
+    run(&["snapshot", &pid]);
+    run(&["rollback", &pid]);
+    run(&["forget", &pid]);
+    let fork = run(&["fork", &pid, "--count", "2"]);
+    right_eq!(fork.stdout.matches("runs as pid").count(), 2, "{fork}");
+    run(&["checkpoint", &pid, "--name", "own", "--kill"]);
+    program.wait().expect("killed");
+    run(&["restore", "own", "--detach"]);
+    is_sleeping().expect("it sleeps again");
+    // What it is now is its user's; what has brought it back is not, though that runs as the same user.
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).expect("stat");
+    let supervisor =
+        stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().nth(1)).expect("its parent");
+    let may_look =
+        |at: &str| as_nobody(&["cat", &format!("/proc/{at}/maps")]).status().expect("cat").success();
+    right!(may_look(&pid) && !may_look(supervisor), "process {supervisor} has made {pid}");
+    for name in ["mem", "environ"] {
+        right!(
+            !as_nobody(&["head", "-c", "1", &format!("/proc/{supervisor}/{name}")])
+                .status()
+                .expect("head")
+                .success()
+        );
     }
 }
 

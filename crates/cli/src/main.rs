@@ -18,6 +18,7 @@ mod pace;
 mod paging;
 mod periodic;
 mod progress;
+mod reachable;
 mod report;
 mod supervise;
 mod taken;
@@ -45,6 +46,7 @@ fn main() -> ExitCode {
         });
         std::process::exit(FAILED.into());
     }));
+    reachable::ensure();
     let outcome = match Cli::try_parse() {
         Ok(cli) => dispatch(cli),
         Err(e) => usage(&e),

@@ -5,6 +5,7 @@ use crate::{Error, Result};
 use linux_raw_sys::general::{clone_args, pm_scan_arg};
 use linux_raw_sys::prctl::prctl_mm_map;
 use rustix::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::ffi::CStr;
 use std::io::{Read, Write};
 use std::mem::{size_of, zeroed};
 
@@ -194,10 +195,24 @@ pub fn pid_namespace() -> Result<()> {
     unshare("unshare(CLONE_NEWPID)", libc::CLONE_NEWPID)
 }
 
-/// A time namespace.
+/// A time namespace with clocks that are set.
 pub fn time_namespace() -> Result<()> {
     const CLONE_NEWTIME: i32 = 0x80;
-    unshare("unshare(CLONE_NEWTIME)", CLONE_NEWTIME)
+    const OFFSETS: &CStr = c"monotonic 1 0\n";
+    in_child("a time namespace with other clocks", || {
+        // SAFETY: unshare(2) takes no pointers; the path and what is written are literals.
+        let written = unsafe {
+            if libc::unshare(CLONE_NEWTIME) != 0 {
+                return errno();
+            }
+            let file = libc::open(c"/proc/self/timens_offsets".as_ptr(), libc::O_WRONLY);
+            if file < 0 {
+                return errno();
+            }
+            libc::write(file, OFFSETS.as_ptr().cast(), OFFSETS.count_bytes())
+        };
+        if written < 0 { errno() } else { 0 }
+    })
 }
 
 /// `clone3` with a chosen process id.

@@ -39,7 +39,13 @@ fn make(target: &Target, frozen: &mut Frozen) -> stillpoint_capture::Result<Made
         let fd = visit.call_with_undo(open.0, open.1, close)?;
         if fd < 0 {
             let why = std::io::Error::from_raw_os_error(-fd as i32);
-            return Err(stillpoint_capture::Error::Failed(format!("userfaultfd: {why}")));
+            let hint = match why.raw_os_error() {
+                Some(libc::EPERM) => {
+                    "; the program may not let its memory wait: set the sysctl vm.unprivileged_userfaultfd to 1, or run it as root"
+                }
+                _ => "",
+            };
+            return Err(stillpoint_capture::Error::Failed(format!("userfaultfd: {why}{hint}")));
         }
         let taken = duplicate_from(target.pidfd.as_fd(), fd as u32);
         visit.call(libc::SYS_close, [fd as u64, 0, 0, 0, 0, 0])?;

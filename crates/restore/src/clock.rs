@@ -16,11 +16,12 @@ pub fn continue_clocks(meta: &Meta) -> Result<Option<String>> {
     match enter(meta) {
         Ok(()) => Ok(None),
         Err(e) if now >= meta.monotonic_ns => Ok(Some(format!(
-            "its monotonic clock has jumped ahead by the time it was away: no time namespace ({e})"
+            "its monotonic clock has jumped ahead by the time it was away: no time namespace (that takes CAP_SYS_ADMIN and CAP_SYS_TIME, or \
+             root: {e})"
         ))),
         Err(e) => Err(Error::Failed(format!(
             "the machine was restarted since the checkpoint and its monotonic clock would run backwards: \
-             a time namespace is needed ({e}); restore as root"
+             a time namespace is needed ({e}); restore as root, or with CAP_SYS_ADMIN and CAP_SYS_TIME"
         ))),
     }
 }

@@ -95,7 +95,7 @@ fn own_features() -> Vec<Feature> {
             "time namespaces",
             Optional,
             "the monotonic clock goes on where it was",
-            "run as root, or with CAP_SYS_ADMIN; the kernel needs CONFIG_TIME_NS",
+            "run as root, or with CAP_SYS_ADMIN and CAP_SYS_TIME; the kernel needs CONFIG_TIME_NS",
             probe::time_namespace(),
         ),
         feature(
