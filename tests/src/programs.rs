@@ -2,7 +2,7 @@
 
 use crate::scratch::MARK;
 use crate::target::alone;
-use crate::{Scratch, kernel, skipped, undisturbed_only, verdict};
+use crate::{Output, Scratch, Stillpoint, kernel, skipped, undisturbed_only, verdict};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -21,6 +21,8 @@ pub struct Program {
     /// Whether it only appends to files, so that it may be killed some time after a checkpoint. A program that changes
     /// files in place is killed by the checkpoint itself.
     pub appends: bool,
+    /// What a refusal says that is right at some moment of its life only, and then soon is not any more.
+    pub refused_meanwhile: Option<&'static str>,
 }
 
 impl Program {
@@ -32,6 +34,28 @@ impl Program {
             prepare: Box::new(|_| {}),
             outputs: Vec::new(),
             appends: true,
+            refused_meanwhile: None,
+        }
+    }
+
+    /// Takes a checkpoint of it, when it can be had. `None`: it has ended instead.
+    #[track_caller]
+    fn checkpointed(&self, stillpoint: &Stillpoint, pid: u32, more: &[&str]) -> Option<Output> {
+        let patience = Instant::now() + Duration::from_secs(60);
+        let mut arguments = vec!["checkpoint".to_owned(), pid.to_string()];
+        arguments.extend(["--name", "job", "--json"].iter().chain(more).map(ToString::to_string));
+        loop {
+            let output = stillpoint.run(&arguments);
+            if output.status.success() {
+                return Some(output);
+            }
+            let passes = self.refused_meanwhile.is_some_and(|words| output.stderr.contains(words));
+            if ends(pid, Duration::from_secs(if passes { 0 } else { 2 })) {
+                return None;
+            }
+            if !passes || Instant::now() >= patience {
+                return Some(output.ok());
+            }
         }
     }
 
@@ -120,29 +144,14 @@ impl Program {
                 if !kernel::alive(pid) {
                     break 'lives;
                 }
-                let output = stillpoint.run(&["checkpoint", &pid.to_string(), "--name", "job", "--json"]);
-                if !output.status.success() && ends(pid) {
-                    break 'lives;
-                }
-                history.push(format!("life {life}: {}", output.ok().stdout.trim()));
+                let Some(output) = self.checkpointed(&stillpoint, pid, &[]) else { break 'lives };
+                history.push(format!("life {life}: {}", output.stdout.trim()));
             }
             pause(scratch, 0.12);
             let killing = !self.appends || scratch.random().below(2) == 0;
-            let mut arguments = vec![
-                "checkpoint".to_owned(),
-                pid.to_string(),
-                "--name".into(),
-                "job".into(),
-                "--json".into(),
-            ];
-            if killing {
-                arguments.push("--kill".into());
-            }
-            let output = stillpoint.run(&arguments);
-            if !output.status.success() && ends(pid) {
-                break;
-            }
-            let json = output.ok().json();
+            let kill: &[&str] = if killing { &["--kill"] } else { &[] };
+            let Some(output) = self.checkpointed(&stillpoint, pid, kill) else { break };
+            let json = output.json();
             if !killing {
                 pause(scratch, 0.1); // this much work is lost, and rolled back
                 if !kernel::alive(pid) {
@@ -187,8 +196,8 @@ impl Program {
 }
 
 /// Whether a process has ended, or is just about to: it may take a while to give its memory back.
-fn ends(pid: u32) -> bool {
-    let until = Instant::now() + Duration::from_secs(2);
+fn ends(pid: u32, soon: Duration) -> bool {
+    let until = Instant::now() + soon;
     while kernel::alive(pid) && Instant::now() < until {
         std::thread::sleep(Duration::from_millis(5));
     }

@@ -275,7 +275,7 @@ fn a_checkpoint_of_a_clone() {
     let Some(saved) = Saved::new("compute") else { return };
     let Killed { scratch, stillpoint, mut checkpoint, directory, pid } = saved.killed();
     let pids = clones(&stillpoint, &checkpoint, 3, &["--limit-bandwidth", "60MB/s"]);
-    assert!(!servers_of(pids[2]).is_empty());
+    wait_for("what serves it", PATIENCE, || (!servers_of(pids[2]).is_empty()).then_some(()));
     let jobs = running(&stillpoint);
     assert_eq!(jobs.len(), 3);
     let first = stillpoint.checkpoint(&jobs[0], &jobs[0], &[]);

@@ -303,6 +303,8 @@ X
            wait
            ls here there; cat rooted bound | md5sum"#,
     );
+    // Between pivot_root and umount it has all that was mounted before, with what is hidden there.
+    program.refused_meanwhile = Some("hidden by another mount");
     program.outputs = vec!["rooted", "bound"];
     program.survives();
 }
