@@ -2,11 +2,13 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 use stillpoint_tests::observe::Facts;
+use stillpoint_tests::programs::installed;
 use stillpoint_tests::scratch::MARK;
 use stillpoint_tests::stillpoint::binary;
 use stillpoint_tests::target::{Running, alone};
@@ -454,6 +456,73 @@ fn with_capabilities_of_its_own_the_command_serves_those_who_are_not_root() {
                 .success()
         );
     }
+}
+
+/// What a program has from when it had more rights is no reason to kill it: files, ports and sockets that its user cannot have again.
+#[test]
+fn what_its_user_could_not_make_again_is_not_killed() {
+    const RIGHT: Option<&str> = Some("cap_checkpoint_restore+ep");
+    // One that everybody may run.
+    let Some(python) = installed(&["/usr/bin/python3"], "python3") else { return };
+    if !kernel::is_root() || ["setpriv", "setcap"].iter().any(|tool| kernel::which(tool).is_none()) {
+        return skipped(
+            "needs to be root to become somebody else, setpriv, and setcap (Debian package libcap2-bin)",
+        );
+    }
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    let begin = |more: &str| {
+        let directory = scratch.directory("target");
+        fs::write(directory.join("private"), "x").expect("a file");
+        fs::set_permissions(directory.join("private"), fs::Permissions::from_mode(0o600)).expect("a file");
+        fs::create_dir_all(directory.join("narrow")).expect("a folder");
+        let text = format!(
+            "import ctypes, os, socket, time\n{more}\nos.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)\n\
+             assert ctypes.CDLL(None).prctl(4, 1, 0, 0, 0) == 0\nopen('/proc/self/comm', 'w').write('prepared')\nwhile True: time.sleep(1)\n"
+        );
+        let mut program = alone(&python);
+        program.args(["-c", &text]).current_dir(&directory);
+        program.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        let program = program.spawn().expect("python");
+        let comm = format!("/proc/{}/comm", program.id());
+        wait_for("python", PATIENCE, || {
+            fs::read(&comm).is_ok_and(|name| name == b"prepared\n").then_some(())
+        });
+        program
+    };
+    let cases = [
+        ("f = open('private')", "private: we may not open it"),
+        ("f = open('private', 'a')", "private: we may not open it"),
+        ("s = socket.socket(); s.bind(('127.0.0.3', 7)); s.listen()", "127.0.0.3:7: we are not permitted"),
+        ("s = socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)", "not permitted"),
+        ("s = socket.socket(); s.setsockopt(socket.SOL_SOCKET, socket.SO_MARK, 7)", "not permitted"),
+        ("s = socket.socket(socket.AF_UNIX); s.bind('narrow/name')", "narrow/name: we may not make"),
+        ("import fcntl; f = open('/etc/passwd'); fcntl.fcntl(f, fcntl.F_SETFL, os.O_NOATIME)", "CAP_FOWNER"),
+        ("m = os.memfd_create('mine')", "memfd mine cannot be made"),
+    ];
+    for (more, why) in cases {
+        let mut program = begin(more);
+        let pid = program.id().to_string();
+        let kill = ["checkpoint", &pid, "--name", "own", "--kill"];
+        stillpoint.run_as_nobody_with(RIGHT, &kill).fails(3, &[why]);
+        stillpoint.run_as_nobody_with(RIGHT, &["checkpoint", &pid, "--check"]).fails(3, &[why]);
+        right!(kernel::alive(program.id()), "{more}");
+        // Who may all that is not kept from it.
+        stillpoint.run(&["checkpoint", &pid, "--check"]).ok();
+        program.kill().and_then(|()| program.wait()).expect("killed");
+    }
+    let mut program =
+        begin("f = open('/etc/passwd'); s = socket.socket(); s.bind(('127.0.0.3', 0)); s.listen()");
+    let pid = program.id().to_string();
+    stillpoint.run_as_nobody_with(RIGHT, &["checkpoint", &pid, "--name", "own", "--kill"]).ok();
+    program.wait().expect("killed");
+    stillpoint.run_as_nobody_with(RIGHT, &["restore", "own", "--detach"]).ok();
+    right!(kernel::alive(program.id()));
+    kernel::kill(program.id(), kernel::SIGKILL);
+    kernel::wait_gone(program.id(), PATIENCE);
 }
 
 /// Where the command line and the environment of ours were there is room for a stack to grow, as one does for whoever reads there.

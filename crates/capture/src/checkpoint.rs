@@ -40,8 +40,8 @@ pub trait Progress {
     fn start(&self, total_bytes: u64);
     /// So many more have been.
     fn advance(&self, bytes: u64);
-    /// Why the program, which is to be killed, could not be restored from that; nothing if it could.
-    fn rehearse(&self, _image: &Image) -> Vec<String> {
+    /// Why the program, which is to be killed, could not be restored from that; nothing if it could. `is_still`: it does not run meanwhile.
+    fn rehearse(&self, _image: &Image, _is_still: bool) -> Vec<String> {
         Vec::new()
     }
     /// The checkpoint is safe, and the program, which stands still, is about to be killed as was asked.

@@ -70,14 +70,22 @@ impl std::fmt::Display for Refusal {
     }
 }
 
-/// The refusals, a line for each reason with all that it holds for.
+/// The refusals, a line for each reason with the first that it holds for, and how many more.
 pub fn list(refusals: &[Refusal]) -> String {
-    let mut lines: Vec<Refusal> = Vec::new();
+    const NAMED: usize = 6;
+    let mut lines: Vec<(&Refusal, Vec<&str>)> = Vec::new();
     for refusal in refusals {
-        match lines.iter_mut().find(|l| l.why == refusal.why && l.hint == refusal.hint) {
-            Some(line) => line.what += &format!(", {}", refusal.what),
-            None => lines.push(refusal.clone()),
+        match lines.iter_mut().find(|(l, _)| l.why == refusal.why && l.hint == refusal.hint) {
+            Some((_, all)) => all.push(&refusal.what),
+            None => lines.push((refusal, vec![&refusal.what])),
         }
     }
-    lines.iter().map(|line| line.to_string()).collect::<Vec<_>>().join("\n")
+    let line = |(refusal, all): (&Refusal, Vec<&str>)| {
+        let mut what = all[..all.len().min(NAMED)].join(", ");
+        if all.len() > NAMED {
+            what += &format!(" and {} more", all.len() - NAMED);
+        }
+        Refusal { what, ..refusal.clone() }.to_string()
+    };
+    lines.into_iter().map(line).collect::<Vec<_>>().join("\n")
 }

@@ -242,7 +242,7 @@ impl<'a> Work<'a> {
             self.prepare_all()?;
         }
         if let Some((_, learned)) = &self.learned {
-            self.rehearse(&learned.rehearsed.image)?;
+            self.rehearse(&learned.rehearsed.image, false)?;
         }
         self.copy_ahead()?;
         loop {
@@ -276,9 +276,9 @@ impl<'a> Work<'a> {
         self.prepare_all()?;
         let Held { tree, builder, .. } = self.freeze()?;
         self.still_there()?;
-        let pause = tree.thaw();
-        self.rehearse(&builder.image)?;
-        Ok(pause)
+        // What is refused lets it run on as well.
+        self.rehearse(&builder.image, true)?;
+        Ok(tree.thaw())
     }
 
     /// Memory that several members share is saved by the engine of the first of them.
@@ -787,8 +787,8 @@ impl<'a> Work<'a> {
     }
 
     /// Refuses to kill what could not be restored.
-    fn rehearse(&self, image: &Image) -> Result<()> {
-        let against = if self.options.kill { self.progress.rehearse(image) } else { Vec::new() };
+    fn rehearse(&self, image: &Image, is_still: bool) -> Result<()> {
+        let against = if self.options.kill { self.progress.rehearse(image, is_still) } else { Vec::new() };
         let refusal = |why| Refusal {
             what: "to kill it".into(),
             why: format!("it could not be restored: {why}"),
@@ -810,7 +810,7 @@ impl<'a> Work<'a> {
         self.finish()?;
         reuse_digests(&mut builder, self.last);
         files::take_digests_of(&mut builder, Usage::Write, Moment::Still(u64::MAX));
-        self.rehearse(&builder.image).map_err(whole)?;
+        self.rehearse(&builder.image, true).map_err(whole)?;
         let keeper = self.keep_sockets(&mut builder);
         let done = self.commit(builder, tree.since.elapsed()).map_err(whole)?;
         self.progress.kills();

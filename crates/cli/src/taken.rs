@@ -63,8 +63,8 @@ impl Progress for Ending<'_> {
         self.progress.advance(bytes);
     }
 
-    fn rehearse(&self, image: &Image) -> Vec<String> {
-        stillpoint_restore::rehearse(image)
+    fn rehearse(&self, image: &Image, is_still: bool) -> Vec<String> {
+        stillpoint_restore::rehearse(image, is_still)
     }
 
     fn kills(&self) {

@@ -406,6 +406,15 @@ pub fn connect_pair(a: &End<'_>, b: &End<'_>) -> Result<()> {
     Ok(())
 }
 
+/// Whether connections of such a socket may be made by repair.
+///
+/// # Errors
+/// `EPERM` without `CAP_NET_ADMIN`.
+pub fn may_repair(socket: &OwnedFd) -> Result<()> {
+    set(socket, REPAIR, 1)?;
+    set(socket, REPAIR, OFF_IN_SILENCE)
+}
+
 fn set_sequence(socket: &OwnedFd, queue: i32, number: u32) -> Result<()> {
     set(socket, REPAIR_QUEUE, queue)?;
     set_option(socket, TCP, QUEUE_SEQ, &number.to_ne_bytes())

@@ -1,12 +1,15 @@
 //! What can be known of a restore before there is one: a program is not killed at its checkpoint if it could not be had back.
 
+use crate::files;
 use crate::rebuild::{check_privileges, has_room};
 use crate::{Error, Result};
 use stillpoint_image::Image;
-use stillpoint_linux::probe;
+use stillpoint_linux::ptrace::{Seized, options};
+use stillpoint_linux::{arch, probe, spawn};
 
 /// Why whoever asks could not restore a program here: nothing if he could, as far as that is known by now. Nothing is changed.
-pub fn rehearse(image: &Image) -> Vec<String> {
+/// `is_still`: the program does not run, and its files are as the image tells.
+pub fn rehearse(image: &Image, is_still: bool) -> Vec<String> {
     let lines = |outcome: Result<()>| match outcome {
         Ok(()) => Vec::new(),
         Err(Error::Refused(lines)) => lines,
@@ -23,8 +26,41 @@ pub fn rehearse(image: &Image) -> Vec<String> {
         may("giving a process its executable", probe::set_executable()),
         check_privileges(image),
         has_room(image),
+        registers(image),
+        files::rehearse(image, is_still).and_then(|lines| match lines.is_empty() {
+            true => Ok(()),
+            false => Err(Error::Refused(lines)),
+        }),
     ]
     .into_iter()
     .flat_map(lines)
     .collect()
+}
+
+/// Gives the registers of each thread to a process that is made for it.
+fn registers(image: &Image) -> Result<()> {
+    let shell = spawn::shell(&[], 0)?;
+    let tried = give_registers(image, shell.pid);
+    let ended = spawn::tgkill(shell.pid, shell.pid, libc::SIGKILL);
+    if ended.is_ok() {
+        spawn::reap(shell.pid);
+    }
+    tried
+}
+
+fn give_registers(image: &Image, pid: u32) -> Result<()> {
+    let seized = Seized::seize(pid, options::EXIT_KILL)?;
+    seized.interrupt()?;
+    let stopped = seized.wait()?.stopped(pid)?;
+    // Those of tiles take room that a thread makes by itself.
+    let threads = image.processes.iter().flat_map(|process| &process.threads);
+    for thread in threads.filter(|thread| !arch::has_tiles(&thread.xstate.0)) {
+        stopped.set_xstate(&thread.xstate.0).map_err(|e| {
+            Error::Refused(vec![format!(
+                "registers of thread {} ({}) cannot be put back: {e}",
+                thread.tid, thread.name
+            )])
+        })?;
+    }
+    Ok(())
 }

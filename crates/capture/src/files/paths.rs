@@ -159,6 +159,9 @@ pub fn path_file(
     let (why, hint) = if link.ends_with(b" (deleted)") {
         let why = "its name was removed or replaced, but the file has another name that is not known";
         (why, "let the program open it anew, or remove the other name (a hard link)")
+    } else if rustix::fs::stat(builder.views.reach(namespace, link)).err() == Some(rustix::io::Errno::ACCESS)
+    {
+        ("you may not enter a directory above it", "ask for it as root, or as somebody who may")
     } else {
         let why = "its path leads to another file now, or to none";
         (why, "it may be in another mount namespace, or hidden below a mount")

@@ -3,7 +3,7 @@
 
 use super::descriptions::Description;
 use super::{Scan, connections, datagrams, messages, paths, pending};
-use crate::Result;
+use crate::{Error, Result};
 use rustix::fs::FileType;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::AsRawFd;
@@ -113,7 +113,17 @@ pub(super) fn common(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)
     if poll_now(&d.file, libc::POLLIN)? & libc::POLLERR != 0 {
         return scan.refuse(d, "it has an error that the program has not yet been told", WAIT);
     }
-    let mut options = scan.options.differing(&d.file, sort)?;
+    let mut options = match scan.options.differing(&d.file, sort) {
+        // What is special about it is told by one that is new.
+        Err(Error::Kernel(e)) if matches!(e.errno(), Some(libc::EPERM | libc::EACCES)) => {
+            return scan.refuse(
+                d,
+                "you are not permitted to make a socket of its kind",
+                "ask for it as root, or with CAP_NET_RAW",
+            );
+        }
+        options => options?,
+    };
     if sockets::has_filter(&d.file)? {
         let Some(program) = sockets::filter(&d.file)?.filter(|_| is_of_packets(sort)) else {
             return scan.refuse(d, "a packet filter is attached to it", CLOSE);

@@ -41,13 +41,17 @@ pub(super) struct Findings {
     pub refusals: Vec<String>,
 }
 
-/// Compares all files with the checkpoint; changes nothing.
-pub(super) fn check(image: &Image, policy: FilesPolicy) -> Result<Findings> {
+/// Compares those files with the checkpoint that `pick` picks; changes nothing.
+pub(super) fn check(
+    image: &Image,
+    policy: FilesPolicy,
+    pick: impl Fn(&PathFile) -> bool,
+) -> Result<Findings> {
     let mut findings = Findings::default();
     let elsewhere = checked_elsewhere(image);
     for (row, file) in image.paths.iter().enumerate() {
         let row = row as u32;
-        if file.deleted || file.made_anew || elsewhere.contains(&row) {
+        if file.deleted || file.made_anew || elsewhere.contains(&row) || !pick(file) {
             continue;
         }
         let state = state(file, image.meta.imported.is_some())?;

@@ -50,7 +50,7 @@ pub fn stay_apart(image: &mut Image, policy: FilesPolicy) -> Result<()> {
     if policy == FilesPolicy::Keep {
         return Ok(());
     }
-    let grown = check(image, policy)?.grown;
+    let grown = check(image, policy, |_| true)?.grown;
     let is_changed = |(row, file): &(usize, &PathFile)| is_common(file) || grown.contains(&(*row as u32));
     let changed = image.paths.iter().enumerate().filter(is_changed);
     let refusals: Vec<String> = changed

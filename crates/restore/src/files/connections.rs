@@ -107,7 +107,8 @@ fn how_it_ended(connection: &Connection) -> Over {
     }
 }
 
-fn new(socket: &Socket) -> Result<OwnedFd> {
+/// A socket of the same kind.
+pub(super) fn new(socket: &Socket) -> Result<OwnedFd> {
     Ok(sockets::socket(socket.family as i32, socket.kind as i32, socket.protocol as i32)?)
 }
 
@@ -137,13 +138,18 @@ fn is_remembered(e: &stillpoint_linux::Error) -> bool {
 fn try_pair(opening: &Opening<'_>, a: &Socket, b: &Socket) -> Result<[OwnedFd; 2]> {
     let both = [new(a)?, new(b)?];
     for (fd, socket) in both.iter().zip([a, b]) {
-        options::apply_some(fd, socket, &name(opening.image, socket), |level, name| !is_late(level, name))?;
+        apply_early(fd, socket, &name(opening.image, socket))?;
     }
     connect_pair(&end(&both[0], a), &end(&both[1], b))?;
     for (fd, socket) in both.iter().zip([a, b]) {
         options::apply_some(fd, socket, &name(opening.image, socket), is_late)?;
     }
     Ok(both)
+}
+
+/// Sets those options of an end that it has before it is connected.
+pub(super) fn apply_early(fd: &OwnedFd, socket: &Socket, what: &str) -> Result<()> {
+    options::apply_some(fd, socket, what, |level, name| !is_late(level, name))
 }
 
 /// Options that making the connection changes, or that would change how it is made.

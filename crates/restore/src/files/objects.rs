@@ -15,9 +15,14 @@ pub(super) fn memory(row: u32, object: &MemoryObject, contents: &dyn Contents) -
         Some(name) => memfd::create(&name.0, object.huge_page)?,
         None => return shared_anonymous(row, object, contents),
     };
-    rustix::fs::ftruncate(&fd, object.size).map_err(|e| Kernel::call("set the size of a memfd", e))?;
+    resize(&fd, object.size)?;
     fill(&fd, Owner::Object(row), object.size, object.huge_page, contents)?;
     Ok(fd)
+}
+
+/// Size of a memfd, bytes.
+pub(super) fn resize(fd: impl AsFd, size: u64) -> Result<()> {
+    Ok(rustix::fs::ftruncate(fd, size).map_err(|e| Kernel::call("set the size of a memfd", e))?)
 }
 
 /// Access mode and owner of a memfd; after everything was opened, as we may lock ourselves out.

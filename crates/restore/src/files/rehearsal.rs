@@ -1,0 +1,172 @@
+//! What of the open files can be tried beside the program, which still has its names and addresses.
+
+use super::sockets::{name, refusal};
+use super::{check, connections, mapped_rows, objects, options};
+use crate::{Error, FilesPolicy, Result};
+use rustix::fs::{Access, AtFlags, FileType};
+use std::collections::HashMap;
+use std::path::Path;
+use stillpoint_image::{FileKind, Image, MemoryObject, PathFile, Socket};
+use stillpoint_linux::proc::Proc;
+use stillpoint_linux::sockets as kernel;
+use stillpoint_linux::{memfd, tcp};
+
+/// Why files could not be opened, and sockets and memory files not be made; one line each, nothing if all could. `is_still`: the
+/// program does not run, and its files are as the image tells. Nothing that can be seen is opened, and no name or address is taken.
+///
+/// # Errors
+/// That our own rights cannot be read.
+pub(crate) fn rehearse(image: &Image, is_still: bool) -> Result<Vec<String>> {
+    let mut against = Vec::new();
+    if is_still {
+        against.extend(check::check(image, FilesPolicy::Rollback, is_ours)?.refusals);
+        against.extend(inaccessible(image)?);
+    }
+    // The others are made in a network that is new, where all is permitted.
+    let sockets = image.sockets.iter().filter(|_| image.network.is_none());
+    let sockets = sockets.map(|socket| make_socket(image, socket));
+    let memory = image.objects.iter().map(make_memory);
+    for tried in sockets.chain(memory) {
+        match tried {
+            Ok(()) => {}
+            Err(Error::Refused(lines)) => against.extend(lines),
+            Err(e) => against.push(e.to_string()),
+        }
+    }
+    against.sort_unstable();
+    against.dedup();
+    Ok(against)
+}
+
+/// Whether its path is one of ours, and not of a mount namespace that is to be made.
+fn is_ours(file: &PathFile) -> bool {
+    file.namespace.is_none() && !file.deleted && !file.made_anew
+}
+
+/// Files that we may not open as the program has them open.
+fn inaccessible(image: &Image) -> Result<Vec<String>> {
+    let mut wanted: HashMap<u32, Access> = HashMap::new();
+    for (row, write) in mapped_rows(image) {
+        let is_file = image.paths.get(row as usize).is_some_and(|file| {
+            matches!(FileType::from_raw_mode(file.mode), FileType::RegularFile | FileType::CharacterDevice)
+        });
+        // A directory that cannot be read is entered by a handle.
+        let access = if write { Access::READ_OK | Access::WRITE_OK } else { Access::READ_OK };
+        *wanted.entry(row).or_insert(Access::EXISTS) |= if is_file { access } else { Access::EXISTS };
+    }
+    let mut not_accessed = Vec::new();
+    for file in &image.files {
+        let FileKind::Path(row) = file.kind else { continue };
+        let flags = file.flags as i32;
+        *wanted.entry(row).or_insert(Access::EXISTS) |= match flags & libc::O_ACCMODE {
+            _ if flags & libc::O_PATH != 0 => Access::EXISTS,
+            libc::O_RDONLY => Access::READ_OK,
+            libc::O_WRONLY => Access::WRITE_OK,
+            _ => Access::READ_OK | Access::WRITE_OK,
+        };
+        if flags & (libc::O_NOATIME | libc::O_PATH) == libc::O_NOATIME {
+            not_accessed.push(row);
+        }
+    }
+    let file = |row: u32| image.paths.get(row as usize).filter(|file| is_ours(file));
+    let mut against = Vec::new();
+    for (file, access) in wanted.into_iter().filter_map(|(row, access)| Some((file(row)?, access))) {
+        let path = file.path.as_path();
+        match rustix::fs::accessat(rustix::fs::CWD, path, access, AtFlags::EACCESS) {
+            Ok(()) => {}
+            Err(e) => against.push(format!("{}: we may not open it as the program did: {e}", path.display())),
+        }
+    }
+    if !not_accessed.is_empty() && !owns_all()? {
+        let own = rustix::process::geteuid().as_raw();
+        let others = not_accessed.into_iter().filter_map(file).filter(|file| file.uid != own);
+        against.extend(others.map(|file| {
+            format!("{}: leaving its access time alone (O_NOATIME) needs CAP_FOWNER", file.path)
+        }));
+    }
+    against.extend(unix_names(image)?);
+    Ok(against)
+}
+
+/// Whether we may do with all files what their owners may.
+fn owns_all() -> Result<bool> {
+    const CAP_FOWNER: u64 = 1 << 3;
+    Ok(Proc::process(std::process::id())?.status()?.caps[2] & CAP_FOWNER != 0)
+}
+
+/// Names of unix sockets that we may not make, or not take away when nobody is behind them any more.
+fn unix_names(image: &Image) -> Result<Vec<String>> {
+    let mut against = Vec::new();
+    let owns_all = owns_all()?;
+    let own = rustix::process::geteuid().as_raw();
+    let rows = image.sockets.iter().filter_map(|socket| socket.path);
+    for file in rows.filter_map(|row| image.paths.get(row as usize)).filter(|file| is_ours(file)) {
+        let folder = file.path.as_path().parent().unwrap_or(Path::new("/"));
+        let access = Access::WRITE_OK | Access::EXEC_OK;
+        let mut may = rustix::fs::accessat(rustix::fs::CWD, folder, access, AtFlags::EACCESS);
+        if let Ok(stat) = rustix::fs::stat(folder)
+            && stat.st_mode & libc::S_ISVTX != 0
+            && !owns_all
+            && ![stat.st_uid, file.uid].contains(&own)
+        {
+            may = may.and(Err(rustix::io::Errno::PERM));
+        }
+        if let Err(e) = may {
+            against.push(format!("{}: we may not make a socket of that name: {e}", file.path));
+        }
+    }
+    Ok(against)
+}
+
+/// Makes one like it, with its options. It is not bound where it was: there the program's own is.
+fn make_socket(image: &Image, socket: &Socket) -> Result<()> {
+    let what = name(image, socket);
+    let failed = |e: &dyn std::fmt::Display| Error::Refused(vec![format!("{what}: {e}")]);
+    let fd = connections::new(socket).map_err(|e| failed(&e))?;
+    match (&socket.connection, socket.peer) {
+        (None, _) => {
+            // With options of that kind one would take part in what the program receives.
+            if socket.family != libc::AF_PACKET as u32 {
+                options::apply(&fd, socket, &what)?;
+            }
+            is_permitted_port(socket, &what)
+        }
+        // Ends of connections within the program are made by repair.
+        (Some(_), Some(_)) => {
+            connections::apply_early(&fd, socket, &what)?;
+            tcp::may_repair(&fd)
+                .map_err(|e| failed(&format!("making its connection anew needs CAP_NET_ADMIN: {e}")))
+        }
+        // It is kept by whoever has it already, or is over.
+        (Some(_), None) => Ok(()),
+    }
+}
+
+/// The right to a port is asked for before whether it is free, which it is not: without the options that let several have it.
+fn is_permitted_port(socket: &Socket, what: &str) -> Result<()> {
+    let is_internet = [libc::AF_INET as u32, libc::AF_INET6 as u32].contains(&socket.family);
+    if !is_internet || socket.local.0.is_empty() || socket.foreign {
+        return Ok(());
+    }
+    let plain = connections::new(socket)?;
+    match kernel::bind(&plain, &socket.local.0) {
+        Err(e) if e.raw_os_error() == Some(libc::EACCES) => Err(refusal(what, &e)),
+        _ => Ok(()),
+    }
+}
+
+/// Makes an empty memory file of that size, owner and seals. Huge pages are those that the program still has.
+fn make_memory(object: &MemoryObject) -> Result<()> {
+    let Some(name) = object.memfd.as_ref().filter(|_| object.huge_page == 0) else { return Ok(()) };
+    let tried = memfd::create(&name.0, 0).map_err(Error::from).and_then(|fd| {
+        objects::resize(&fd, object.size)?;
+        objects::finish_memory(object, &fd)?;
+        if object.seals != 0 {
+            memfd::add_seals(&fd, object.seals)?;
+        }
+        Ok(())
+    });
+    tried.map_err(|e| {
+        Error::Refused(vec![format!("memfd {} cannot be made: {e}", String::from_utf8_lossy(&name.0))])
+    })
+}
