@@ -191,7 +191,7 @@ impl Feature {
         way: &str,
         extra: &[&str],
     ) -> Option<(Running, Facts, Checkpoint)> {
-        let mut tries = 5;
+        let mut tries = 20;
         loop {
             let running = self.start(scratch, target, way).ok()?;
             let ready = Instant::now();

@@ -913,7 +913,7 @@ impl rebuilding::Backings for Files {
         self.0.get(&(path, write)).copied().ok_or_else(missing)
     }
 
-    fn object(&self, _object: u32) -> stillpoint_restore::Result<i32> {
+    fn object(&self, _object: u32, _write: bool) -> stillpoint_restore::Result<i32> {
         Err(stillpoint_restore::Error::Failed("shared memory is not mapped again".into()))
     }
 }

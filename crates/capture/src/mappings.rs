@@ -110,8 +110,8 @@ impl Mappings {
     pub fn agree_with(&self, later: &Mappings) -> bool {
         let states = |s: &Smap| (s.flags - PASSING, s.pkey, s.kernel_page_size);
         self.smaps.iter().all(|s| {
-            let touching = later.smaps.iter().skip_while(|l| l.vma.end <= s.vma.start);
-            let mut touching = touching.take_while(|l| l.vma.start < s.vma.end);
+            let from = later.smaps.partition_point(|l| l.vma.end <= s.vma.start);
+            let mut touching = later.smaps[from..].iter().take_while(|l| l.vma.start < s.vma.end);
             let guards = |of: &Mappings| regions::within(&of.guards, s.vma.start, s.vma.end);
             let same_guards = guards(self) == guards(later);
             let mut any = false;

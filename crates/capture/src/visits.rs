@@ -19,7 +19,7 @@ use stillpoint_linux::batch::{self, Away, Departure, Origin, Place, Signal};
 use stillpoint_linux::bpf::{self, FilteredCall};
 use stillpoint_linux::inject::{Planted, Site, Stack, Visit};
 use stillpoint_linux::pagemap::{Category, Query};
-use stillpoint_linux::proc::Vma;
+use stillpoint_linux::proc::{Status, Vma};
 use stillpoint_linux::program::{Outcome, Program};
 use stillpoint_linux::ptrace::Stopped;
 
@@ -90,6 +90,10 @@ impl<'a> Visits<'a> {
         for thread in &process.threads[1..] {
             check_filters(builder, thread, of_thread.program(), gadgets);
         }
+        let free = match free {
+            Some(at) => may_ask_locking(builder, &process.threads[0], at, gadgets, &threads[0].look.status),
+            None => None,
+        };
         if !builder.refusals.is_empty() {
             return Ok(None);
         }
@@ -290,10 +294,8 @@ fn lock_future(visit: &mut Visit<'_>, known: &Known, free: Option<u64>) -> Resul
     let Some(at) = free else { return Ok(0) };
     let locked = || Ok::<_, Error>(known.target.process.status()?.locked);
     let before = locked()?;
-    let flags = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE) as u64;
-    let map = [at, PAGE, (libc::PROT_READ | libc::PROT_WRITE) as u64, flags, u64::MAX, 0];
-    let unmap = (libc::SYS_munmap, [at, PAGE, 0, 0, 0, 0]);
-    if visit.call_with_undo(libc::SYS_mmap, map, unmap)? as u64 != at {
+    let [map, unmap] = locking_calls(at);
+    if visit.call_with_undo(map.0, map.1, unmap)? as u64 != at {
         return Ok(0); // no mapping more is allowed, let alone a locked one
     }
     let (after, mut present) = (locked()?, Vec::new());
@@ -307,6 +309,36 @@ fn lock_future(visit: &mut Visit<'_>, known: &Known, free: Option<u64>) -> Resul
     } else {
         1
     })
+}
+
+/// The calls by which [`lock_future`] asks: a mapping is made, and unmapped.
+fn locking_calls(at: u64) -> [(i64, [u64; 6]); 2] {
+    let flags = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE) as u64;
+    let access = (libc::PROT_READ | libc::PROT_WRITE) as u64;
+    [(libc::SYS_mmap, [at, PAGE, access, flags, u64::MAX, 0]), (libc::SYS_munmap, [at, PAGE, 0, 0, 0, 0])]
+}
+
+/// Where the main thread may map a page to see whether it is locked; nowhere if its seccomp filters forbid that. Then what is locked
+/// now tells that nothing will be: it is refused if anything is.
+fn may_ask_locking(
+    builder: &mut Builder,
+    thread: &Thread,
+    at: u64,
+    gadgets: Gadgets,
+    status: &Status,
+) -> Option<u64> {
+    let ip = gadgets.call.0 + 2;
+    let is_allowed = |&(nr, args): &(i64, [u64; 6])| allows(thread, &FilteredCall { nr, ip, args });
+    if locking_calls(at).iter().all(is_allowed) {
+        return Some(at);
+    }
+    if status.locked > 0 {
+        let what = format!("thread {} ({})", thread.tid, thread.name);
+        let why = "it has memory that is locked, and its seccomp filter forbids mmap or munmap, by which is told whether what it maps later \
+                   is to be locked, too";
+        builder.refuse(what, why, "allow these calls in the filter");
+    }
+    None
 }
 
 /// Refuses a thread whose seccomp filters would not let it make these calls and come home: if we died while it is

@@ -174,7 +174,7 @@ impl Backings for NoBackings {
         Err(Error::Failed("a mapping of a file is not inherited".into()))
     }
 
-    fn object(&self, _: u32) -> Result<i32> {
+    fn object(&self, _: u32, _: bool) -> Result<i32> {
         Err(Error::Failed("a mapping of an object is not inherited".into()))
     }
 }

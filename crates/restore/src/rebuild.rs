@@ -604,8 +604,8 @@ impl Backings for Sources<'_> {
         self.open.mapping_source(path, write)
     }
 
-    fn object(&self, object: u32) -> Result<i32> {
-        self.open.object(object)
+    fn object(&self, object: u32, write: bool) -> Result<i32> {
+        self.open.object(object, write)
     }
 }
 

@@ -29,7 +29,7 @@ pub trait Backings {
     /// Descriptor of a file (row of [`Image::paths`]), able to write if asked.
     fn file(&self, path: u32, write: bool) -> Result<i32>;
     /// Descriptor of a memory object (row of [`Image::objects`]).
-    fn object(&self, object: u32) -> Result<i32>;
+    fn object(&self, object: u32, write: bool) -> Result<i32>;
 }
 
 /// Finds room for the area: `AREA_LEN + SPARE_LEN` bytes used neither by us nor by any process of the program.
@@ -182,7 +182,9 @@ pub fn map(
                 (backings.file(*path, *may_write && m.shared)?, *offset)
             }
             Backing::Device { path, offset } => (backings.file(*path, m.shared)?, *offset),
-            Backing::Object { object, offset, .. } => (backings.object(*object)?, *offset),
+            Backing::Object { object, offset, may_write } => {
+                (backings.object(*object, *may_write || !m.shared)?, *offset)
+            }
             _ => (-1, 0),
         };
         let args: [u64; 6] = [m.start, m.len(), prot as u64, map_flags(m) as u64, fd as u64, offset];

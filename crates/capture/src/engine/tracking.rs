@@ -355,7 +355,9 @@ impl Tracking {
         let mut seen = std::mem::take(&mut self.seen);
         for piece in &mut seen {
             let windows: Vec<Range> = piece.piece.parts_of(pages).collect();
-            let span = all.iter().find(|span| span.range == piece.piece).filter(|_| piece.followed);
+            let place = all.binary_search_by_key(&piece.piece.start, |span| span.range.start);
+            let span = place.ok().map(|place| &all[place]);
+            let span = span.filter(|span| piece.followed && span.range == piece.piece);
             let Some(span) = span else { continue };
             let mut now = Vec::new();
             for range in &windows {

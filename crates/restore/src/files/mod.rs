@@ -47,7 +47,7 @@ use std::io::Read;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::Path;
 use std::time::Instant;
-use stillpoint_image::{Backing, FileKind, Image, OpenFile, Owner, Range};
+use stillpoint_image::{Backing, FileKind, Image, Mapping, OpenFile, Owner, Range};
 use stillpoint_linux::proc::Proc;
 use stillpoint_linux::program::Run;
 use stillpoint_linux::{Error as Kernel, descriptors, memfd};
@@ -90,6 +90,8 @@ pub struct OpenFiles {
     sources: Vec<Option<OwnedFd>>,
     /// For each row of [`Image::objects`].
     objects: Vec<OwnedFd>,
+    /// The same of objects with mappings that may never be written, by row; for reading only.
+    read_only: HashMap<u32, OwnedFd>,
     segments: segments::Segments,
     queues: queues::Queues,
     /// Files of unix sockets that have no names any more, by row of the socket: handles.
@@ -194,6 +196,7 @@ impl<'a> Opening<'a> {
             namespaces,
             sources: image.files.iter().map(|_| None).collect(),
             objects: Vec::new(),
+            read_only: HashMap::new(),
             segments: segments::Segments::default(),
             queues: queues::Queues::default(),
             nameless: HashMap::new(),
@@ -240,6 +243,10 @@ impl<'a> Opening<'a> {
                 memfd::add_seals(&made, memfd::SEAL_WRITE)?;
             }
             self.files.objects.push(made);
+        }
+        for row in never_written(self.image) {
+            let object = self.files.objects.get(row as usize).ok_or_else(|| missing("memory object", row))?;
+            self.files.read_only.insert(row, descriptors::reopen(object, libc::O_RDONLY)?);
         }
         let of_object = |f: &OpenFile| match f.kind {
             FileKind::Memory(object) => Some(object),
@@ -292,8 +299,11 @@ impl OpenFiles {
         Ok(found.ok_or_else(|| missing("file", path))?.as_raw_fd())
     }
 
-    /// Descriptor of a memory object (row of [`Image::objects`]), for reading and writing.
-    pub fn object(&self, object: u32) -> Result<i32> {
+    /// Descriptor of a memory object (row of [`Image::objects`]) that mappings are made from, able to write if asked.
+    pub fn object(&self, object: u32, write: bool) -> Result<i32> {
+        if let Some(fd) = self.read_only.get(&object).filter(|_| !write) {
+            return Ok(fd.as_raw_fd());
+        }
         Ok(self.objects.get(object as usize).ok_or_else(|| missing("memory object", object))?.as_raw_fd())
     }
 
@@ -386,6 +396,17 @@ fn seek(fd: impl AsFd, position: u64) -> Result<()> {
         rustix::fs::seek(fd, to).map_err(|e| Kernel::call(format!("seek to {position}"), e))?;
     }
     Ok(())
+}
+
+/// Rows of memory objects of which there are shared mappings that may not be made writable: they were mapped from descriptors for reading,
+/// or when a seal forbade it.
+fn never_written(image: &Image) -> HashSet<u32> {
+    let mappings = image.spaces.iter().flat_map(|s| &s.mappings).filter(|m| m.shared);
+    let row = |m: &Mapping| match m.backing {
+        Backing::Object { object, may_write: false, .. } => Some(object),
+        _ => None,
+    };
+    mappings.filter_map(row).collect()
 }
 
 /// Rows of files that mappings of the program need, and whether for writing.
