@@ -214,7 +214,11 @@ impl Facts {
             // pipe:[1234] and the like: only whether two are the same can be compared
             let link = match link.split_once(":[") {
                 Some((kind, id)) => format!("{kind} object {}", same.of(id)),
-                None => link,
+                // A file that was made without a name is called after its inode number.
+                None => match link.rsplit_once("/#") {
+                    Some((folder, id)) => format!("{folder}/# {}", same.of(id)),
+                    None => link,
+                },
             };
             self.0.insert(format!("fd {fd}"), link.clone());
             let info = fs::read_to_string(format!("{base}/fdinfo/{fd}")).unwrap_or_default();

@@ -94,18 +94,18 @@ impl Program {
         }
 
         // On a shared machine a run may be much faster than the one before: then it ends before all is done to it, and the
-        // next attempt does less before the first kill.
+        // next attempt does less before the first kill, and waits for less.
         for attempt in 1.. {
             match self.disturbed(
                 &scratch,
                 &scratch.directory(&format!("disturbed.{attempt}")),
-                typical,
+                typical / attempt,
                 &expected,
-                3 - attempt.min(3),
+                3 - attempt.min(3) as usize,
             ) {
                 Ok(()) => break,
                 Err(history) => assert!(
-                    attempt < 4,
+                    attempt < 8,
                     "it ended too early to be killed and restored; typical {typical:?}; {history:#?}"
                 ),
             }

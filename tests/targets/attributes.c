@@ -5,6 +5,8 @@
 #include <linux/capability.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
+#include <sys/un.h>
+#include <sys/socket.h>
 #include <linux/securebits.h>
 #include <stdatomic.h>
 #include <sys/auxv.h>
@@ -106,10 +108,19 @@ static void directories(void) {
 
 static void changed_root(void) {
   MUST(mkdir(path_of("root"), 0755) == 0 && mkdir(path_of("root/inside"), 0755) == 0);
-  int out = open(directory, O_RDONLY | O_DIRECTORY);
+  int out = open(directory, O_RDONLY | O_DIRECTORY), before = socket(AF_UNIX, SOCK_STREAM, 0);
+  struct sockaddr_un outside = {.sun_family = AF_UNIX};
+  snprintf(outside.sun_path, sizeof outside.sun_path, "%s", path_of("before"));
+  MUST(bind(before, (void *)&outside, sizeof outside) == 0 && listen(before, 3) == 0);
   if (chroot(path_of("root")))
     SKIP("not permitted to change the root");
   MUST(chdir("/inside") == 0);
+  int door = socket(AF_UNIX, SOCK_STREAM, 0);
+  struct sockaddr_un address = {.sun_family = AF_UNIX, .sun_path = "/door"}, told = {0};
+  MUST(bind(door, (void *)&address, sizeof address) == 0 && listen(door, 3) == 0);
+  int letters = socket(AF_UNIX, SOCK_DGRAM, 0), sender = socket(AF_UNIX, SOCK_DGRAM, 0);
+  struct sockaddr_un box = {.sun_family = AF_UNIX, .sun_path = "/box"};
+  MUST(bind(letters, (void *)&box, sizeof box) == 0 && connect(sender, (void *)&box, sizeof box) == 0);
   ready();
   while (faccessat(out, "go", F_OK, 0))
     nap(0.002);
@@ -118,6 +129,19 @@ static void changed_root(void) {
   CHECK(access("/inside", F_OK) == 0);
   CHECK(access("/proc", F_OK) != 0);
   CHECK(access("/../inside", F_OK) == 0);
+  socklen_t length = sizeof told;
+  EQUAL(getsockname(door, (void *)&told, &length), 0);
+  CHECK(!strcmp(told.sun_path, "/door"));
+  EQUAL(connect(socket(AF_UNIX, SOCK_STREAM, 0), (void *)&address, sizeof address), 0);
+  CHECK(accept(door, 0, 0) >= 0);
+  length = sizeof told;
+  EQUAL(getsockname(before, (void *)&told, &length), 0);
+  CHECK(!strcmp(told.sun_path, outside.sun_path));
+  EQUAL(faccessat(out, "before", F_OK, 0), 0);
+  char letter = 0;
+  EQUAL(send(sender, "l", 1, 0), 1);
+  EQUAL(recv(letters, &letter, 1, MSG_DONTWAIT), 1);
+  EQUAL(letter, 'l');
 }
 
 // --- credentials
@@ -289,6 +313,17 @@ static void seccomp_tight(void) { // nothing allowed but read, write and the end
   while (read(go, &c, 1) == 0)
     nap(0.002);
   EQUAL(c, 'g');
+  CHECK(filled(data, 64 * PAGE, 1));
+}
+
+static void seccomp_no_mappings(void) { // it would be killed for a mapping that it makes, or takes away
+  struct sock_filter program[] = {NUMBER, BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_munmap, 1, 0),
+                                  BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_mmap, 0, 1),
+                                  BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_KILL_PROCESS), ALLOW};
+  char *data = map_anon(64 * PAGE);
+  fill(data, 64 * PAGE, 1);
+  MUST(install(program, COUNT(program), 0) == 0);
+  cut();
   CHECK(filled(data, 64 * PAGE, 1));
 }
 
@@ -520,6 +555,6 @@ SCENARIOS({"identity", identity}, {"renamed", renamed}, {"clocks", clocks}, {"di
           {"changed_root", changed_root}, {"nobody", nobody}, {"mixed_ids", mixed_ids},
           {"capabilities", capabilities}, {"credentials_per_thread", credentials_per_thread},
           {"no_new_privileges", no_new_privileges}, {"seccomp_filters", seccomp_filters},
-          {"seccomp_tight", seccomp_tight}, {"seccomp_strict", seccomp_strict},
+          {"seccomp_tight", seccomp_tight}, {"seccomp_no_mappings", seccomp_no_mappings}, {"seccomp_strict", seccomp_strict},
           {"seccomp_per_thread", seccomp_per_thread}, {"limits", limits}, {"short_of_memory", short_of_memory}, {"odds", odds}, {"all_that_is_told", all_that_is_told},
           {"read_only_program", read_only_program})

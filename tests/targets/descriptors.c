@@ -15,6 +15,7 @@
 #include <sys/socket.h>
 #include <sys/timerfd.h>
 #include <sys/un.h>
+#include <sys/xattr.h>
 #include <termios.h>
 
 #define OFFSET(fd) lseek(fd, 0, SEEK_CUR)
@@ -96,7 +97,7 @@ static void deleted(void) { // an open file without a name
   char *big = malloc(300000);
   fill(big, 300000, 9);
   MUST(write(fd, big, 300000) == 300000);
-  int second = open(path_of("gone"), O_RDONLY);
+  int second = open(path_of("gone"), O_RDONLY), has_attributes = !fsetxattr(fd, "user.kept", "value", 5, 0);
   MUST(unlink(path_of("gone")) == 0);
   lseek(fd, 1000, SEEK_SET);
   int hidden = open(directory, O_TMPFILE | O_RDWR, 0600);
@@ -128,10 +129,18 @@ static void deleted(void) { // an open file without a name
   EQUAL(pwrite(fd, "!", 1, 7), 1);
   EQUAL(pread(second, back, 1, 7), 1);
   EQUAL(back[0], '!');
+  if (has_attributes) {
+    EQUAL(fgetxattr(second, "user.kept", back, 100), 5);
+    CHECK(!memcmp(back, "value", 5));
+  }
   EQUAL(pread(hidden, back, 6, 0), 6);
   CHECK(!memcmp(back, "hidden", 6));
   EQUAL(write(hidden, "+", 1), 1);
   EQUAL(OFFSET(hidden), 7);
+  char link[64];
+  snprintf(link, sizeof link, "/proc/self/fd/%d", hidden);
+  EQUAL(linkat(AT_FDCWD, link, AT_FDCWD, path_of("shown"), AT_SYMLINK_FOLLOW), 0);
+  EQUAL(access(path_of("shown"), F_OK), 0);
 }
 
 static void directories(void) {
@@ -427,7 +436,19 @@ static void listening_unix(void) {
   MUST(bind(named, (void *)&address, sizeof address) == 0 && listen(named, 5) == 0);
   MUST(chmod("socket", 0712) == 0);
   MUST(bind(hidden, (void *)&hidden_address, length) == 0 && listen(hidden, 9) == 0);
+  int client = socket(AF_UNIX, SOCK_STREAM, 0);
+  MUST(connect(client, (void *)&address, sizeof address) == 0);
+  int accepted = accept(named, 0, 0);
+  MUST(accepted >= 0);
   cut();
+  int ends[] = {named, accepted, client};
+  for (size_t i = 0; i < COUNT(ends); i++) {
+    struct sockaddr_un told = {0};
+    socklen_t room = sizeof told;
+    EQUAL((i < 2 ? getsockname : getpeername)(ends[i], (void *)&told, &room), 0);
+    CHECK(!strcmp(told.sun_path, "socket"));
+  }
+  EQUAL(write(client, "x", 1), 1);
   struct stat s;
   EQUAL(stat("socket", &s), 0);
   EQUAL(s.st_mode & 0777, 0712);

@@ -193,6 +193,37 @@ static void memfd_closed(void) { // mapped, and no descriptor left
   EQUAL(q[0], 7);
 }
 
+// Mapped from a descriptor for reading, or when a seal forbade writing: it can never be made writable, and does not stand in the way of a seal.
+static void never_written(void) {
+  int plain = syscall(SYS_memfd_create, "plain", 2), sealed = syscall(SYS_memfd_create, "sealed", 2);
+  int file = file_of("read", PAGE, 2), gone = file_of("gone", PAGE, 3);
+  MUST(plain >= 0 && sealed >= 0 && ftruncate(plain, PAGE) == 0 && ftruncate(sealed, PAGE) == 0);
+  MUST(pwrite(sealed, "s", 1, 5) == 1 && fcntl(sealed, 1033, 8) == 0); // F_ADD_SEALS, F_SEAL_WRITE
+  int all[] = {plain, file, gone, sealed};
+  char *maps[COUNT(all)];
+  for (size_t i = 0; i < COUNT(all); i++) {
+    char name[64];
+    snprintf(name, sizeof name, "/proc/self/fd/%d", all[i]);
+    int fd = i == 3 ? all[i] : open(name, O_RDONLY);
+    MUST(fd >= 0);
+    maps[i] = mmap(0, PAGE, PROT_READ, MAP_SHARED, fd, 0);
+    if (i == 3 && maps[i] == MAP_FAILED)
+      SKIP("this kernel does not map what is sealed (Linux 6.7)");
+    MUST(maps[i] != MAP_FAILED);
+    if (i < 3)
+      close(fd);
+  }
+  MUST(unlink(path_of("gone")) == 0);
+  cut();
+  for (size_t i = 0; i < COUNT(all); i++) {
+    EQUAL(mprotect(maps[i], PAGE, PROT_READ | PROT_WRITE), -1);
+    EQUAL(errno, EACCES);
+    EQUAL(pwrite(all[i], "w", 1, 5), i < 3 ? 1 : -1);
+    EQUAL(maps[i][5], i < 3 ? 'w' : 's');
+  }
+  EQUAL(fcntl(plain, 1033, 8), 0); // F_SEAL_WRITE
+}
+
 static void deleted_file(void) {
   int fd = file_of("deleted", 16 * PAGE, 7);
   char *p = mmap(0, 16 * PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -657,7 +688,7 @@ static void written_meanwhile(void) {
 }
 
 SCENARIOS({"anonymous", anonymous}, {"private_file", private_file}, {"shared_file", shared_file},
-          {"shared_anonymous", shared_anonymous}, {"private_of_shared", private_of_shared}, {"memfd_twice", memfd_twice}, {"memfd_closed", memfd_closed},
+          {"shared_anonymous", shared_anonymous}, {"private_of_shared", private_of_shared}, {"memfd_twice", memfd_twice}, {"memfd_closed", memfd_closed}, {"never_written", never_written},
           {"deleted_file", deleted_file}, {"beyond_the_end", beyond_the_end}, {"stack_growth", stack_growth},
           {"grows_down", grows_down}, {"heap_growth", heap_growth}, {"guards", guards},
           {"guards_in_file", guards_in_file}, {"no_access", no_access}, {"executable_only", executable_only},

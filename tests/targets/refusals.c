@@ -687,6 +687,24 @@ static void no_room(void) { // all of the address space is taken, down to pieces
   cut();
 }
 
+static void signed_tcp(void) { // packets without a signature are not for it
+  struct {
+    struct sockaddr_storage to;
+    uint8_t flags, prefix;
+    uint16_t length;
+    int interface;
+    uint8_t key[80];
+  } sign = {.length = 3, .key = "key"};
+  struct sockaddr_in to = {.sin_family = AF_INET, .sin_addr = {htonl(INADDR_LOOPBACK)}};
+  memcpy(&sign.to, &to, sizeof to);
+  int s = socket(AF_INET, SOCK_STREAM, 0);
+  MUST(s >= 0);
+  if (setsockopt(s, IPPROTO_TCP, 14 /* TCP_MD5SIG */, &sign, sizeof sign))
+    SKIP("this kernel does not sign packets");
+  MUST(listen(s, 3) == 0);
+  cut();
+}
+
 static void sealed_memory(void) { // mseal(2): may not be unmapped, also not by whoever restores
   char *p = map_anon(4 * PAGE);
   fill(p, 4 * PAGE, 4);
@@ -756,6 +774,6 @@ SCENARIOS({"fifo_reader", fifo_reader}, {"bound_through_proc", bound_through_pro
           {"own_directory", own_directory}, {"in_flight", in_flight}, {"lease", lease},
           {"broken_lease", broken_lease}, {"directory_notes", directory_notes},
           {"unread_inotify", unread_inotify}, {"watched_mapping", watched_mapping}, {"watched_and_gone", watched_and_gone}, {"bound_udp", bound_udp}, {"unbound_tcp", unbound_tcp},
-          {"no_room", no_room}, {"sealed_memory", sealed_memory}, {"droppable_memory", droppable_memory}, {"own_mounts", own_mounts},
+          {"no_room", no_room}, {"sealed_memory", sealed_memory}, {"signed_tcp", signed_tcp}, {"droppable_memory", droppable_memory}, {"own_mounts", own_mounts},
           {"own_host_name", own_host_name}, {"told_queue", told_queue}, {"full_queue", full_queue},
           {"semaphore_undo", semaphore_undo}, {"out_of_band", out_of_band}, {"sent_ahead", sent_ahead}, {"epoll_in_flight", epoll_in_flight})

@@ -162,7 +162,10 @@ static void red_zone(void) {
 // may change, and nothing may be needed there.
 static unsigned char *arena;
 
+static volatile int arrived;
+
 static void *small_stack_thread(void *unused) {
+  arrived = 1;
   hold_small_stack(arena + 8192 + 256, &hold_stop);
   return unused;
 }
@@ -171,6 +174,8 @@ static void small_stack(void) {
   arena = map_anon(16384);
   fill(arena, 8192, 5);
   pthread_t t = spawn(small_stack_thread, 0);
+  while (!arrived)
+    nap(0.001);
   nap(0.02);
   cut();
   CHECK(filled(arena, 8192, 5));
@@ -181,12 +186,15 @@ static void small_stack(void) {
 
 // The stack pointer is a number like any other for a moment: no memory there at all.
 static void *no_stack_thread(void *unused) {
+  arrived = 1;
   EQUAL(hold_no_stack(0x1230, &hold_stop), 0x1230);
   return unused;
 }
 
 static void no_stack(void) {
   pthread_t t = spawn(no_stack_thread, 0);
+  while (!arrived)
+    nap(0.001);
   nap(0.02);
   cut();
   hold_stop = 1;

@@ -487,11 +487,28 @@ static void orphans(void) {
 
 // --- job control
 
+static void *pauses(void *unused) {
+  for (;;)
+    pause();
+  return unused;
+}
+
+static void threads_until_go(long n) {
+  for (int i = 0; i < 3; i++)
+    spawn(pauses, 0);
+  until_go(n);
+}
+
 static void stopped(void) {
   open_board();
-  pid_t pid = child(until_go, 0), other = child(until_go, 0);
-  await_arrivals(2);
+  pid_t pid = child(until_go, 0), other = child(until_go, 0), doomed[2] = {child(threads_until_go, 0), child(threads_until_go, 0)};
+  await_arrivals(4);
   int status;
+  for (int i = 0; i < 2; i++) { // by a signal that waits until they go on: of the process, and of its main thread
+    kill(doomed[i], SIGSTOP);
+    MUST(waitpid(doomed[i], &status, WUNTRACED) == doomed[i] && WIFSTOPPED(status));
+    MUST((i ? syscall(SYS_tgkill, doomed[i], doomed[i], SIGUSR1) : kill(doomed[i], SIGUSR1)) == 0);
+  }
   kill(pid, SIGSTOP);
   kill(other, SIGSTOP); // (an orphaned group cannot be stopped by SIGTSTP)
   MUST(waitpid(pid, &status, WUNTRACED) == pid && WIFSTOPPED(status));
@@ -500,6 +517,12 @@ static void stopped(void) {
   nap(0.05);
   EQUAL(waitpid(pid, &status, WNOHANG), 0);
   EQUAL(waitpid(other, &status, WNOHANG), 0);
+  for (int i = 0; i < 2; i++) {
+    EQUAL(waitpid(doomed[i], &status, WNOHANG), 0);
+    kill(doomed[i], SIGCONT);
+    EQUAL(waitpid(doomed[i], &status, 0), doomed[i]);
+    EQUAL(status, SIGUSR1);
+  }
   kill(pid, SIGCONT);
   kill(other, SIGCONT);
   await(pid, 0);

@@ -2,6 +2,7 @@
 #include "target.h"
 #include <poll.h>
 #include <sys/eventfd.h>
+#include <sys/inotify.h>
 #include <sys/file.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -116,6 +117,21 @@ static void in_flight(void) { // descriptors that are only in messages, and one 
   EQUAL(n, 7);
   int other = open(path_of("flying"), O_RDWR);
   EQUAL(flock(other, LOCK_EX | LOCK_NB), -1);
+}
+
+static void watch_in_flight(void) { // an inotify that nobody has but a message
+  int s[2], watch = inotify_init1(IN_NONBLOCK);
+  MUST(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, s) == 0 && mkdir(path_of("watched"), 0700) == 0);
+  MUST(inotify_add_watch(watch, path_of("watched"), IN_CREATE) == 1);
+  pass(s[0], "w", 1, &watch, 1);
+  close(watch);
+  cut();
+  struct passed p = take(s[1], 64);
+  expect(p, "w", 1);
+  char c[512];
+  EQUAL(read(p.fds[0], c, sizeof c), -1);
+  close(open(path_of("watched/new"), O_CREAT | O_RDWR, 0600));
+  CHECK(read(p.fds[0], c, sizeof c) > 0);
 }
 
 static void nested(void) { // a socket in a message, with a socket in a message in its queue
@@ -507,7 +523,7 @@ static void each_other(void) {
   }
 }
 
-SCENARIOS({"in_flight", in_flight}, {"each_other", each_other}, {"by_itself", by_itself}, {"nested", nested}, {"left_behind", left_behind}, {"credentials", credentials},
+SCENARIOS({"in_flight", in_flight}, {"each_other", each_other}, {"by_itself", by_itself}, {"watch_in_flight", watch_in_flight}, {"nested", nested}, {"left_behind", left_behind}, {"credentials", credentials},
           {"senders", senders}, {"mutual", mutual}, {"clients", clients}, {"pending", pending},
           {"listener_closed", listener_closed}, {"directory_gone", directory_gone}, {"renamed", renamed}, {"peek_offset", peek_offset}, {"half_closed", half_closed},
           {"logging", logging}, {"listening", listening}, {"empty_inside", empty_inside})

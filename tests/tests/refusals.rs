@@ -122,6 +122,13 @@ refused! {
     epoll_in_flight: "in a message",
     broken_lease: "lease",
     directory_notes: "F_NOTIFY",
+    signed_tcp: "TCP_MD5SIG",
+}
+
+/// What is asked about a descriptor is asked of somebody, also where nobody has it.
+#[test]
+fn watch_in_flight() {
+    refused_of("unix", "watch_in_flight", &["in a message"]);
 }
 
 /// A FIFO that others have open is in nobody's way, as long as the program has itself what can be seen of them.

@@ -13,9 +13,8 @@ use stillpoint_restore::attributes::{
     credentials, last, outside, process as of_process, thread as of_thread,
 };
 
-/// Limits that may be lifted while a process goes back, for which it takes some memory; with the field of `statm`, proc(5), that tells
-/// how much of it there is.
-pub const IN_THE_WAY: [(u32, usize); 2] = [(libc::RLIMIT_AS, 0), (libc::RLIMIT_DATA, 5)];
+/// Limits that may be lifted while a process goes back, for which it takes some memory.
+pub const IN_THE_WAY: [u32; 3] = [libc::RLIMIT_AS, libc::RLIMIT_DATA, libc::RLIMIT_MEMLOCK];
 
 /// What has changed since and cannot be changed back.
 pub fn refused(
@@ -114,9 +113,7 @@ pub fn put_back(
     }
     // Some were lifted meanwhile.
     let is_finite = |limit: &Rlimit| (limit.soft, limit.hard) != (u64::MAX, u64::MAX);
-    let is_lifted = |limit: &Rlimit| {
-        IN_THE_WAY.iter().any(|(resource, _)| *resource == limit.resource) && is_finite(limit)
-    };
+    let is_lifted = |limit: &Rlimit| IN_THE_WAY.contains(&limit.resource) && is_finite(limit);
     if process.rlimits.iter().any(is_lifted) || limits(process, space) != limits(now, space_now) {
         outside::process(leader.pid(), process, space, false)?;
     }

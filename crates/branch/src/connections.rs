@@ -184,7 +184,9 @@ fn find(views: &[View<'_>]) -> Result<Vec<Found>> {
     for view in views {
         for (&fd, held) in &view.table.held {
             let is_unix = matches!(held.info.detail, Detail::Unix { .. });
-            if !is(FileType::Socket, held.mode) || is_unix || found.contains_key(&held.identity.1) {
+            let is_open = held.info.flags & libc::O_PATH as u32 == 0;
+            if !is(FileType::Socket, held.mode) || !is_open || is_unix || found.contains_key(&held.identity.1)
+            {
                 continue;
             }
             let own = (view.who, fd);

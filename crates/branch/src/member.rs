@@ -20,6 +20,7 @@ use stillpoint_capture::regions::{spans, spans_of_maps};
 use stillpoint_capture::target::Target;
 use stillpoint_image::pids::Pids;
 use stillpoint_image::{AddressSpace, Backing, Image, Mapping, MappingFlags, PAGE, PathFile, Range, Rlimit};
+use stillpoint_linux::headroom::{headroom, in_groups};
 use stillpoint_linux::proc::{Proc, descendants};
 use stillpoint_linux::program::{Arg, Program as Calls, Run};
 use stillpoint_linux::ptrace::{Stopped, options};
@@ -123,6 +124,14 @@ impl Member {
 
     fn remember_first(&mut self, id: Id, still: &mut Still, may_have_twin: bool) -> Result<u64> {
         let target = &self.target;
+        // What the program writes from now on it has twice. Where its control groups have no room for that, all is copied to us.
+        let status = target.process.status()?;
+        let size = status.anonymous + status.swap;
+        let is_short = size > in_groups(&target.process)?;
+        if is_short {
+            check_own_memory(size)?;
+        }
+        let may_have_twin = may_have_twin && !is_short;
         let (twin, aside) = if may_have_twin { twin(target, still)? } else { (None, Vec::new()) };
         let private = spans(space(&still.image)?);
         let found = lock(&self.tracking).look(target, || Ok(private), Look::Protect)?;
@@ -251,6 +260,24 @@ pub fn pieces(ranges: &[Range]) -> Vec<Vec<Range>> {
         }
     }
     all
+}
+
+/// Refuses what would make the kernel kill somebody for want of memory. `size`: of a program that is to be copied, bytes.
+fn check_own_memory(size: u64) -> Result<()> {
+    let left = headroom(&Proc::process(std::process::id())?)?;
+    if size <= left {
+        return Ok(());
+    }
+    let mebibytes = |bytes: u64| bytes.div_ceil(1 << 20);
+    Err(Error::Refused(vec![Refusal {
+        what: "its memory".into(),
+        why: format!(
+            "to remember it may take {} MiB, and only {} MiB can be had",
+            mebibytes(size),
+            mebibytes(left)
+        ),
+        hint: "give its control group more memory (memory.max)".into(),
+    }]))
 }
 
 /// A twin of a program at rest, and what is not in it. There is none where it would come to the wrong place when it ends.
@@ -494,7 +521,7 @@ pub fn get_ready(target: &Target, part: &Part, still: &Still, way: &Way) -> Resu
             (limit.soft, limit.hard) = (limit.soft.max(now.soft), limit.hard.max(now.hard));
         }
     }
-    lift(target, way, &mut wide.rlimits)?;
+    lift(target, space(&still.image)?, way, &mut wide.rlimits)?;
     if attributes::limits(&wide, space(&part.image)?) != attributes::limits(now, space(&still.image)?) {
         outside::process(target.pid, &wide, space(&part.image)?, false).map_err(|e| refuse(&e))?;
     }
@@ -514,17 +541,28 @@ pub fn get_ready(target: &Target, part: &Part, still: &Still, way: &Way) -> Resu
     Ok(())
 }
 
+const CAP_IPC_LOCK: u64 = 1 << 14;
+
 /// Lifts limits within which there is no memory for going back: for the area from which it is done, and for what is mapped again.
-fn lift(target: &Target, way: &Way, rlimits: &mut [Rlimit]) -> Result<()> {
+fn lift(target: &Target, now: &AddressSpace, way: &Way, rlimits: &mut [Rlimit]) -> Result<()> {
+    // Proc(5), in pages.
     let sizes = target.process.read("statm")?;
     let sizes = String::from_utf8_lossy(&sizes);
     let size = |field: usize| sizes.split(' ').nth(field)?.trim_end().parse::<u64>().ok();
+    let is_locked =
+        now.lock_future != 0 || way.mappings.map.iter().any(|m| m.flags.contains(MappingFlags::LOCKED));
+    let status = target.process.status()?;
+    let is_bound = is_locked && status.caps[2] & CAP_IPC_LOCK == 0;
+    let used = |resource: u32| match resource {
+        libc::RLIMIT_AS => Some(size(0).unwrap_or(0) * PAGE),
+        libc::RLIMIT_DATA => Some(size(5).unwrap_or(0) * PAGE),
+        libc::RLIMIT_MEMLOCK => is_bound.then_some(status.locked),
+        _ => None,
+    };
     let more = rebuilding::AREA_LEN + way.mappings.map.iter().map(Mapping::len).sum::<u64>();
     for limit in rlimits {
-        let used = match attributes::IN_THE_WAY.iter().find(|(resource, _)| *resource == limit.resource) {
-            Some((_, field)) => size(*field).unwrap_or(0) * PAGE,
-            None => continue,
-        };
+        let in_the_way = attributes::IN_THE_WAY.contains(&limit.resource);
+        let Some(used) = used(limit.resource).filter(|_| in_the_way) else { continue };
         if used.saturating_add(more) <= limit.soft {
             continue;
         }

@@ -295,7 +295,11 @@ fn lock_future(visit: &mut Visit<'_>, known: &Known, free: Option<u64>) -> Resul
     let locked = || Ok::<_, Error>(known.target.process.status()?.locked);
     let before = locked()?;
     let [map, unmap] = locking_calls(at);
-    if visit.call_with_undo(map.0, map.1, unmap)? as u64 != at {
+    let mapped = visit.call_with_undo(map.0, map.1, unmap)?;
+    if mapped == -i64::from(libc::EAGAIN) {
+        return Ok(1); // mmap(2): it would be locked, and more may not be (whether once it is touched does not show)
+    }
+    if mapped as u64 != at {
         return Ok(0); // no mapping more is allowed, let alone a locked one
     }
     let (after, mut present) = (locked()?, Vec::new());

@@ -63,6 +63,10 @@ pub struct PathFile {
     #[n(17)]
     #[cbor(default)]
     pub made_anew: bool,
+    /// Extended attributes of a deleted file: names and values.
+    #[n(18)]
+    #[cbor(default)]
+    pub attributes: Vec<(Bytes, Bytes)>,
 }
 
 impl PathFile {

@@ -16,7 +16,15 @@ const VERSION_2: [&str; 2] = ["memory.max", "memory.current"];
 /// [`Error::File`], [`Error::Gone`]: `/proc` does not tell.
 pub fn headroom(process: &Proc) -> Result<u64> {
     let text = read(Path::new("/proc/meminfo"))?;
-    let mut left = of_machine(&text);
+    Ok(of_machine(&text).min(in_groups(process)?))
+}
+
+/// Bytes that a process may still take within the limits of its control groups; all that can be told where there are none.
+///
+/// # Errors
+/// As [`headroom`].
+pub fn in_groups(process: &Proc) -> Result<u64> {
+    let mut left = u64::MAX;
     let mounts = cgroups::mounts()?;
     for line in process.cgroup()? {
         let Some((controllers, path)) = cgroups::parse(&line) else { continue };

@@ -3,7 +3,7 @@
 
 use crate::netlink::{self, Request, receive, u32_at};
 use crate::{Error, Result};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 const SOCK_DESTROY: u16 = 21;
 /// `FIN_WAIT2` and `TIME_WAIT`: all data has been acknowledged.
@@ -95,6 +95,27 @@ pub fn shut_down(family: i32) -> Result<HashMap<u64, u8>> {
         Some((ino, directions.and_then(|(_, value)| value.first().copied()).unwrap_or(0)))
     })?;
     Ok(found.into_iter().filter(|(_, directions)| *directions != 0).collect())
+}
+
+/// TCP sockets of a family that sign what they send (`TCP_MD5SIG`, RFC 2385), by inode number, in the network namespace of this thread.
+/// Whoever may not ask for keys (`CAP_NET_ADMIN`) is told of none.
+///
+/// # Errors
+/// That the kernel does not tell (`CONFIG_INET_TCP_DIAG`).
+pub fn signed(family: i32) -> Result<HashSet<u64>> {
+    const MD5: u16 = 18;
+    const INFO: u8 = 2;
+    let mut body = about(family, u32::MAX, &[0; ID]);
+    // It goes with what is told at length.
+    body[2] = 1 << (INFO - 1);
+    let request = request(netlink::SOCK_DIAG_BY_FAMILY, netlink::DUMP, &body);
+    let mut found = Vec::new();
+    request.answers(&request.send()?, &mut found, |body| {
+        let ino = u64::from(u32_at(body, INODE)?);
+        let is_signed = netlink::attributes(body.get(INODE + 4..)?).flatten().any(|(kind, _)| kind == MD5);
+        Some(is_signed.then_some(ino))
+    })?;
+    Ok(found.into_iter().flatten().collect())
 }
 
 fn request(kind: u16, flags: u16, body: &[u8]) -> Request<'_> {

@@ -74,7 +74,7 @@ pub fn holder(fd: impl AsFd, range: LockRange) -> Result<Option<i32>> {
     Ok((i32::from(flock.l_type) != libc::F_UNLCK).then_some(flock.l_pid))
 }
 
-/// A file that somebody holds an exclusive `flock(2)` of.
+/// A file that somebody has for himself, by an exclusive `flock(2)` or a lease for writing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Flocked {
     /// Major and minor number of the device, as the kernel calls it (not always as `stat(2)` does: major number 0).
@@ -88,14 +88,26 @@ pub struct Flocked {
 /// # Errors
 /// If `/proc/locks` cannot be read.
 pub fn flocked() -> Result<Vec<Flocked>> {
+    all_exclusive("FLOCK")
+}
+
+/// All leases for writing that processes of our pid namespace hold (`F_SETLEASE`). Nobody notices that they are looked at.
+///
+/// # Errors
+/// If `/proc/locks` cannot be read.
+pub fn leased() -> Result<Vec<Flocked>> {
+    all_exclusive("LEASE")
+}
+
+fn all_exclusive(kind: &str) -> Result<Vec<Flocked>> {
     let text = std::fs::read_to_string("/proc/locks").map_err(|e| Error::file("/proc/locks", e))?;
-    Ok(text.lines().filter_map(exclusive).collect())
+    Ok(text.lines().filter_map(|line| exclusive(kind, line)).collect())
 }
 
 /// `1: FLOCK  ADVISORY  WRITE 709 fd:01:1044 0 EOF`; waiters have `->` behind the number.
-fn exclusive(line: &str) -> Option<Flocked> {
+fn exclusive(kind: &str, line: &str) -> Option<Flocked> {
     let mut words = line.split_ascii_whitespace().skip(1);
-    let is_one = words.next()? == "FLOCK" && words.next().is_some() && words.next()? == "WRITE";
+    let is_one = words.next()? == kind && words.next().is_some() && words.next()? == "WRITE";
     let mut place = words.nth(1).filter(|_| is_one)?.split(':');
     let mut hex = || u32::from_str_radix(place.next()?, 16).ok();
     let device = (hex()?, hex()?);
@@ -110,7 +122,8 @@ mod tests {
     #[test]
     fn lines_of_locks() {
         let found = Flocked { device: (0xfd, 1), inode: 1044 };
-        assert_eq!(exclusive("1: FLOCK  ADVISORY  WRITE 709 fd:01:1044 0 EOF"), Some(found));
+        assert_eq!(exclusive("LEASE", "4: LEASE  ACTIVE    WRITE 709 fd:01:1044 0 EOF"), Some(found));
+        assert_eq!(exclusive("FLOCK", "1: FLOCK  ADVISORY  WRITE 709 fd:01:1044 0 EOF"), Some(found));
         for other in [
             "1: FLOCK  ADVISORY  READ  709 fd:01:1044 0 EOF",
             "1: -> FLOCK  ADVISORY  WRITE 709 fd:01:1044 0 EOF",
@@ -118,7 +131,7 @@ mod tests {
             "3: FLOCK",
             "",
         ] {
-            assert_eq!(exclusive(other), None, "{other}");
+            assert_eq!(exclusive("FLOCK", other), None, "{other}");
         }
     }
 

@@ -13,6 +13,8 @@ use std::time::{Duration, Instant};
 
 /// How long a thread is waited for without sleeping.
 const EAGER: Duration = Duration::from_micros(100);
+/// A thread with a stop signal that has not taken it for so long has none any more.
+const CONTINUED: Duration = Duration::from_secs(1);
 /// After so long it is looked whether it can come at all.
 const SUSPICIOUS: Duration = Duration::from_millis(20);
 
@@ -154,6 +156,19 @@ impl Seized {
             } else {
                 std::thread::sleep((waited_for / 8).min(Duration::from_millis(2)));
             }
+        }
+    }
+
+    /// Waits until it stops or ends, or until some moment: nothing if it runs then.
+    fn wait_until(self, end: Instant) -> Result<Option<Waited>> {
+        let mut running = self;
+        loop {
+            running = match running.poll()? {
+                Ok(waited) => return Ok(Some(waited)),
+                Err(_) if Instant::now() >= end => return Ok(None),
+                Err(running) => running,
+            };
+            std::thread::sleep(Duration::from_micros(50));
         }
     }
 
@@ -353,6 +368,39 @@ impl Stopped {
     /// Asks for a stop before it runs its next instruction in user mode; takes effect when it is resumed.
     pub fn interrupt(&self) -> Result<()> {
         ptrace(libc::PTRACE_INTERRUPT, self.tid, 0, 0).map(drop).map_err(|e| failed("interrupt", self.tid, e))
+    }
+
+    /// Stops the process of this thread by a stop signal that is its own, as job control does, while all of its other threads stand still:
+    /// those stop, too, as soon as they are let go. None of them takes a signal that is pending before, which this one is kept from by
+    /// a mask; afterwards it has `mask`.
+    ///
+    /// 1. The first stop signal that a thread takes stops all of its process (`do_signal_stop`). 2. A thread that is to stop does so before
+    ///    it takes a signal (`get_signal`). 3. One that is let go when it is stopped so stays that (`__ptrace_unlink`). 4. If somebody lets it
+    ///    go on by `SIGCONT` in these microseconds, the signal is gone, and the thread runs: it is then left as one that was not stopped.
+    ///
+    /// # Errors
+    /// [`Error::Gone`], or that of a call.
+    pub fn stop_process(self, pid: u32, signal: i32, mask: u64) -> Result<Self> {
+        let tid = self.tid;
+        self.set_sigmask(!(1 << (signal - 1)))?;
+        crate::spawn::tgkill(pid, tid, signal)?;
+        let mut stopped = self;
+        while stopped.stop != Stop::Signal(signal) {
+            let (running, began) = (stopped.resume(0)?, Instant::now());
+            let Some(waited) = running.wait_until(began + CONTINUED)? else {
+                let running = Seized::born(tid);
+                running.interrupt()?;
+                let stopped = running.wait()?.stopped(tid)?;
+                stopped.set_sigmask(mask)?;
+                return Ok(stopped);
+            };
+            stopped = waited.stopped(tid)?;
+        }
+        // Where the kernel does not stop it for that (an orphaned process group), it does not run, either.
+        stopped.interrupt()?;
+        let stopped = stopped.resume(signal)?.wait()?.stopped(tid)?;
+        stopped.set_sigmask(mask)?;
+        Ok(stopped)
     }
 
     /// The thread, which is about to be given a signal, without that signal.

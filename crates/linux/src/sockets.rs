@@ -324,15 +324,18 @@ pub fn bound_file(socket: impl AsFd) -> Result<OwnedFd> {
     }
 }
 
-/// As [`bind`], by a name that is relative to a folder: by a thread that has a current folder of its own.
+/// As [`bind`], by a name that is relative to a folder, or absolute with that as the root: by a thread that has folders of its own.
 ///
 /// # Errors
-/// That the folder cannot be entered, or as [`bind`].
+/// That the folder cannot be entered, or made the root (`CAP_SYS_CHROOT`), or as [`bind`].
 pub fn bind_in(folder: &Path, socket: impl AsFd + Sync, address: &[u8]) -> std::io::Result<()> {
     let work = || {
         // SAFETY: file descriptors stay shared; whoever else could rely on the folder of this thread has just been parted from it.
         unsafe { rustix::thread::unshare_unsafe(rustix::thread::UnshareFlags::FS) }?;
         rustix::process::chdir(folder)?;
+        if address.get(2) == Some(&b'/') {
+            rustix::process::chroot(".")?;
+        }
         bind(&socket, address)
     };
     let failed = |_| Err(std::io::Error::other("binding a socket failed inside stillpoint"));

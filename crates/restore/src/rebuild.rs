@@ -260,8 +260,11 @@ pub fn restore(
     open.write_back(image, &contents)?;
     open.cut_back(cut_tail)?;
     open.settle(image)?;
-    for row in &rows {
-        stop_signal(image, row.process).map_or(Ok(()), |signal| spawn::tgkill(row.pid, row.pid, signal))?;
+    for (row, threads) in rows.iter().zip(&mut ready_to_run) {
+        let Some(signal) = stop_signal(image, row.process) else { continue };
+        let mask = row.process.threads.first().map_or(0, |thread| thread.sigmask);
+        let stopped = threads.remove(0).stop_process(row.pid, signal, mask)?;
+        threads.insert(0, stopped);
     }
     // From now on what it has open is its own: what it closes is closed.
     parted.into_iter().for_each(Parted::wait);

@@ -191,10 +191,10 @@ fn tell(image: &Image, pid: u32) -> Vec<String> {
     let path = |row: u32| {
         let p = &image.paths[row as usize];
         let times = if p.deleted { p.mtime_ns } else { 0 };
-        format!(
-            "{} {:o} {} {:?} deleted={} size={} {times}",
-            p.path, p.mode, p.uid, p.usage, p.deleted, p.size
-        )
+        // One that was made without a name is called after its inode number.
+        let name = p.path.to_string();
+        let name = name.rsplit_once("/#").map_or(&*name, |(folder, _)| folder);
+        format!("{name} {:o} {} {:?} deleted={} size={} {times}", p.mode, p.uid, p.usage, p.deleted, p.size)
     };
     let kind = |kind: &FileKind| match kind {
         FileKind::Path(p) | FileKind::Proc(p) => path(*p),

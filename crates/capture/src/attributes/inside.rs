@@ -178,7 +178,10 @@ fn ask_locking(p: &mut Program, at: u64) -> LockQuery {
 fn lock_future(query: &LockQuery, outcome: &Outcome) -> u32 {
     // madvise(2): what is locked cannot be dropped.
     let locked = outcome.result(query.drop) == -i64::from(libc::EINVAL);
-    if outcome.result(query.map) < 0 || !locked {
+    let mapped = outcome.result(query.map);
+    if mapped == -i64::from(libc::EAGAIN) {
+        1 // mmap(2): it would be locked, and more may not be (whether once it is touched does not show)
+    } else if mapped < 0 || !locked {
         0 // no mapping more is allowed, let alone a locked one
     } else if outcome.bytes(query.present, 1)[0] & 1 == 0 {
         2

@@ -12,6 +12,7 @@ use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use stillpoint_image::{Bytes, Connection, Socket};
 use stillpoint_linux::descriptors::poll_now;
+use stillpoint_linux::fdinfo::Folders;
 use stillpoint_linux::sockets::{Endpoint, endpoint};
 use stillpoint_linux::tcp::{self, Guard, Info, state};
 use stillpoint_linux::{inet_diag, sockets};
@@ -41,6 +42,34 @@ impl Found {
     pub(crate) fn file(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
     }
+}
+
+/// Refuses sockets that sign what they send, and take nothing that is not signed (BGP): nobody can read the keys back from the program, and a
+/// server without them would let in everybody. To be asked while the program runs: all TCP sockets of the machine are gone through.
+pub(crate) fn refuse_signed(builder: &mut Builder, pids: &[u32]) -> Result<()> {
+    let mut own = HashMap::new();
+    for &pid in pids {
+        // One that has ended meanwhile is no concern, nor is a descriptor that is closed.
+        let Ok(folders) = Folders::open(pid) else { continue };
+        for fd in folders.list().unwrap_or_default() {
+            let link = folders.link(fd).unwrap_or_default();
+            let ino = link.strip_prefix(b"socket:[").and_then(|rest| rest.strip_suffix(b"]"));
+            let ino = ino.and_then(|digits| std::str::from_utf8(digits).ok()?.parse::<u64>().ok());
+            own.extend(ino.map(|ino| (ino, (pid, fd))));
+        }
+    }
+    if own.is_empty() {
+        return Ok(());
+    }
+    for family in [libc::AF_INET, libc::AF_INET6] {
+        // A kernel that does not tell has most often no such sockets, either.
+        let signed = inet_diag::signed(family).unwrap_or_default();
+        for (pid, fd) in signed.iter().filter_map(|ino| own.get(ino)) {
+            let what = format!("descriptor {fd} of process {pid}");
+            builder.refuse(what, "it signs its TCP packets (TCP_MD5SIG), and its keys cannot be had", CLOSE);
+        }
+    }
+    Ok(())
 }
 
 /// Captures a connection as far as it can be told by itself; `None` if refused.

@@ -171,9 +171,9 @@ pub(super) fn located(
     inode: &Inode,
     watch: &str,
 ) -> Result<Result<PathFile, (String, &'static str)>> {
-    let Some((path, file)) = locate(scan, d.pid(), inode)? else {
+    let Some((path, file)) = locate(scan, scan.whose(d), inode)? else {
         let why = format!("{watch}: the path of inode {} cannot be found", inode.ino);
-        let hint = match scan.builder.views.of_process(d.pid()) {
+        let hint = match scan.builder.views.of_process(scan.whose(d)) {
             None => "CAP_DAC_READ_SEARCH is needed to look it up",
             Some(_) => "let the program remove it, as files on overlays of its own cannot be looked up",
         };

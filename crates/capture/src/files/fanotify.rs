@@ -126,7 +126,7 @@ fn mark(scan: &mut Scan<'_>, d: &Description, line: &FanotifyLine) -> Result<Res
             Ok(path) => (FanotifyPlace::Inode, path),
             Err(why) => return Ok(Err(why)),
         },
-        Marked::Mount(id) => match mounted(scan, d.pid(), |mount| mount.id == *id)? {
+        Marked::Mount(id) => match mounted(scan, scan.whose(d), |mount| mount.id == *id)? {
             Some(path) => (FanotifyPlace::Mount, path),
             None => {
                 let why = format!(
@@ -137,7 +137,7 @@ fn mark(scan: &mut Scan<'_>, d: &Description, line: &FanotifyLine) -> Result<Res
         },
         Marked::FileSystem(device) => {
             let device = ((device >> 20) as u32, (device & 0xf_ffff) as u32);
-            match mounted(scan, d.pid(), |mount| mount.device == device)? {
+            match mounted(scan, scan.whose(d), |mount| mount.device == device)? {
                 Some(path) => (FanotifyPlace::FileSystem, path),
                 None => {
                     let why = format!(
@@ -180,8 +180,10 @@ fn mounted(scan: &Scan<'_>, pid: u32, is_it: impl Fn(&Mount) -> bool) -> Result<
     Ok(None)
 }
 
+/// Who has it; of one that is only in an unread message, whoever may get it.
 fn holders<'s>(scan: &'s Scan<'_>, d: &'s Description) -> impl Iterator<Item = &'s Holder<'s>> {
-    scan.target.holders.iter().filter(move |h| d.held.iter().any(|held| held.pid == h.pid))
+    let has_it = move |h: &&Holder<'_>| d.held.is_empty() || d.held.iter().any(|held| held.pid == h.pid);
+    scan.target.holders.iter().filter(has_it)
 }
 
 fn is_of_our_users(scan: &Scan<'_>, d: &Description) -> Result<bool> {

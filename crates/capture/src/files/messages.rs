@@ -9,7 +9,7 @@ use crate::Result;
 use rustix::fs::FileType;
 use std::collections::HashMap;
 use std::os::fd::{AsRawFd, OwnedFd};
-use stillpoint_image::{Bytes, FileKind, Message, Sender, Socket};
+use stillpoint_image::{Bytes, FileKind, LockKind, Message, OpenFile, Sender, Socket};
 use stillpoint_linux::descriptors::compare;
 use stillpoint_linux::fdinfo::{self, Detail};
 use stillpoint_linux::messages::{self, Credentials};
@@ -79,22 +79,26 @@ fn index_of(all: &mut Vec<Description>, file: OwnedFd) -> Result<usize> {
             return Ok(index);
         }
     }
-    let (link, info) = (fdinfo::link(us, number)?, fdinfo::read(us, number)?);
-    all.push(Description { held: Vec::new(), file, stat, link, info, locks: Vec::new() });
+    let (link, mut info) = (fdinfo::link(us, number)?, fdinfo::read(us, number)?);
+    // Those that go with the description are shown by our duplicate, too; none is of a process.
+    let locks = std::mem::take(&mut info.locks).into_iter().map(|line| (0, line)).collect();
+    all.push(Description { held: Vec::new(), file, stat, link, info, locks });
     Ok(all.len() - 1)
 }
 
-/// Whether a description that no table has can be made without one.
-pub fn can_be_in_flight(kind: &FileKind) -> bool {
-    matches!(
-        kind,
-        FileKind::Path(_)
-            | FileKind::Pipe(_)
-            | FileKind::Socket(_)
-            | FileKind::Memory(_)
-            | FileKind::Event { .. }
-            | FileKind::Queue(_)
-    )
+/// Whether a description that no table has can be made without one. A lease is taken, and an owner of signals set, by a process that has it.
+pub fn can_be_in_flight(file: &OpenFile) -> bool {
+    let takes_process = file.owner.is_some() || file.locks.iter().any(|lock| lock.kind == LockKind::Lease);
+    !takes_process
+        && matches!(
+            file.kind,
+            FileKind::Path(_)
+                | FileKind::Pipe(_)
+                | FileKind::Socket(_)
+                | FileKind::Memory(_)
+                | FileKind::Event { .. }
+                | FileKind::Queue(_)
+        )
 }
 
 /// Unread messages of a socket, with what goes with them; `None` if they were refused. `peer` is the other end.

@@ -61,6 +61,7 @@ use stillpoint_linux::network;
 use stillpoint_linux::proc::{NamespaceKind, Proc, Stat};
 use stillpoint_linux::sockets::UnixSocket;
 
+pub(crate) use connections::refuse_signed;
 pub use contents::{Moment, copy_content, take_digests_of};
 pub(crate) use fanotify::{note_watches, refuse_questions, refuse_unread};
 pub use mapped::{Mapped, mapped_file};
@@ -122,11 +123,11 @@ pub fn capture_files(builder: &mut Builder, target: &Target<'_>) -> Result<Vec<u
             let main = scan.open_file(description, FileKind::Stdio(number))?;
             scan.builder.image.files[row as usize] = main;
         } else if let Some(kind) = scan.kind(description, &standard)? {
-            if description.held.is_empty() && !messages::can_be_in_flight(&kind) {
+            let file = scan.open_file(description, kind)?;
+            if description.held.is_empty() && !messages::can_be_in_flight(&file) {
                 let why = "it is in a message that was not yet read";
                 scan.refuse::<()>(description, why, "try again when the program has read it")?;
             }
-            let file = scan.open_file(description, kind)?;
             scan.builder.image.files[row as usize] = file;
         }
         for &Held { process, fd, close_on_exec, .. } in &description.held {
@@ -257,6 +258,15 @@ impl<'a> Scan<'a> {
     /// Row of a description in the image.
     pub fn row(&self, index: usize) -> u32 {
         self.base + index as u32
+    }
+
+    /// A process that sees what a description tells of, in our pid namespace: one that has it, or the first of all if it is only in an
+    /// unread message.
+    pub fn whose(&self, d: &Description) -> u32 {
+        match d.pid() {
+            0 => self.target.holders.first().map_or(0, |holder| holder.pid),
+            pid => pid,
+        }
     }
 
     /// Id of a thread of the target (or of one of its processes) as it sees it; `None` if it is none of the target's.

@@ -244,9 +244,12 @@ impl Defaults {
 /// and might not be taken back.
 fn can_be_set(level: u32, name: u32, value: &[u8]) -> bool {
     let number = value.try_into().map_or(0, u32::from_ne_bytes);
-    level != TCP
-        || ![RTO_MIN as u32, DELACK_MAX as u32].contains(&name)
-        || (2_000..=200_000).contains(&number)
+    match (level, name as i32) {
+        (TCP, RTO_MIN | DELACK_MAX) => (2_000..=200_000).contains(&number),
+        // Less than may be asked for is what options of the packets have left of the default.
+        (TCP, libc::TCP_MAXSEG) => (88..=32_767).contains(&number),
+        _ => true,
+    }
 }
 
 fn read(socket: &OwnedFd, sort: Sort) -> Result<HashMap<(u32, u32), Vec<u8>>> {

@@ -9,7 +9,7 @@ use crate::builder::{FOREIGN, Source};
 use crate::{Builder, Content, Result};
 use rustix::fs::{FileType, Stat};
 use std::ffi::OsStr;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::DirEntryExt;
 use std::path::Path;
@@ -187,6 +187,29 @@ fn other_name(builder: &Builder, namespace: Option<u32>, link: &[u8], stat: &Sta
     names.find(|name| leads_to(&reached(name), stat))
 }
 
+/// Extended attributes, names and values, by calls that list names and read a value; none where there are no such things.
+pub(crate) fn attributes(
+    list: impl Fn(&mut [u8]) -> rustix::io::Result<usize>,
+    get: impl Fn(&OsStr, &mut [u8]) -> rustix::io::Result<usize>,
+) -> rustix::io::Result<Vec<(Bytes, Bytes)>> {
+    /// `XATTR_SIZE_MAX` and `XATTR_LIST_MAX`.
+    const MOST: usize = 64 << 10;
+    let mut names = vec![0; MOST];
+    let len = match list(&mut names) {
+        Err(rustix::io::Errno::OPNOTSUPP) => return Ok(Vec::new()),
+        len => len?,
+    };
+    names.truncate(len);
+    let mut all = Vec::new();
+    for name in names.split(|b| *b == 0).filter(|name| !name.is_empty()) {
+        let mut value = vec![0; MOST];
+        let len = get(OsStr::from_bytes(name), &mut value)?;
+        value.truncate(len);
+        all.push((Bytes(name.to_vec()), Bytes(value)));
+    }
+    Ok(all)
+}
+
 /// Row of a file that has no name any more, with its contents; `link` is the kernel's name for it.
 pub fn deleted_content(
     builder: &mut Builder,
@@ -203,7 +226,16 @@ pub fn deleted_content(
     }
     let name = link.strip_suffix(b" (deleted)").unwrap_or(link);
     let namespace = builder.views.of_file(&file)?;
-    let (row, new) = builder.path(PathFile { deleted: true, namespace, ..describe(name, &stat, usage) });
+    // It may be only a handle to it.
+    let way = format!("/proc/self/fd/{}", file.as_fd().as_raw_fd());
+    let list = |names: &mut [u8]| rustix::fs::listxattr(&way, names);
+    let attributes = match kind {
+        FileType::RegularFile => attributes(list, |name, value| rustix::fs::getxattr(&way, name, value))
+            .map_err(|e| Error::call(format!("read attributes of {what}"), e))?,
+        _ => Vec::new(),
+    };
+    let (row, new) =
+        builder.path(PathFile { deleted: true, namespace, attributes, ..describe(name, &stat, usage) });
     if new && kind == FileType::RegularFile {
         // The duplicate may be write-only, and its offset is the target's: read through a description of our own, if nobody is told.
         let is_noticed =

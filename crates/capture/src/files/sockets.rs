@@ -324,15 +324,18 @@ fn named_peer<'a>(
         socket.remote = Bytes(remote);
         scan.senders.push((d.stat.st_ino, u64::from(ino)));
         socket.mounts = scan.builder.views.of_process(d.pid());
-        let name = messages::path_of(&socket.remote.0);
-        if name.first().is_some_and(|first| !matches!(first, 0 | b'/')) {
-            // One of the program's knows best where that is.
-            let peer = find(scan, ino).map(|(_, peer)| (peer.pid(), place_of(peer)));
-            let path = match peer {
-                Some((_, Some(place))) => place,
-                Some((pid, None)) => absolute(pid, name),
-                None => absolute(d.pid(), name),
-            };
+        let name = messages::path_of(&socket.remote.0).to_owned();
+        let file = scan.unix_socket(ino)?.and_then(|peer| peer.vfs);
+        // One of the program's knows best where that is.
+        let peer = find(scan, ino).map(|(_, peer)| (scan.whose(peer), place_of(peer)));
+        let path = match (name.first(), peer) {
+            (None | Some(0), _) => None,
+            (Some(b'/'), _) => Some(located(scan, scan.whose(d), &name, file)),
+            (_, Some((_, Some(place)))) => Some(place),
+            (_, Some((pid, None))) => Some(located(scan, pid, &name, file)),
+            (_, None) => Some(located(scan, scan.whose(d), &name, file)),
+        };
+        if let Some(path) = path.filter(|path| path.as_os_str().as_bytes() != name) {
             socket.remote.0.truncate(2);
             socket.remote.0.extend_from_slice(path.as_os_str().as_bytes());
             socket.remote.0.push(0);
@@ -389,12 +392,12 @@ fn name(
     if diag.name.first().is_none_or(|b| *b == 0) {
         return Ok(true); // an abstract name
     }
-    let path = absolute(d.pid(), &diag.name);
+    let path = located(scan, scan.whose(d), &diag.name, diag.vfs);
     if ["/proc", "/dev/fd"].iter().any(|folder| path.starts_with(folder)) {
         let why = format!("its name {} leads to its file for the program alone", path.display());
         return scan.refuse::<()>(d, why, CLOSE).map(|_| false);
     }
-    let namespace = scan.builder.views.of_process(d.pid());
+    let namespace = scan.builder.views.of_process(scan.whose(d));
     socket.mounts = namespace;
     let found = rustix::fs::lstat(scan.builder.views.reach(namespace, path.as_os_str().as_bytes()));
     match found {
@@ -483,15 +486,30 @@ fn accepted_here(scan: &mut Scan<'_>, diag: &UnixSocket) -> Result<bool> {
     Ok(false)
 }
 
-/// A bound name as an absolute path; relative ones are from the directory the target stood in, most often the one
-/// it still stands in.
-fn absolute(pid: u32, name: &[u8]) -> PathBuf {
+/// Where a bound name leads: a relative one from the folder in which the program stood, most often the one in which it still stands;
+/// an absolute one from the root that it had, which may be another one now. `file`: inode number of the file, by which that is told.
+fn located(scan: &Scan<'_>, pid: u32, name: &[u8], file: Option<(u32, u32)>) -> PathBuf {
     let end = name.iter().position(|b| *b == 0).unwrap_or(name.len());
     let path = Path::new(std::ffi::OsStr::from_bytes(&name[..end]));
-    if path.is_absolute() {
-        return path.to_owned();
+    let link = |what: &str| std::fs::read_link(format!("/proc/{pid}/{what}"));
+    if !path.is_absolute() {
+        return link("cwd").unwrap_or_default().join(path);
     }
-    std::fs::read_link(format!("/proc/{pid}/cwd")).unwrap_or_default().join(path)
+    let root = link("root").unwrap_or_else(|_| "/".into());
+    let below = root.join(path.strip_prefix("/").unwrap_or(path));
+    let namespace = scan.builder.views.of_process(pid);
+    let reached = |path: &Path| scan.builder.views.reach(namespace, path.as_os_str().as_bytes());
+    let is_it = |path: &Path| {
+        let stat = rustix::fs::lstat(reached(path));
+        stat.is_ok_and(|stat| file.is_some_and(|(ino, _)| ino == stat.st_ino as u32))
+    };
+    let could_be = |path: &Path| path.parent().is_some_and(|folder| reached(folder).is_dir());
+    match (is_it(path), is_it(&below)) {
+        (true, _) => path.to_owned(),
+        (_, true) => below,
+        _ if could_be(&below) => below,
+        _ => path.to_owned(),
+    }
 }
 
 /// Fills in the unread messages; `false` if refused.

@@ -4,14 +4,13 @@
 
 use super::views::reach;
 use crate::builder::Source;
-use crate::files::describe;
 use crate::files::noticed::WATCHED;
+use crate::files::{describe, paths};
 use crate::{Builder, Content, Error, Result};
 use rustix::fs::{FileType, Mode, OFlags, Stat};
 use std::collections::HashMap;
-use std::ffi::OsStr;
 use std::os::fd::OwnedFd;
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::ffi::OsStringExt;
 use std::path::Path;
 use std::sync::Arc;
 use stillpoint_image::{Bytes, Entry, Owner, PathFile, Usage};
@@ -159,18 +158,9 @@ fn has_flags(path: &Path) -> bool {
 /// The extended attributes of a file.
 fn attributes(path: &Path) -> Result<Vec<(Bytes, Bytes)>> {
     let failed = |e| Error::from(Kernel::file(path, e));
-    let mut names = vec![0; 64 << 10];
-    let len = match rustix::fs::llistxattr(path, &mut names[..]) {
-        Err(rustix::io::Errno::OPNOTSUPP) => return Ok(Vec::new()),
-        len => len.map_err(failed)?,
-    };
-    names.truncate(len);
-    let mut all = Vec::new();
-    for name in names.split(|b| *b == 0).filter(|name| !name.is_empty()) {
-        let mut value = vec![0; 64 << 10];
-        let len = rustix::fs::lgetxattr(path, OsStr::from_bytes(name), &mut value[..]).map_err(failed)?;
-        value.truncate(len);
-        all.push((Bytes(name.to_vec()), Bytes(value)));
-    }
-    Ok(all)
+    paths::attributes(
+        |names| rustix::fs::llistxattr(path, names),
+        |name, value| rustix::fs::lgetxattr(path, name, value),
+    )
+    .map_err(failed)
 }

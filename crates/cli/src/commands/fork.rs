@@ -11,6 +11,7 @@ use crate::args::{Common, DEFAULT_BUFFER, Files, Fork, Restore};
 use crate::detach::in_background;
 use crate::failure::{Failure, Result};
 use crate::jobs::{self, Target};
+use crate::output;
 use crate::progress::Bar;
 use crate::{taken, units};
 use rustix::fd::{AsFd, OwnedFd};
@@ -24,7 +25,7 @@ use std::time::{Duration, Instant};
 use stillpoint_capture::attributes::target::has_ended;
 use stillpoint_capture::{Engine, Options};
 use stillpoint_linux::descriptors::{duplicate_from, null, pidfd_open};
-use stillpoint_linux::headroom::headroom;
+use stillpoint_linux::headroom::{headroom, in_groups};
 use stillpoint_linux::probe;
 use stillpoint_linux::proc::Proc;
 use stillpoint_restore::{Ids, Stdio, owners};
@@ -105,12 +106,24 @@ fn fitting_instant(store: &Store, target: &Target, args: &Fork) -> Result<(Check
 
 /// The program as it is now, readable as long as it is held; and for how long it was stopped.
 fn instant(store: &Store, target: &Target, args: &Fork) -> Result<(Checkpoint, Duration)> {
-    let status = Proc::process(target.pid).and_then(|program| program.status());
-    let status = match status {
+    let looked = Proc::process(target.pid).and_then(|it| Ok((it.status()?, in_groups(&it)?)));
+    let (status, left) = match looked {
         Err(stillpoint_linux::Error::Gone(_)) => return Err(ended(target.pid)),
-        status => status?,
+        looked => looked?,
     };
-    let folder = Folder::make(store, status.rss, args.count.unwrap_or(1).into())?;
+    let twins = u64::from(args.count.unwrap_or(1));
+    let size = status.anonymous + status.swap;
+    if size.saturating_mul(twins) > left {
+        // They are in its control groups. What is short of memory there is not only they.
+        return Err(Failure::refused(format!(
+            "cannot fork {}, which runs on unharmed: what is made may take another {} of memory, and only {} can be had",
+            args.target,
+            output::bytes(size * twins),
+            output::bytes(left)
+        ))
+        .hint("give its control group more memory (memory.max), or make fewer twins"));
+    }
+    let folder = Folder::make(store, status.rss, twins)?;
     let of_instant = Store::open(&folder.path).map_err(jobs::store_failure)?;
     let options = Options {
         job: NAME.into(),

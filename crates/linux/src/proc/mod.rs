@@ -253,6 +253,9 @@ impl Proc {
     /// [core(5)]: https://man7.org/linux/man-pages/man5/core.5.html
     pub fn coredump_filter(&self) -> Result<u32> {
         let text = self.read("coredump_filter")?;
+        if text.is_empty() {
+            return Err(Error::Gone(self.pid())); // it has no memory any more, and ends
+        }
         let value = text::hex(text.trim_ascii()).and_then(|v| u32::try_from(v).ok());
         value.ok_or_else(|| self.nonsense("coredump_filter", &text))
     }

@@ -41,6 +41,8 @@ pub struct Status {
     pub rss: u64,
     /// Swapped memory, bytes.
     pub swap: u64,
+    /// Resident memory of its own, neither shared nor of files, bytes.
+    pub anonymous: u64,
     /// Locked in memory, bytes.
     pub locked: u64,
     /// Dumping core.
@@ -150,6 +152,7 @@ mod key {
         VM_RSS = b"VmRSS"
         VM_LCK = b"VmLck"
         VM_SWAP = b"VmSwap"
+        RSS_ANON = b"RssAnon"
         CORE_DUMPING = b"CoreDumping"
         THP_ENABLED = b"THP_enabled"
         UNTAG_MASK = b"untag_mask"
@@ -203,6 +206,7 @@ fn field(s: &mut Status, key: u64, value: &[u8]) -> Option<()> {
         key::VM_RSS => s.rss = kilobytes(value)?,
         key::VM_LCK => s.locked = kilobytes(value)?,
         key::VM_SWAP => s.swap = kilobytes(value)?,
+        key::RSS_ANON => s.anonymous = kilobytes(value)?,
         key::CORE_DUMPING => s.core_dumping = small(value)? != 0,
         key::THP_ENABLED => s.thp_enabled = Some(small(value)? != 0),
         key::UNTAG_MASK => s.untag_mask = Some(text::hex(value)?),

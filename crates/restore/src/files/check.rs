@@ -41,19 +41,31 @@ pub(super) struct Findings {
     pub refusals: Vec<String>,
 }
 
-/// Compares those files with the checkpoint that `pick` picks; changes nothing.
-pub(super) fn check(
-    image: &Image,
-    policy: FilesPolicy,
-    pick: impl Fn(&PathFile) -> bool,
-) -> Result<Findings> {
-    let mut findings = Findings::default();
+/// The rows of files that are compared with the checkpoint.
+pub(super) fn checked(image: &Image) -> impl Iterator<Item = (u32, &PathFile)> {
     let elsewhere = checked_elsewhere(image);
-    for (row, file) in image.paths.iter().enumerate() {
-        let row = row as u32;
-        if file.deleted || file.made_anew || elsewhere.contains(&row) || !pick(file) {
-            continue;
-        }
+    let rows = image.paths.iter().enumerate().map(|(row, file)| (row as u32, file));
+    rows.filter(move |(row, file)| !file.deleted && !file.made_anew && !elsewhere.contains(row))
+}
+
+/// Why a file cannot be the one that the program has, whatever is in it; nothing if it can. It is not opened.
+pub(super) fn misplaced(file: &PathFile) -> Option<String> {
+    let state = match rustix::fs::lstat(file.path.as_path()) {
+        Err(_) => State::Gone,
+        Ok(stat) if is_other_kind(file, &stat) => State::OtherKind,
+        Ok(_) => return None,
+    };
+    Some(format!("{}: {}", file.path, sentence(state)))
+}
+
+fn is_other_kind(file: &PathFile, stat: &Stat) -> bool {
+    FileType::from_raw_mode(stat.st_mode) != FileType::from_raw_mode(file.mode) || stat.st_rdev != file.rdev
+}
+
+/// Compares all files with the checkpoint; changes nothing.
+pub(super) fn check(image: &Image, policy: FilesPolicy) -> Result<Findings> {
+    let mut findings = Findings::default();
+    for (row, file) in checked(image) {
         let state = state(file, image.meta.imported.is_some())?;
         match verdict(file, state, policy) {
             Verdict::Fine => {}
@@ -159,9 +171,7 @@ fn sentence(state: State) -> String {
 /// Elsewhere than where the checkpoint was taken, inode numbers tell nothing: there the contents decide.
 fn state(file: &PathFile, elsewhere: bool) -> Result<State> {
     let Ok(stat) = rustix::fs::lstat(file.path.as_path()) else { return Ok(State::Gone) };
-    if FileType::from_raw_mode(stat.st_mode) != FileType::from_raw_mode(file.mode)
-        || stat.st_rdev != file.rdev
-    {
+    if is_other_kind(file, &stat) {
         return Ok(State::OtherKind);
     }
     if file.usage == Usage::Path {

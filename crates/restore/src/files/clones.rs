@@ -6,10 +6,10 @@ use super::{called, queues};
 use crate::{Error, FilesPolicy, Result};
 use rustix::fs::{FileType, Stat};
 use std::collections::HashMap;
-use stillpoint_image::{Bytes, Image, PathFile, Socket};
+use stillpoint_image::{Bytes, FileKind, Image, Lock, LockKind, OpenFile, PathFile, Socket};
 use stillpoint_linux::fdinfo::Folders;
 use stillpoint_linux::proc::{self, Proc};
-use stillpoint_linux::sockets;
+use stillpoint_linux::{locks, sockets};
 
 /// Gives a clone shared memory of its own where that has a name in `/dev/shm`: what is found there by now is the program's, or
 /// has gone with it, and is not as it was at the checkpoint. Like memory whose name was removed, it is made anew.
@@ -50,7 +50,7 @@ pub fn stay_apart(image: &mut Image, policy: FilesPolicy) -> Result<()> {
     if policy == FilesPolicy::Keep {
         return Ok(());
     }
-    let grown = check(image, policy, |_| true)?.grown;
+    let grown = check(image, policy)?.grown;
     let is_changed = |(row, file): &(usize, &PathFile)| is_common(file) || grown.contains(&(*row as u32));
     let changed = image.paths.iter().enumerate().filter(is_changed);
     let refusals: Vec<String> = changed
@@ -60,7 +60,8 @@ pub fn stay_apart(image: &mut Image, policy: FilesPolicy) -> Result<()> {
 }
 
 /// Refuses what several programs may have at once and yet only one can use, since each takes from the others what was meant for
-/// them: FIFOs, POSIX message queues, and addresses that sockets share (`SO_REUSEPORT`; `SO_REUSEADDR` of datagrams).
+/// them: FIFOs, POSIX message queues, and addresses that sockets share (`SO_REUSEPORT`; `SO_REUSEADDR` of datagrams). And leases for writing:
+/// who opens such a file, as each would, takes it from the other.
 ///
 /// # Errors
 /// [`Error::Refused`] names each that more than one would have.
@@ -70,16 +71,33 @@ pub fn check_alone(image: &Image, count: usize) -> Result<()> {
         .sockets
         .iter()
         .filter(|socket| image.network.is_none() && (shares_address(socket) || needs_sharing(image, socket)));
+    let leases = leases(image);
     let refusals: Vec<String> = if count > 1 {
         let all = objects.names.values().cloned().chain(addresses.map(|socket| name(image, socket)));
+        let all = all.chain(leases.into_iter().map(|(_, name)| name));
         all.map(|what| format!("{what}: only one of {count} can have it")).collect()
     } else {
         let taken = addresses.filter(|socket| is_taken(socket)).map(|socket| name(image, socket));
         let taken =
             taken.map(|what| format!("{what}: another program uses this address, and would share it"));
-        objects.in_use().into_iter().chain(taken).collect()
+        let held = if leases.is_empty() { Vec::new() } else { locks::leased()? };
+        let held = leases.into_iter().filter(|(inode, _)| held.iter().any(|lease| lease.inode == *inode));
+        let held = held.map(|(_, name)| format!("{name}: another program has it, and would lose it"));
+        objects.in_use().into_iter().chain(taken).chain(held).collect()
     };
     if refusals.is_empty() { Ok(()) } else { Err(Error::Refused(refusals)) }
+}
+
+/// The leases for writing that a program has, by inode number, with what they are called.
+fn leases(image: &Image) -> Vec<(u64, String)> {
+    let is_held = |lock: &Lock| lock.kind == LockKind::Lease && lock.exclusive;
+    let files = image.files.iter().filter(|file| file.locks.iter().any(is_held));
+    let row = |file: &OpenFile| match file.kind {
+        FileKind::Path(row) => image.paths.get(row as usize),
+        _ => None,
+    };
+    let paths = files.filter_map(row).filter(|file| !file.deleted);
+    paths.map(|file| (file.ino, format!("the lease on {}", file.path))).collect()
 }
 
 /// FIFOs and message queues of a program that are there, by device and inode number.

@@ -7,7 +7,7 @@ use rustix::fs::SeekFrom;
 use std::collections::HashSet;
 use std::fs::OpenOptions;
 use std::io::Read;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::PathBuf;
 use std::time::{Duration, UNIX_EPOCH};
 use stillpoint_image::{FileKind, Image, OpenFile, Owner, PathFile, Range};
@@ -102,16 +102,23 @@ impl OpenFiles {
     /// To be called at the end, before [`OpenFiles::cut_back`] and while nothing runs.
     pub fn write_back(&self, image: &Image, contents: &dyn Contents) -> Result<()> {
         self.set_segments_back(image, contents)?;
-        let mut buffer = vec![0u8; 1 << 20];
+        let (mut buffer, mut there) = (vec![0u8; 1 << 20], vec![0u8; 1 << 20]);
         for back in &self.write_backs {
-            let file =
-                OpenOptions::new().write(true).open(&back.path).map_err(|e| Kernel::file(&back.path, e))?;
+            let failed = |e| Kernel::file(&back.path, e);
+            let file = OpenOptions::new().write(true).open(&back.path).map_err(failed)?;
+            // What is as it was is not written: nobody is to see another time.
+            let now = OpenOptions::new().read(true).custom_flags(libc::O_NOATIME).open(&back.path).ok();
             for range in &back.ranges {
                 let (mut at, end) = (range.start, range.end().min(back.size));
                 while at < end {
                     let n = buffer.len().min((end - at) as usize);
                     contents.read(Owner::File(back.row), at, &mut buffer[..n])?;
-                    memfd::write_at(&file, at, &buffer[..n], 0)?;
+                    let is_same = now.as_ref().is_some_and(|now| {
+                        now.read_exact_at(&mut there[..n], at).is_ok() && there[..n] == buffer[..n]
+                    });
+                    if !is_same {
+                        memfd::write_at(&file, at, &buffer[..n], 0)?;
+                    }
                     at += n as u64;
                 }
             }

@@ -127,7 +127,7 @@ pub fn open(
     let mut namespaces = Namespaces::make(image, contents)?;
     let (called, reached) = (image, namespaces.have_mounts().then(|| namespaces.reached(image)));
     let image = reached.as_ref().unwrap_or(called);
-    let findings = check::check(image, policy, |_| true)?;
+    let findings = check::check(image, policy)?;
     let mut refusals = findings.refusals;
     sockets::check(image, &mut refusals);
     segments::check(image, &mut refusals)?;
@@ -154,6 +154,7 @@ pub fn open(
     let visit = opening.files.namespaces.visit_network(image)?;
     sockets::open(&mut opening)?;
     drop(visit);
+    paths::open_sockets(&mut opening)?;
     opening.make_objects()?;
     pipes::open(&mut opening)?;
     queues::open(&mut opening)?;
@@ -274,7 +275,7 @@ impl<'a> Opening<'a> {
             objects::finish_memory(object, fd)?;
         }
         for (row, made) in self.deleted.drain() {
-            made.finish(&self.image.paths[row as usize])?;
+            self.files.notes.extend(made.finish(&self.image.paths[row as usize])?);
         }
         self.detour = Detour::default();
         Ok(())
@@ -363,12 +364,14 @@ fn missing(what: &str, row: u32) -> Error {
     Error::Failed(format!("the manifest names {what} {row}, which is not there"))
 }
 
+/// `__O_TMPFILE` without what goes with it: the file was made without a name.
+const TMPFILE: u32 = 0o20_000_000;
+
 /// Flags for `open(2)` from those that fdinfo shows.
 fn open_flags(flags: u32) -> i32 {
-    const TMPFILE: i32 = 0o20_000_000;
     let mut flags = flags as i32;
-    if flags & TMPFILE != 0 {
-        flags &= !(TMPFILE | libc::O_DIRECTORY);
+    if flags as u32 & TMPFILE != 0 {
+        flags &= !(TMPFILE as i32 | libc::O_DIRECTORY);
     }
     flags &= !(libc::O_CREAT | libc::O_EXCL | libc::O_TRUNC | libc::O_ASYNC);
     flags | libc::O_NOCTTY | libc::O_CLOEXEC
@@ -398,15 +401,19 @@ fn seek(fd: impl AsFd, position: u64) -> Result<()> {
     Ok(())
 }
 
-/// Rows of memory objects of which there are shared mappings that may not be made writable: they were mapped from descriptors for reading,
-/// or when a seal forbade it.
+/// Rows of memory objects of which there are shared mappings that may not be made writable, for they were mapped from descriptors for
+/// reading. (Where a seal forbids it already, those that are made again cannot be, either.)
 fn never_written(image: &Image) -> HashSet<u32> {
     let mappings = image.spaces.iter().flat_map(|s| &s.mappings).filter(|m| m.shared);
     let row = |m: &Mapping| match m.backing {
         Backing::Object { object, may_write: false, .. } => Some(object),
         _ => None,
     };
-    mappings.filter_map(row).collect()
+    let is_sealed = |row: &u32| {
+        let object = image.objects.get(*row as usize);
+        object.is_some_and(|object| object.memfd.is_some() && object.seals & memfd::SEAL_WRITE != 0)
+    };
+    mappings.filter_map(row).filter(|row| !is_sealed(row)).collect()
 }
 
 /// Rows of files that mappings of the program need, and whether for writing.

@@ -3,8 +3,10 @@
 use super::Contents;
 use super::detour::Detour;
 use crate::{Error, Result};
-use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Timespec, Timestamps, Uid};
+use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Timespec, Timestamps, Uid, XattrFlags};
+use std::ffi::OsStr;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use stillpoint_image::{MemoryObject, Owner, PAGE, PathFile};
 use stillpoint_linux::{Error as Kernel, memfd};
@@ -120,6 +122,13 @@ impl Drop for Recreated {
 }
 
 impl Recreated {
+    /// The description that it was made with, if that can be one with these flags: only that tells that it was made without a name.
+    pub fn description(&self, flags: u32) -> Result<Option<OwnedFd>> {
+        let is_it = self.name.is_none() && flags as i32 & libc::O_ACCMODE == libc::O_RDWR;
+        let copy = is_it.then(|| self.file.try_clone());
+        Ok(copy.transpose().map_err(|e| Kernel::call("duplicate a descriptor", e))?)
+    }
+
     /// Opens it once more, by the name it had if that is free: `/proc/PID/fd` goes on to show it.
     pub fn open(&self, flags: i32) -> Result<OwnedFd> {
         let Some(name) = &self.name else {
@@ -139,26 +148,36 @@ impl Recreated {
         Ok(opened.map_err(|e| Kernel::file(name, e))?)
     }
 
-    /// Times and owner; after everything was opened.
-    pub fn finish(&self, row: &PathFile) -> Result<()> {
+    /// Times, owner and extended attributes; after everything was opened. Returns which attributes it cannot have here.
+    pub fn finish(&self, row: &PathFile) -> Result<Option<String>> {
         let named = |e| Kernel::file(row.path.as_path(), e);
         own(&self.file, row.uid, row.gid, row.mode).map_err(named)?;
+        let mut lost = Vec::new();
+        for (name, value) in &row.attributes {
+            let name = OsStr::from_bytes(&name.0);
+            if let Err(e) = rustix::fs::fsetxattr(&self.file, name, &value.0, XattrFlags::empty()) {
+                lost.push(format!("{} ({e})", name.to_string_lossy()));
+            }
+        }
         let time = |ns: i64| Timespec {
             tv_sec: ns.div_euclid(1_000_000_000),
             tv_nsec: ns.rem_euclid(1_000_000_000),
         };
         let times = Timestamps { last_access: time(row.atime_ns), last_modification: time(row.mtime_ns) };
         rustix::fs::futimens(&self.file, &times).map_err(named)?;
-        Ok(())
+        let told = || format!("{} (deleted): without its extended attributes {}", row.path, lost.join(", "));
+        Ok((!lost.is_empty()).then(told))
     }
 }
 
 /// Makes a deleted file anew. The name that it has meanwhile is removed when the result is dropped; what it lies in is there by
 /// the detour, if it is gone. Where nothing can be made in its
-/// file system, it is made in another one, of which a note tells.
+/// file system, it is made in another one, of which a note tells. `is_nameless`: it was made without a name (`O_TMPFILE`), and can be given
+/// one as long as it has had none.
 pub(super) fn recreate(
     row: u32,
     file: &PathFile,
+    is_nameless: bool,
     contents: &dyn Contents,
     detour: &mut Detour,
     notes: &mut Vec<String>,
@@ -190,7 +209,7 @@ pub(super) fn recreate(
             })?;
             rustix::fs::ftruncate(&made.file, file.size).map_err(|e| Kernel::file(path, e))?;
             fill(&made.file, Owner::File(row), file.size, 0, contents)?;
-            Ok(give_name(made))
+            Ok(if is_nameless { made } else { give_name(made) })
         }
         _ => Err(Error::Failed(format!("{path:?}: a deleted file of a kind that cannot be made anew"))),
     }

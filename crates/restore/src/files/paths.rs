@@ -1,10 +1,10 @@
 //! Files in the file system.
 
-use super::{Opening, mapped_rows, missing, objects, open_flags, seek};
+use super::{Opening, TMPFILE, mapped_rows, missing, objects, open_flags, seek};
 use crate::Result;
 use rustix::fs::{FileType, Mode, OFlags};
 use std::os::fd::OwnedFd;
-use stillpoint_image::{FileKind, PathFile};
+use stillpoint_image::{FileKind, OpenFile, PathFile};
 use stillpoint_linux::Error as Kernel;
 
 /// Makes files anew that are gone; what they held is written back at the end.
@@ -28,14 +28,29 @@ pub(super) fn remake(opening: &mut Opening<'_>, rows: &[u32]) -> Result<()> {
     Ok(())
 }
 
-/// Opens the rows that are files, directories, devices, `O_PATH` handles.
+/// Opens the rows that are files, directories, devices, `O_PATH` handles; not those of sockets.
 pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
+    open_those(opening, |kind| kind != FileType::Socket)
+}
+
+/// Opens the handles of files of sockets, when those are bound: some are the program's own.
+pub(super) fn open_sockets(opening: &mut Opening<'_>) -> Result<()> {
+    open_those(opening, |kind| kind == FileType::Socket)
+}
+
+fn open_those(opening: &mut Opening<'_>, pick: impl Fn(FileType) -> bool) -> Result<()> {
+    let image = opening.image;
+    let kind = |path: u32| image.paths.get(path as usize).map(|file| FileType::from_raw_mode(file.mode));
     let rows = opening.rows(|f| match f.kind {
-        FileKind::Path(path) => Some(path),
+        FileKind::Path(path) => Some(path).filter(|path| kind(*path).is_none_or(&pick)),
         _ => None,
     });
     for (row, file, path) in rows {
-        let fd = open_row(opening, path, open_flags(file.flags))?;
+        let opened = open_row(opening, path, open_flags(file.flags))?;
+        let fd = match opening.deleted.get(&path).filter(|_| file.flags & TMPFILE != 0) {
+            Some(made) => made.description(file.flags)?.unwrap_or(opened),
+            None => opened,
+        };
         let kind = FileType::from_raw_mode(opening.image.paths[path as usize].mode);
         if matches!(kind, FileType::RegularFile | FileType::Directory)
             && file.flags & libc::O_PATH as u32 == 0
@@ -77,8 +92,10 @@ fn open_row(opening: &mut Opening<'_>, row: u32, flags: i32) -> Result<OwnedFd> 
         return open_path(file, flags);
     }
     if !opening.deleted.contains_key(&row) {
-        let made =
-            objects::recreate(row, file, opening.contents, &mut opening.detour, &mut opening.files.notes)?;
+        let is_of_row = |f: &&OpenFile| f.kind == FileKind::Path(row);
+        let is_nameless = opening.image.files.iter().filter(is_of_row).any(|f| f.flags & TMPFILE != 0);
+        let Opening { contents, detour, files, .. } = &mut *opening;
+        let made = objects::recreate(row, file, is_nameless, *contents, detour, &mut files.notes)?;
         opening.deleted.insert(row, made);
     }
     opening.deleted[&row].open(flags)

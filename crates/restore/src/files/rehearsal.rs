@@ -2,7 +2,7 @@
 
 use super::sockets::{name, refusal};
 use super::{check, connections, mapped_rows, objects, options};
-use crate::{Error, FilesPolicy, Result};
+use crate::{Error, Result};
 use rustix::fs::{Access, AtFlags, FileType};
 use std::collections::HashMap;
 use std::path::Path;
@@ -19,12 +19,12 @@ use stillpoint_linux::{memfd, tcp};
 pub(crate) fn rehearse(image: &Image, is_still: bool) -> Result<Vec<String>> {
     let mut against = Vec::new();
     if is_still {
-        against.extend(check::check(image, FilesPolicy::Rollback, is_ours)?.refusals);
+        against.extend(misplaced(image));
         against.extend(inaccessible(image)?);
     }
     // The others are made in a network that is new, where all is permitted.
     let sockets = image.sockets.iter().filter(|_| image.network.is_none());
-    let sockets = sockets.map(|socket| make_socket(image, socket));
+    let sockets = sockets.map(|socket| make_socket(image, socket, is_still));
     let memory = image.objects.iter().map(make_memory);
     for tried in sockets.chain(memory) {
         match tried {
@@ -41,6 +41,12 @@ pub(crate) fn rehearse(image: &Image, is_still: bool) -> Result<Vec<String>> {
 /// Whether its path is one of ours, and not of a mount namespace that is to be made.
 fn is_ours(file: &PathFile) -> bool {
     file.namespace.is_none() && !file.deleted && !file.made_anew
+}
+
+/// Files that are not where the program has them. What is in them is looked at by the restore: others may write to them until then.
+fn misplaced(image: &Image) -> Vec<String> {
+    let rows = check::checked(image).filter(|(_, file)| is_ours(file));
+    rows.filter_map(|(_, file)| check::misplaced(file)).collect()
 }
 
 /// Files that we may not open as the program has them open.
@@ -72,7 +78,12 @@ fn inaccessible(image: &Image) -> Result<Vec<String>> {
     let mut against = Vec::new();
     for (file, access) in wanted.into_iter().filter_map(|(row, access)| Some((file(row)?, access))) {
         let path = file.path.as_path();
-        match rustix::fs::accessat(rustix::fs::CWD, path, access, AtFlags::EACCESS) {
+        match rustix::fs::accessat(
+            rustix::fs::CWD,
+            path,
+            access,
+            AtFlags::EACCESS | AtFlags::SYMLINK_NOFOLLOW,
+        ) {
             Ok(()) => {}
             Err(e) => against.push(format!("{}: we may not open it as the program did: {e}", path.display())),
         }
@@ -99,7 +110,7 @@ fn unix_names(image: &Image) -> Result<Vec<String>> {
     let mut against = Vec::new();
     let owns_all = owns_all()?;
     let own = rustix::process::geteuid().as_raw();
-    let rows = image.sockets.iter().filter_map(|socket| socket.path);
+    let rows = image.sockets.iter().flat_map(|socket| socket.path.into_iter().chain(socket.renamed_from));
     for file in rows.filter_map(|row| image.paths.get(row as usize)).filter(|file| is_ours(file)) {
         let folder = file.path.as_path().parent().unwrap_or(Path::new("/"));
         let access = Access::WRITE_OK | Access::EXEC_OK;
@@ -119,17 +130,17 @@ fn unix_names(image: &Image) -> Result<Vec<String>> {
 }
 
 /// Makes one like it, with its options. It is not bound where it was: there the program's own is.
-fn make_socket(image: &Image, socket: &Socket) -> Result<()> {
+fn make_socket(image: &Image, socket: &Socket, is_still: bool) -> Result<()> {
     let what = name(image, socket);
     let failed = |e: &dyn std::fmt::Display| Error::Refused(vec![format!("{what}: {e}")]);
     let fd = connections::new(socket).map_err(|e| failed(&e))?;
     match (&socket.connection, socket.peer) {
+        // It is kept by whoever has it already, or is over.
+        (None, _) if socket.outside => Ok(()),
         (None, _) => {
-            // With options of that kind one would take part in what the program receives.
-            if socket.family != libc::AF_PACKET as u32 {
-                options::apply(&fd, socket, &what)?;
-            }
-            is_permitted_port(socket, &what)
+            options::apply_some(&fd, socket, &what, |level, name| !takes_part(socket, level, name))?;
+            // A program that runs may just be about to bind to it once more.
+            if is_still { is_permitted_port(socket, &what) } else { Ok(()) }
         }
         // Ends of connections within the program are made by repair.
         (Some(_), Some(_)) => {
@@ -140,6 +151,22 @@ fn make_socket(image: &Image, socket: &Socket) -> Result<()> {
         // It is kept by whoever has it already, or is over.
         (Some(_), None) => Ok(()),
     }
+}
+
+/// Options by which one would take part in what the program receives, or be heard of by others: those of packet sockets, and groups.
+fn takes_part(socket: &Socket, level: u32, name: u32) -> bool {
+    const MCAST_MSFILTER: i32 = 48;
+    const GROUPS: [(i32, i32); 6] = [
+        (libc::IPPROTO_IP, libc::IP_ADD_MEMBERSHIP),
+        (libc::IPPROTO_IP, libc::MCAST_JOIN_GROUP),
+        (libc::IPPROTO_IP, MCAST_MSFILTER),
+        (libc::IPPROTO_IPV6, libc::IPV6_ADD_MEMBERSHIP),
+        (libc::IPPROTO_IPV6, libc::MCAST_JOIN_GROUP),
+        (libc::IPPROTO_IPV6, MCAST_MSFILTER),
+    ];
+    let is_of_netlink =
+        socket.family == libc::AF_NETLINK as u32 && name == libc::NETLINK_ADD_MEMBERSHIP as u32;
+    socket.family == libc::AF_PACKET as u32 || is_of_netlink || GROUPS.contains(&(level as i32, name as i32))
 }
 
 /// The right to a port is asked for before whether it is free, which it is not: without the options that let several have it.

@@ -373,11 +373,16 @@ fn bind_name(opening: &mut Opening<'_>, socket: &Socket, fd: &OwnedFd) -> Result
         return when_free(opening, socket, || bind_address(socket, fd).map_err(|e| refusal(&what, &e)));
     };
     let file = opening.image.paths.get(row as usize).ok_or_else(|| missing("file", row))?;
-    let told = socket.local.0.get(2..).and_then(|name| name.split(|byte| *byte == 0).next());
-    let told = told.map(|name| Path::new(OsStr::from_bytes(name))).filter(|name| name.is_relative());
+    let told = name_told_by(socket);
     let is_it = |other: &Socket| std::ptr::eq(other, socket);
     let own = opening.image.sockets.iter().position(is_it).map(|row| row as u32);
     bind_path(opening, file, file_of(opening.image, socket.renamed_from), fd, socket.kind, told, own)
+}
+
+/// The name in the file system that a unix socket tells: from wherever the program was, or its root, when it was bound.
+fn name_told_by(socket: &Socket) -> Option<&Path> {
+    let name = socket.local.0.get(2..)?.split(|byte| *byte == 0).next()?;
+    Some(Path::new(OsStr::from_bytes(name))).filter(|_| !name.is_empty())
 }
 
 /// Binds to an address, also to one that was not the machine's when the program was there.
@@ -449,9 +454,11 @@ fn bind_where_it_was(
     told: Option<&Path>,
 ) -> Result<()> {
     let (way, namespaces) = (file.path.as_path(), &opening.files.namespaces);
-    let plain = told.map(|told| told.strip_prefix(".").unwrap_or(told));
+    // A path that is told as such is bound as such. One that is relative, or below another root, is bound from there.
+    let told = told.filter(|told| file.namespace.is_none() && *told != way);
+    let plain = |told: &'_ Path| told.strip_prefix("/").or(told.strip_prefix(".")).unwrap_or(told).to_owned();
     if let Some((told, plain)) =
-        told.zip(plain).filter(|(_, plain)| file.namespace.is_none() && way.ends_with(plain))
+        told.map(|told| (told, plain(told))).filter(|(_, plain)| way.ends_with(plain))
     {
         let above = plain.components().count();
         let folder = way.ancestors().nth(above).unwrap_or(Path::new("/"));
@@ -533,7 +540,7 @@ fn accept_connections(opening: &mut Opening<'_>, made: &mut HashMap<usize, Owned
         match path {
             Some(file) => {
                 let file = PathFile { deleted: false, ..file.clone() };
-                bind_path(opening, &file, None, &door, accepted.kind, None, None)?
+                bind_path(opening, &file, None, &door, accepted.kind, name_told_by(listener), None)?
             }
             None => {
                 let bind = || sockets::bind(&door, &address).map_err(|e| refusal(&name(image, listener), &e));
