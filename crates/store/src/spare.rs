@@ -22,14 +22,18 @@ pub(crate) enum Room {
     Reused,
 }
 
+/// What a file takes on the medium, bytes: parts of it may have been given back.
+pub(crate) fn held(path: &Path) -> u64 {
+    path.metadata().map_or(0, |m| m.len().min(m.blocks() * 512))
+}
+
 /// Makes one of these segments the spare, if one is as large as the newest of the others, about, and better than the spare there is,
 /// which goes if it is not. The caller holds the exclusive reader lock. Returns which one.
 pub(crate) fn keep(medium: &Medium, folder: &Folder, ids: &[u64]) -> Result<Option<u64>> {
-    let len = |path: &Path| path.metadata().map_or(0, |m| m.len());
     let living = folder.segment_ids()?.into_iter().rfind(|id| !ids.contains(id));
-    let newest = living.map_or(0, |id| len(&folder.segment(id)));
-    let differs = |path: &Path| newest.abs_diff(len(path));
-    let fits = |path: &Path| len(path) / 3 <= newest / 2 && newest / 2 <= len(path);
+    let newest = living.map_or(0, |id| held(&folder.segment(id)));
+    let differs = |path: &Path| newest.abs_diff(held(path));
+    let fits = |path: &Path| held(path) / 3 <= newest / 2 && newest / 2 <= held(path);
     let spare = folder.spare();
     if spare.exists() && !fits(&spare) {
         medium.remove(&spare)?;

@@ -5,10 +5,8 @@ use crate::ledger::Ledger;
 use crate::lock::Lock;
 use crate::medium::{Medium, TEMPORARY, temporary};
 use crate::rewrite::{self, Usage};
-use crate::spare::{self, Room};
+use crate::spare::{self, Room, held};
 use crate::{Claim, Error, Result, Store, working};
-use std::os::unix::fs::MetadataExt;
-use std::path::Path;
 use std::time::Duration;
 use stillpoint_image::wire;
 
@@ -262,11 +260,6 @@ fn read_usage(folder: &Folder) -> Result<Usage> {
         usage.add(&wire::decode_pages(&manifest).map_err(wrong)?);
     }
     Ok(usage)
-}
-
-/// What a file takes on the medium, bytes: parts of it may have been given back.
-fn held(path: &Path) -> u64 {
-    path.metadata().map_or(0, |m| m.len().min(m.blocks() * 512))
 }
 
 /// Deletes segments while nobody is between a manifest and its segments; one may become the spare. Returns the bytes given back.
