@@ -157,7 +157,14 @@ impl Program {
                 if !kernel::alive(pid) {
                     break;
                 }
+                // What its children have open is not cut back as long as they have it.
+                kernel::kill(pid, kernel::SIGSTOP);
+                let orphans = kernel::children(pid);
                 kernel::kill(pid, kernel::SIGKILL);
+                for orphan in orphans {
+                    kernel::kill(orphan, kernel::SIGKILL);
+                    kernel::wait_gone(orphan, Duration::from_secs(60));
+                }
             }
             match child.take() {
                 Some(mut child) => drop(child.wait()),
