@@ -334,6 +334,15 @@ fn doctor_without_rights() {
     assert!(said.contains("cap_") || said.contains("privilege"), "{said}");
 }
 
+/// Whether files can be given capabilities here, and users without any be had; otherwise says what is skipped.
+fn can_set_capabilities() -> bool {
+    let can = kernel::is_root() && ["setpriv", "setcap"].iter().all(|tool| kernel::which(tool).is_some());
+    if !can {
+        skipped("needs to be root to become somebody else, setpriv, and setcap (Debian package libcap2-bin)");
+    }
+    can
+}
+
 /// A program is not killed for a checkpoint from which whoever asks could not have it back.
 #[test]
 fn what_its_user_may_not_restore_is_not_killed() {
@@ -407,12 +416,7 @@ fn processes_of_ours_in_a_tree_are_told_by_their_job() {
 #[test]
 fn with_capabilities_of_its_own_the_command_serves_those_who_are_not_root() {
     const CAPABILITIES: &str = "cap_checkpoint_restore,cap_sys_ptrace,cap_sys_admin+ep";
-    if !kernel::is_root() || ["setpriv", "setcap"].iter().any(|tool| kernel::which(tool).is_none()) {
-        return skipped(
-            "needs to be root to become somebody else, setpriv, and setcap (Debian package libcap2-bin)",
-        );
-    }
-    if undisturbed_only() {
+    if !can_set_capabilities() || undisturbed_only() {
         return;
     }
     let scratch = Scratch::new();
@@ -464,12 +468,7 @@ fn what_its_user_could_not_make_again_is_not_killed() {
     const RIGHT: Option<&str> = Some("cap_checkpoint_restore+ep");
     // One that everybody may run.
     let Some(python) = installed(&["/usr/bin/python3"], "python3") else { return };
-    if !kernel::is_root() || ["setpriv", "setcap"].iter().any(|tool| kernel::which(tool).is_none()) {
-        return skipped(
-            "needs to be root to become somebody else, setpriv, and setcap (Debian package libcap2-bin)",
-        );
-    }
-    if undisturbed_only() {
+    if !can_set_capabilities() || undisturbed_only() {
         return;
     }
     let scratch = Scratch::new();

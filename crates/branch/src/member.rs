@@ -126,7 +126,7 @@ impl Member {
         let target = &self.target;
         // What the program writes from now on it has twice. Where its control groups have no room for that, all is copied to us.
         let status = target.process.status()?;
-        let size = status.anonymous + status.swap;
+        let size = status.own_memory();
         let is_short = size > in_groups(&target.process)?;
         if is_short {
             check_own_memory(size)?;
@@ -561,8 +561,7 @@ fn lift(target: &Target, now: &AddressSpace, way: &Way, rlimits: &mut [Rlimit]) 
     };
     let more = rebuilding::AREA_LEN + way.mappings.map.iter().map(Mapping::len).sum::<u64>();
     for limit in rlimits {
-        let in_the_way = attributes::IN_THE_WAY.contains(&limit.resource);
-        let Some(used) = used(limit.resource).filter(|_| in_the_way) else { continue };
+        let Some(used) = used(limit.resource) else { continue };
         if used.saturating_add(more) <= limit.soft {
             continue;
         }

@@ -5,7 +5,7 @@
 //! alone, with two stops for each call ([`stillpoint_linux::inject`]).
 
 use crate::attributes::expiries;
-use crate::attributes::inside::{ProcessQuery, ThreadQuery};
+use crate::attributes::inside::{ProcessQuery, ThreadQuery, page_to_lock};
 use crate::attributes::target::Seen;
 use crate::freeze::Frozen;
 use crate::inspect::{Known, Portrait, lowest_pointer};
@@ -90,10 +90,8 @@ impl<'a> Visits<'a> {
         for thread in &process.threads[1..] {
             check_filters(builder, thread, of_thread.program(), gadgets);
         }
-        let free = match free {
-            Some(at) => may_ask_locking(builder, &process.threads[0], at, gadgets, &threads[0].look.status),
-            None => None,
-        };
+        let status = &threads[0].look.status;
+        let free = free.and_then(|at| may_ask_locking(builder, &process.threads[0], at, gadgets, status));
         if !builder.refusals.is_empty() {
             return Ok(None);
         }
@@ -317,9 +315,8 @@ fn lock_future(visit: &mut Visit<'_>, known: &Known, free: Option<u64>) -> Resul
 
 /// The calls by which [`lock_future`] asks: a mapping is made, and unmapped.
 fn locking_calls(at: u64) -> [(i64, [u64; 6]); 2] {
-    let flags = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE) as u64;
-    let access = (libc::PROT_READ | libc::PROT_WRITE) as u64;
-    [(libc::SYS_mmap, [at, PAGE, access, flags, u64::MAX, 0]), (libc::SYS_munmap, [at, PAGE, 0, 0, 0, 0])]
+    let [at, len, access, flags] = page_to_lock(at);
+    [(libc::SYS_mmap, [at, len, access, flags, u64::MAX, 0]), (libc::SYS_munmap, [at, len, 0, 0, 0, 0])]
 }
 
 /// Where the main thread may map a page to see whether it is locked; nowhere if its seccomp filters forbid that. Then what is locked

@@ -933,7 +933,7 @@ fn learn(members: &[(Arc<Target>, bool)], options: &Options, exact: bool) -> Res
     }
     relations::refuse_sharers(&mut builder, &pids, true);
     pids.iter().for_each(|&pid| drop(files::refuse_questions(&mut builder, pid)));
-    files::refuse_signed(&mut builder, &pids)?;
+    files::refuse_signed(&mut builder, &pids);
     builder.refuse_if_needed()?;
     let note = |pid: &u32| files::note_open(&mut rehearsed, *pid).unwrap_or_default();
     if pids.iter().map(note).fold(false, |any, may_be_held| any | may_be_held) {

@@ -86,14 +86,7 @@ pub fn shut_down(family: i32) -> Result<HashMap<u64, u8>> {
     const SHUTDOWN: u16 = 8;
     let mut body = about(family, u32::MAX, &[0; ID]);
     body[1] = libc::IPPROTO_UDP as u8;
-    let request = request(netlink::SOCK_DIAG_BY_FAMILY, netlink::DUMP, &body);
-    let mut found = Vec::new();
-    request.answers(&request.send()?, &mut found, |body| {
-        let ino = u64::from(u32_at(body, INODE)?);
-        let directions =
-            netlink::attributes(body.get(INODE + 4..)?).flatten().find(|(kind, _)| *kind == SHUTDOWN);
-        Some((ino, directions.and_then(|(_, value)| value.first().copied()).unwrap_or(0)))
-    })?;
+    let found = with_attribute(&body, SHUTDOWN, |value| value.first().copied().unwrap_or(0))?;
     Ok(found.into_iter().filter(|(_, directions)| *directions != 0).collect())
 }
 
@@ -105,15 +98,22 @@ pub fn shut_down(family: i32) -> Result<HashMap<u64, u8>> {
 pub fn signed(family: i32) -> Result<HashSet<u64>> {
     const MD5: u16 = 18;
     const INFO: u8 = 2;
-    let mut body = about(family, u32::MAX, &[0; ID]);
+    /// `TIME_WAIT` and `NEW_SYN_RECV`, of which there may be many: they are no sockets of anybody.
+    const NOBODYS: u32 = 1 << 6 | 1 << 12;
+    let mut body = about(family, !NOBODYS, &[0; ID]);
     // It goes with what is told at length.
     body[2] = 1 << (INFO - 1);
-    let request = request(netlink::SOCK_DIAG_BY_FAMILY, netlink::DUMP, &body);
+    Ok(with_attribute(&body, MD5, |_| ())?.into_iter().map(|(ino, ())| ino).collect())
+}
+
+/// The sockets that a request (`struct inet_diag_req_v2`) is about and that have an attribute: inode numbers, and what the value of that says.
+fn with_attribute<T>(body: &[u8], kind: u16, says: impl Fn(&[u8]) -> T) -> Result<Vec<(u64, T)>> {
+    let request = request(netlink::SOCK_DIAG_BY_FAMILY, netlink::DUMP, body);
     let mut found = Vec::new();
     request.answers(&request.send()?, &mut found, |body| {
         let ino = u64::from(u32_at(body, INODE)?);
-        let is_signed = netlink::attributes(body.get(INODE + 4..)?).flatten().any(|(kind, _)| kind == MD5);
-        Some(is_signed.then_some(ino))
+        let mut attributes = netlink::attributes(body.get(INODE + 4..)?).flatten();
+        Some(attributes.find(|(found, _)| *found == kind).map(|(_, value)| (ino, says(value))))
     })?;
     Ok(found.into_iter().flatten().collect())
 }

@@ -159,14 +159,13 @@ impl Seized {
         }
     }
 
-    /// Waits until it stops or ends, or until some moment: nothing if it runs then.
-    fn wait_until(self, end: Instant) -> Result<Option<Waited>> {
-        let mut running = self;
+    /// Waits until it stops or ends, or for so long; gives it back if it still runs then.
+    fn wait_for(self, most: Duration) -> Result<Result<Waited, Self>> {
+        let (mut running, began) = (self, Instant::now());
         loop {
             running = match running.poll()? {
-                Ok(waited) => return Ok(Some(waited)),
-                Err(_) if Instant::now() >= end => return Ok(None),
-                Err(running) => running,
+                Err(running) if began.elapsed() < most => running,
+                done => return Ok(done),
             };
             std::thread::sleep(Duration::from_micros(50));
         }
@@ -381,26 +380,28 @@ impl Stopped {
     /// # Errors
     /// [`Error::Gone`], or that of a call.
     pub fn stop_process(self, pid: u32, signal: i32, mask: u64) -> Result<Self> {
-        let tid = self.tid;
         self.set_sigmask(!(1 << (signal - 1)))?;
-        crate::spawn::tgkill(pid, tid, signal)?;
-        let mut stopped = self;
+        crate::spawn::tgkill(pid, self.tid, signal)?;
+        let stopped = self.take(signal)?;
+        stopped.set_sigmask(mask)?;
+        Ok(stopped)
+    }
+
+    /// Has it take a stop signal that is pending, if it still is.
+    fn take(self, signal: i32) -> Result<Self> {
+        let (tid, mut stopped) = (self.tid, self);
         while stopped.stop != Stop::Signal(signal) {
-            let (running, began) = (stopped.resume(0)?, Instant::now());
-            let Some(waited) = running.wait_until(began + CONTINUED)? else {
-                let running = Seized::born(tid);
-                running.interrupt()?;
-                let stopped = running.wait()?.stopped(tid)?;
-                stopped.set_sigmask(mask)?;
-                return Ok(stopped);
+            stopped = match stopped.resume(0)?.wait_for(CONTINUED)? {
+                Ok(waited) => waited.stopped(tid)?,
+                Err(running) => {
+                    running.interrupt()?;
+                    return running.wait()?.stopped(tid);
+                }
             };
-            stopped = waited.stopped(tid)?;
         }
         // Where the kernel does not stop it for that (an orphaned process group), it does not run, either.
         stopped.interrupt()?;
-        let stopped = stopped.resume(signal)?.wait()?.stopped(tid)?;
-        stopped.set_sigmask(mask)?;
-        Ok(stopped)
+        stopped.resume(signal)?.wait()?.stopped(tid)
     }
 
     /// The thread, which is about to be given a signal, without that signal.

@@ -27,10 +27,7 @@ pub fn rehearse(image: &Image, is_still: bool) -> Vec<String> {
         check_privileges(image),
         has_room(image),
         registers(image),
-        files::rehearse(image, is_still).and_then(|lines| match lines.is_empty() {
-            true => Ok(()),
-            false => Err(Error::Refused(lines)),
-        }),
+        files::rehearse(image, is_still),
     ]
     .into_iter()
     .flat_map(lines)

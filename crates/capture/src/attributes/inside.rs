@@ -160,11 +160,15 @@ fn ask_timer(p: &mut Program, info: PosixTimerInfo) -> TimerQuery {
     TimerQuery { info, time, read, overrun }
 }
 
+/// The first arguments of `mmap` for a page of which is looked whether it is locked.
+pub(crate) fn page_to_lock(at: u64) -> [u64; 4] {
+    let flags = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE) as u64;
+    [at, PAGE, (libc::PROT_READ | libc::PROT_WRITE) as u64, flags]
+}
+
 /// A page is mapped, looked at and unmapped. Where a call fails, its result is no address, and the others do nothing.
 fn ask_locking(p: &mut Program, at: u64) -> LockQuery {
-    let flags = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE) as u64;
-    let access = (libc::PROT_READ | libc::PROT_WRITE) as u64;
-    let map = [at, PAGE, access, flags].map(Arg::Value);
+    let map = page_to_lock(at).map(Arg::Value);
     let map = p.attempt("mmap", libc::SYS_mmap, map);
     let present = p.room(1);
     p.attempt("mincore", libc::SYS_mincore, [map.into(), PAGE.into(), present]);

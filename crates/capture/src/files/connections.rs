@@ -46,7 +46,7 @@ impl Found {
 
 /// Refuses sockets that sign what they send, and take nothing that is not signed (BGP): nobody can read the keys back from the program, and a
 /// server without them would let in everybody. To be asked while the program runs: all TCP sockets of the machine are gone through.
-pub(crate) fn refuse_signed(builder: &mut Builder, pids: &[u32]) -> Result<()> {
+pub(crate) fn refuse_signed(builder: &mut Builder, pids: &[u32]) {
     let mut own = HashMap::new();
     for &pid in pids {
         // One that has ended meanwhile is no concern, nor is a descriptor that is closed.
@@ -59,7 +59,7 @@ pub(crate) fn refuse_signed(builder: &mut Builder, pids: &[u32]) -> Result<()> {
         }
     }
     if own.is_empty() {
-        return Ok(());
+        return;
     }
     for family in [libc::AF_INET, libc::AF_INET6] {
         // A kernel that does not tell has most often no such sockets, either.
@@ -69,7 +69,6 @@ pub(crate) fn refuse_signed(builder: &mut Builder, pids: &[u32]) -> Result<()> {
             builder.refuse(what, "it signs its TCP packets (TCP_MD5SIG), and its keys cannot be had", CLOSE);
         }
     }
-    Ok(())
 }
 
 /// Captures a connection as far as it can be told by itself; `None` if refused.

@@ -226,17 +226,14 @@ pub fn deleted_content(
     }
     let name = link.strip_suffix(b" (deleted)").unwrap_or(link);
     let namespace = builder.views.of_file(&file)?;
-    // It may be only a handle to it.
-    let way = format!("/proc/self/fd/{}", file.as_fd().as_raw_fd());
-    let list = |names: &mut [u8]| rustix::fs::listxattr(&way, names);
-    let attributes = match kind {
-        FileType::RegularFile => attributes(list, |name, value| rustix::fs::getxattr(&way, name, value))
-            .map_err(|e| Error::call(format!("read attributes of {what}"), e))?,
-        _ => Vec::new(),
-    };
-    let (row, new) =
-        builder.path(PathFile { deleted: true, namespace, attributes, ..describe(name, &stat, usage) });
+    let (row, new) = builder.path(PathFile { deleted: true, namespace, ..describe(name, &stat, usage) });
     if new && kind == FileType::RegularFile {
+        // It may be only a handle to it.
+        let way = format!("/proc/self/fd/{}", file.as_fd().as_raw_fd());
+        let list = |names: &mut [u8]| rustix::fs::listxattr(&way, names);
+        builder.image.paths[row as usize].attributes =
+            attributes(list, |name, value| rustix::fs::getxattr(&way, name, value))
+                .map_err(|e| Error::call(format!("read attributes of {what}"), e))?;
         // The duplicate may be write-only, and its offset is the target's: read through a description of our own, if nobody is told.
         let is_noticed =
             builder.noticed.is(&builder.views.reach(namespace, name), (stat.st_dev, stat.st_ino));

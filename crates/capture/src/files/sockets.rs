@@ -330,10 +330,9 @@ fn named_peer<'a>(
         let peer = find(scan, ino).map(|(_, peer)| (scan.whose(peer), place_of(peer)));
         let path = match (name.first(), peer) {
             (None | Some(0), _) => None,
-            (Some(b'/'), _) => Some(located(scan, scan.whose(d), &name, file)),
+            (Some(b'/'), _) | (_, None) => Some(located(scan, scan.whose(d), &name, file)),
             (_, Some((_, Some(place)))) => Some(place),
             (_, Some((pid, None))) => Some(located(scan, pid, &name, file)),
-            (_, None) => Some(located(scan, scan.whose(d), &name, file)),
         };
         if let Some(path) = path.filter(|path| path.as_os_str().as_bytes() != name) {
             socket.remote.0.truncate(2);

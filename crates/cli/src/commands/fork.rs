@@ -112,7 +112,7 @@ fn instant(store: &Store, target: &Target, args: &Fork) -> Result<(Checkpoint, D
         looked => looked?,
     };
     let twins = u64::from(args.count.unwrap_or(1));
-    let size = status.anonymous + status.swap;
+    let size = status.own_memory();
     if size.saturating_mul(twins) > left {
         // They are in its control groups. What is short of memory there is not only they.
         return Err(Failure::refused(format!(

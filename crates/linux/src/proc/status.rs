@@ -80,6 +80,11 @@ pub struct Status {
 }
 
 impl Status {
+    /// Memory that another one like it would take for itself, bytes: of its own, in memory or swapped.
+    pub fn own_memory(&self) -> u64 {
+        self.anonymous + self.swap
+    }
+
     /// Its thread id, as it sees it itself.
     pub fn own_tid(&self) -> u32 {
         self.ns_pid.last().copied().unwrap_or(self.pid)

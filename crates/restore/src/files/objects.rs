@@ -1,7 +1,7 @@
 //! Memory objects and deleted files, made anew with their contents.
 
-use super::Contents;
 use super::detour::Detour;
+use super::{Contents, TMPFILE, open_flags};
 use crate::{Error, Result};
 use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Timespec, Timestamps, Uid, XattrFlags};
 use std::ffi::OsStr;
@@ -122,16 +122,14 @@ impl Drop for Recreated {
 }
 
 impl Recreated {
-    /// The description that it was made with, if that can be one with these flags: only that tells that it was made without a name.
-    pub fn description(&self, flags: u32) -> Result<Option<OwnedFd>> {
-        let is_it = self.name.is_none() && flags as i32 & libc::O_ACCMODE == libc::O_RDWR;
-        let copy = is_it.then(|| self.file.try_clone());
-        Ok(copy.transpose().map_err(|e| Kernel::call("duplicate a descriptor", e))?)
-    }
-
-    /// Opens it once more, by the name it had if that is free: `/proc/PID/fd` goes on to show it.
-    pub fn open(&self, flags: i32) -> Result<OwnedFd> {
+    /// Opens it once more, with flags as fdinfo shows them, by the name it had if that is free: `/proc/PID/fd` goes on to show it.
+    pub fn open(&self, shown: u32) -> Result<OwnedFd> {
+        let flags = open_flags(shown);
         let Some(name) = &self.name else {
+            // Only the description that it was made with tells that it was made without a name.
+            if shown & TMPFILE != 0 && flags & libc::O_ACCMODE == libc::O_RDWR {
+                return Ok(self.file.try_clone().map_err(|e| Kernel::call("duplicate a descriptor", e))?);
+            }
             // By way of a link, which that flag forbids; it matters only while a file is opened.
             let flags = flags & !libc::O_NOFOLLOW;
             return Ok(stillpoint_linux::descriptors::reopen(&self.file, flags)?);

@@ -46,11 +46,7 @@ fn open_those(opening: &mut Opening<'_>, pick: impl Fn(FileType) -> bool) -> Res
         _ => None,
     });
     for (row, file, path) in rows {
-        let opened = open_row(opening, path, open_flags(file.flags))?;
-        let fd = match opening.deleted.get(&path).filter(|_| file.flags & TMPFILE != 0) {
-            Some(made) => made.description(file.flags)?.unwrap_or(opened),
-            None => opened,
-        };
+        let fd = open_row(opening, path, file.flags)?;
         let kind = FileType::from_raw_mode(opening.image.paths[path as usize].mode);
         if matches!(kind, FileType::RegularFile | FileType::Directory)
             && file.flags & libc::O_PATH as u32 == 0
@@ -75,9 +71,11 @@ pub(super) fn open_for_mappings(opening: &mut Opening<'_>) -> Result<()> {
             FileType::RegularFile | FileType::CharacterDevice => libc::O_RDONLY,
             _ => continue,
         };
-        let fd = match open_row(opening, path, flags | libc::O_NOCTTY) {
+        let fd = match open_row(opening, path, flags as u32) {
             // A directory to stand in may be searchable without being readable.
-            Err(_) if flags & libc::O_DIRECTORY != 0 => open_row(opening, path, libc::O_PATH | flags)?,
+            Err(_) if flags & libc::O_DIRECTORY != 0 => {
+                open_row(opening, path, (libc::O_PATH | flags) as u32)?
+            }
             other => other?,
         };
         opening.files.mapped.insert((path, write), fd);
@@ -85,11 +83,11 @@ pub(super) fn open_for_mappings(opening: &mut Opening<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Opens a file by its path; a deleted one is made anew first.
-fn open_row(opening: &mut Opening<'_>, row: u32, flags: i32) -> Result<OwnedFd> {
+/// Opens a file by its path, with flags as fdinfo shows them; a deleted one is made anew first.
+fn open_row(opening: &mut Opening<'_>, row: u32, flags: u32) -> Result<OwnedFd> {
     let file = opening.image.paths.get(row as usize).ok_or_else(|| missing("file", row))?;
     if !file.deleted {
-        return open_path(file, flags);
+        return open_path(file, open_flags(flags));
     }
     if !opening.deleted.contains_key(&row) {
         let is_of_row = |f: &&OpenFile| f.kind == FileKind::Path(row);

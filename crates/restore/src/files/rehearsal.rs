@@ -7,16 +7,17 @@ use rustix::fs::{Access, AtFlags, FileType};
 use std::collections::HashMap;
 use std::path::Path;
 use stillpoint_image::{FileKind, Image, MemoryObject, PathFile, Socket};
+use stillpoint_linux::datagrams::{JOIN_GROUP, SOURCE_FILTER};
 use stillpoint_linux::proc::Proc;
 use stillpoint_linux::sockets as kernel;
 use stillpoint_linux::{memfd, tcp};
 
-/// Why files could not be opened, and sockets and memory files not be made; one line each, nothing if all could. `is_still`: the
-/// program does not run, and its files are as the image tells. Nothing that can be seen is opened, and no name or address is taken.
+/// Tries whether files could be opened, and sockets and memory files be made. `is_still`: the program does not run, and its files are as
+/// the image tells. Nothing that can be seen is opened, and no name or address is taken.
 ///
 /// # Errors
-/// That our own rights cannot be read.
-pub(crate) fn rehearse(image: &Image, is_still: bool) -> Result<Vec<String>> {
+/// [`Error::Refused`] with a line for each that could not; that our own rights cannot be read.
+pub(crate) fn rehearse(image: &Image, is_still: bool) -> Result<()> {
     let mut against = Vec::new();
     if is_still {
         against.extend(misplaced(image));
@@ -35,7 +36,7 @@ pub(crate) fn rehearse(image: &Image, is_still: bool) -> Result<Vec<String>> {
     }
     against.sort_unstable();
     against.dedup();
-    Ok(against)
+    if against.is_empty() { Ok(()) } else { Err(Error::Refused(against)) }
 }
 
 /// Whether its path is one of ours, and not of a mount namespace that is to be made.
@@ -56,9 +57,12 @@ fn inaccessible(image: &Image) -> Result<Vec<String>> {
         let is_file = image.paths.get(row as usize).is_some_and(|file| {
             matches!(FileType::from_raw_mode(file.mode), FileType::RegularFile | FileType::CharacterDevice)
         });
-        // A directory that cannot be read is entered by a handle.
-        let access = if write { Access::READ_OK | Access::WRITE_OK } else { Access::READ_OK };
-        *wanted.entry(row).or_insert(Access::EXISTS) |= if is_file { access } else { Access::EXISTS };
+        *wanted.entry(row).or_insert(Access::EXISTS) |= match (is_file, write) {
+            // A directory that cannot be read is entered by a handle.
+            (false, _) => Access::EXISTS,
+            (true, false) => Access::READ_OK,
+            (true, true) => Access::READ_OK | Access::WRITE_OK,
+        };
     }
     let mut not_accessed = Vec::new();
     for file in &image.files {
@@ -88,28 +92,37 @@ fn inaccessible(image: &Image) -> Result<Vec<String>> {
             Err(e) => against.push(format!("{}: we may not open it as the program did: {e}", path.display())),
         }
     }
-    if !not_accessed.is_empty() && !owns_all()? {
-        let own = rustix::process::geteuid().as_raw();
-        let others = not_accessed.into_iter().filter_map(file).filter(|file| file.uid != own);
-        against.extend(others.map(|file| {
+    let owned = Owned::new()?;
+    let others = not_accessed.into_iter().filter_map(file).filter(|file| !owned.by_one_of(&[file.uid]));
+    against
+        .extend(others.map(|file| {
             format!("{}: leaving its access time alone (O_NOATIME) needs CAP_FOWNER", file.path)
         }));
-    }
-    against.extend(unix_names(image)?);
+    against.extend(unix_names(image, &owned));
     Ok(against)
 }
 
-/// Whether we may do with all files what their owners may.
-fn owns_all() -> Result<bool> {
-    const CAP_FOWNER: u64 = 1 << 3;
-    Ok(Proc::process(std::process::id())?.status()?.caps[2] & CAP_FOWNER != 0)
+/// Files with which we may do what their owners may.
+struct Owned {
+    own: u32,
+    all: bool,
+}
+
+impl Owned {
+    fn new() -> Result<Self> {
+        const CAP_FOWNER: u64 = 1 << 3;
+        let status = Proc::process(std::process::id())?.status()?;
+        Ok(Owned { own: rustix::process::geteuid().as_raw(), all: status.caps[2] & CAP_FOWNER != 0 })
+    }
+
+    fn by_one_of(&self, users: &[u32]) -> bool {
+        self.all || users.contains(&self.own)
+    }
 }
 
 /// Names of unix sockets that we may not make, or not take away when nobody is behind them any more.
-fn unix_names(image: &Image) -> Result<Vec<String>> {
+fn unix_names(image: &Image, owned: &Owned) -> Vec<String> {
     let mut against = Vec::new();
-    let owns_all = owns_all()?;
-    let own = rustix::process::geteuid().as_raw();
     let rows = image.sockets.iter().flat_map(|socket| socket.path.into_iter().chain(socket.renamed_from));
     for file in rows.filter_map(|row| image.paths.get(row as usize)).filter(|file| is_ours(file)) {
         let folder = file.path.as_path().parent().unwrap_or(Path::new("/"));
@@ -117,8 +130,7 @@ fn unix_names(image: &Image) -> Result<Vec<String>> {
         let mut may = rustix::fs::accessat(rustix::fs::CWD, folder, access, AtFlags::EACCESS);
         if let Ok(stat) = rustix::fs::stat(folder)
             && stat.st_mode & libc::S_ISVTX != 0
-            && !owns_all
-            && ![stat.st_uid, file.uid].contains(&own)
+            && !owned.by_one_of(&[stat.st_uid, file.uid])
         {
             may = may.and(Err(rustix::io::Errno::PERM));
         }
@@ -126,7 +138,7 @@ fn unix_names(image: &Image) -> Result<Vec<String>> {
             against.push(format!("{}: we may not make a socket of that name: {e}", file.path));
         }
     }
-    Ok(against)
+    against
 }
 
 /// Makes one like it, with its options. It is not bound where it was: there the program's own is.
@@ -134,39 +146,28 @@ fn make_socket(image: &Image, socket: &Socket, is_still: bool) -> Result<()> {
     let what = name(image, socket);
     let failed = |e: &dyn std::fmt::Display| Error::Refused(vec![format!("{what}: {e}")]);
     let fd = connections::new(socket).map_err(|e| failed(&e))?;
-    match (&socket.connection, socket.peer) {
-        // It is kept by whoever has it already, or is over.
-        (None, _) if socket.outside => Ok(()),
-        (None, _) => {
-            options::apply_some(&fd, socket, &what, |level, name| !takes_part(socket, level, name))?;
-            // A program that runs may just be about to bind to it once more.
-            if is_still { is_permitted_port(socket, &what) } else { Ok(()) }
-        }
-        // Ends of connections within the program are made by repair.
-        (Some(_), Some(_)) => {
-            connections::apply_early(&fd, socket, &what)?;
-            tcp::may_repair(&fd)
-                .map_err(|e| failed(&format!("making its connection anew needs CAP_NET_ADMIN: {e}")))
-        }
-        // It is kept by whoever has it already, or is over.
-        (Some(_), None) => Ok(()),
+    if socket.outside || socket.connection.is_some() && socket.peer.is_none() {
+        return Ok(()); // it is kept by whoever has it already, or is over
     }
+    if socket.connection.is_some() {
+        // Ends of connections within the program are made by repair.
+        connections::apply_early(&fd, socket, &what)?;
+        let repaired = tcp::may_repair(&fd);
+        return repaired.map_err(|e| failed(&format!("making its connection anew needs CAP_NET_ADMIN: {e}")));
+    }
+    options::apply_some(&fd, socket, &what, |level, name| !takes_part(socket, level, name))?;
+    // A program that runs may just be about to bind to it once more.
+    if is_still { is_permitted_port(socket, &what) } else { Ok(()) }
 }
 
 /// Options by which one would take part in what the program receives, or be heard of by others: those of packet sockets, and groups.
 fn takes_part(socket: &Socket, level: u32, name: u32) -> bool {
-    const MCAST_MSFILTER: i32 = 48;
-    const GROUPS: [(i32, i32); 6] = [
-        (libc::IPPROTO_IP, libc::IP_ADD_MEMBERSHIP),
-        (libc::IPPROTO_IP, libc::MCAST_JOIN_GROUP),
-        (libc::IPPROTO_IP, MCAST_MSFILTER),
-        (libc::IPPROTO_IPV6, libc::IPV6_ADD_MEMBERSHIP),
-        (libc::IPPROTO_IPV6, libc::MCAST_JOIN_GROUP),
-        (libc::IPPROTO_IPV6, MCAST_MSFILTER),
-    ];
-    let is_of_netlink =
-        socket.family == libc::AF_NETLINK as u32 && name == libc::NETLINK_ADD_MEMBERSHIP as u32;
-    socket.family == libc::AF_PACKET as u32 || is_of_netlink || GROUPS.contains(&(level as i32, name as i32))
+    let is_internet = [libc::IPPROTO_IP, libc::IPPROTO_IPV6].contains(&(level as i32));
+    match socket.family as i32 {
+        libc::AF_PACKET => true,
+        libc::AF_NETLINK => name == libc::NETLINK_ADD_MEMBERSHIP as u32,
+        _ => is_internet && [JOIN_GROUP, SOURCE_FILTER].contains(&name),
+    }
 }
 
 /// The right to a port is asked for before whether it is free, which it is not: without the options that let several have it.

@@ -11,7 +11,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
-use stillpoint_image::{FileKind, Image, PathFile, Socket};
+use stillpoint_image::{Bytes, FileKind, Image, PathFile, Socket};
 use stillpoint_linux::{Error as Kernel, inet_diag, sockets};
 
 pub(super) const UNIX: u32 = libc::AF_UNIX as u32;
@@ -210,8 +210,7 @@ fn nameless(opening: &Opening<'_>, socket: &Socket) -> Option<Vec<u8>> {
 fn renamed_to(opening: &Opening<'_>, socket: &Socket) -> Result<Option<(Vec<u8>, Option<OwnedFd>)>> {
     let (image, namespaces) = (opening.image, &opening.files.namespaces);
     let called = |file: &'_ PathFile| namespaces.called(file.namespace, file.path.as_path()).to_owned();
-    let told = socket.remote.0.get(2..).unwrap_or_default();
-    let told = Path::new(OsStr::from_bytes(told.split(|b| *b == 0).next().unwrap_or_default()));
+    let Some(told) = name_in(&socket.remote) else { return Ok(None) };
     let is_it = |other: &&Socket| {
         let from = file_of(image, other.renamed_from);
         from.is_some_and(|file| file.namespace == socket.mounts && called(file) == told)
@@ -373,15 +372,15 @@ fn bind_name(opening: &mut Opening<'_>, socket: &Socket, fd: &OwnedFd) -> Result
         return when_free(opening, socket, || bind_address(socket, fd).map_err(|e| refusal(&what, &e)));
     };
     let file = opening.image.paths.get(row as usize).ok_or_else(|| missing("file", row))?;
-    let told = name_told_by(socket);
+    let told = name_in(&socket.local);
     let is_it = |other: &Socket| std::ptr::eq(other, socket);
     let own = opening.image.sockets.iter().position(is_it).map(|row| row as u32);
     bind_path(opening, file, file_of(opening.image, socket.renamed_from), fd, socket.kind, told, own)
 }
 
-/// The name in the file system that a unix socket tells: from wherever the program was, or its root, when it was bound.
-fn name_told_by(socket: &Socket) -> Option<&Path> {
-    let name = socket.local.0.get(2..)?.split(|byte| *byte == 0).next()?;
+/// The name in the file system in a `sockaddr_un`: from wherever the program was, or its root, when it was used.
+fn name_in(address: &Bytes) -> Option<&Path> {
+    let name = address.0.get(2..)?.split(|byte| *byte == 0).next()?;
     Some(Path::new(OsStr::from_bytes(name))).filter(|_| !name.is_empty())
 }
 
@@ -540,7 +539,7 @@ fn accept_connections(opening: &mut Opening<'_>, made: &mut HashMap<usize, Owned
         match path {
             Some(file) => {
                 let file = PathFile { deleted: false, ..file.clone() };
-                bind_path(opening, &file, None, &door, accepted.kind, name_told_by(listener), None)?
+                bind_path(opening, &file, None, &door, accepted.kind, name_in(&listener.local), None)?
             }
             None => {
                 let bind = || sockets::bind(&door, &address).map_err(|e| refusal(&name(image, listener), &e));
