@@ -12,6 +12,7 @@
 //! STORE/jobs/JOB/trouble               what is wrong with its periodic checkpoints, if anything is
 //! STORE/jobs/JOB/history                what became of the job, for people: no part of any commit
 //! STORE/jobs/JOB/control               socket of whoever takes its checkpoints
+//! STORE/branches/tails/                cut tails of files, of programs that went back to a snapshot in memory
 //! STORE/files/DIGEST/NAME              copies of files that portable checkpoints bring along
 //! ```
 //!

@@ -169,7 +169,7 @@ impl Store {
 
 /// Clears up behind a dead writer, if there was one and nobody is at work now.
 pub(crate) fn clean(store: &Store, folder: &Folder) -> Result<()> {
-    store.clean_tails(folder)?;
+    store.clean_tails(&folder.tails())?;
     if has_leftovers(&store.medium, folder)?
         && let Some(_lock) = Lock::exclusive(&folder.writer_lock(), Duration::ZERO)?
         && has_leftovers(&store.medium, folder)?

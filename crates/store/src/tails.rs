@@ -3,7 +3,7 @@
 //! `tails/N.data` is the tail itself, to be appended to the file again with any tool; `tails/N.info` tells what it was
 //! cut from. The latter gets its name last: a tail without it is one whose file was not cut.
 
-use crate::folder::{Folder, numbers};
+use crate::folder::numbers;
 use crate::lock::Lock;
 use crate::medium::TEMPORARY;
 use crate::record::Record;
@@ -50,10 +50,38 @@ impl Store {
         source: &mut dyn Read,
     ) -> Result<PathBuf> {
         let folder = self.make(job)?;
-        self.medium.make_folders(&folder.tails())?;
-        let _lock = Lock::exclusive(&folder.tails().join("lock"), Duration::MAX)?;
-        let number = numbers(&folder.tails(), ".data")?.last().map_or(1, |last| last + 1);
-        let data = folder.tails().join(format!("{number}.data"));
+        self.keep_in(&folder.tails(), ("checkpoint", checkpoint), file, offset, source)
+    }
+
+    /// As [`Store::keep_tail`], for the rollback of a program to a snapshot, which need not be a job. What is kept so stays until
+    /// somebody removes it.
+    ///
+    /// # Errors
+    /// [`Error::Io`]; then nothing was kept and the file must not be cut.
+    pub fn keep_branch_tail(
+        &self,
+        snapshot: u64,
+        file: &Path,
+        offset: u64,
+        source: &mut dyn Read,
+    ) -> Result<PathBuf> {
+        let folder = self.path().join("branches").join("tails");
+        self.clean_tails(&folder)?;
+        self.keep_in(&folder, ("snapshot", snapshot), file, offset, source)
+    }
+
+    fn keep_in(
+        &self,
+        folder: &Path,
+        of: (&str, u64),
+        file: &Path,
+        offset: u64,
+        source: &mut dyn Read,
+    ) -> Result<PathBuf> {
+        self.medium.make_folders(folder)?;
+        let _lock = Lock::exclusive(&folder.join("lock"), Duration::MAX)?;
+        let number = numbers(folder, ".data")?.last().map_or(1, |last| last + 1);
+        let data = folder.join(format!("{number}.data"));
         let kept = self.copy_tail(&data, file, source).and_then(|(length, crc)| {
             let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
             let info = Record::new("tail")
@@ -61,10 +89,10 @@ impl Store {
                 .number("offset", offset)
                 .number("length", length)
                 .number("crc", crc.into())
-                .number("checkpoint", checkpoint)
+                .number(of.0, of.1)
                 .number("cut-ns", now.map_or(0, |since| since.as_nanos() as u64));
             info.write(&self.medium, &data.with_extension("info"))?;
-            self.medium.sync_folder(&folder.tails())
+            self.medium.sync_folder(folder)
         });
         if kept.is_err() {
             let _ = self.medium.remove(&data.with_extension("info"));
@@ -105,16 +133,15 @@ impl Store {
     }
 
     /// Removes copies whose file was never cut, because whoever made them died.
-    pub(crate) fn clean_tails(&self, folder: &Folder) -> Result<()> {
-        let tails = folder.tails();
+    pub(crate) fn clean_tails(&self, tails: &Path) -> Result<()> {
         let orphans = || -> Result<Vec<PathBuf>> {
-            let whole = numbers(&tails, ".info")?;
-            let mut orphans: Vec<PathBuf> = numbers(&tails, ".data")?
+            let whole = numbers(tails, ".info")?;
+            let mut orphans: Vec<PathBuf> = numbers(tails, ".data")?
                 .into_iter()
                 .filter(|number| !whole.contains(number))
                 .map(|number| tails.join(format!("{number}.data")))
                 .collect();
-            let names = crate::folder::names(&tails)?;
+            let names = crate::folder::names(tails)?;
             orphans.extend(names.into_iter().filter(|n| n.starts_with(TEMPORARY)).map(|n| tails.join(n)));
             Ok(orphans)
         };

@@ -66,9 +66,10 @@ pub use contents::{Moment, copy_content, take_digests_of};
 pub(crate) use fanotify::{note_watches, refuse_questions, refuse_unread};
 pub use mapped::{Mapped, mapped_file};
 pub use memory::memory_object;
+pub use noticed::Noticed;
 pub use outsiders::Outsiders;
 pub(crate) use paths::describe;
-pub use paths::{deleted_content, note_open, path_file};
+pub use paths::{deleted_content, is_view, note_open, path_file};
 
 /// A process whose descriptors are captured.
 #[derive(Clone, Copy, Debug)]

@@ -3,10 +3,11 @@
 //! These are not opened. Places are looked at by `lstat(2)` and by handles (`O_PATH`, which makes no event from Linux 6.10 on), files
 //! without a name are read through a mapping of the program's own description, and what needs more is left out, or refused.
 
+use super::locks::is_broken_by_opening;
 use rustix::fs::{AtFlags, CWD, StatxFlags, stat, statfs, statx};
 use std::collections::HashSet;
 use std::path::Path;
-use stillpoint_linux::fdinfo::{Detail, FanotifyLine, Inode, InotifyLine, Marked};
+use stillpoint_linux::fdinfo::{Detail, FanotifyLine, FdInfo, Inode, InotifyLine, Marked};
 use stillpoint_linux::watches::handle_of;
 
 /// The events of opening, reading and closing a file: the same numbers for inotify and fanotify.
@@ -76,6 +77,14 @@ impl Noticed {
         self.leases.insert(inode);
     }
 
+    /// Adds what a descriptor watches, and a lease on what it leads to, by device and inode number.
+    pub fn add_open(&mut self, info: &FdInfo, inode: (u64, u64)) {
+        self.add(&info.detail);
+        if info.locks.iter().any(is_broken_by_opening) {
+            self.add_lease(inode);
+        }
+    }
+
     /// Adds what a descriptor watches, if it does.
     pub(crate) fn add(&mut self, detail: &Detail) {
         let mut marks: Vec<Watch> = match detail {
@@ -119,7 +128,7 @@ impl Noticed {
 
     /// Whether the program would notice that a file was opened, read or closed, by a path to it as we see it, and its device and inode
     /// number. What is watched tells of what is in it, too, and goes on to when that has no name any more.
-    pub(crate) fn is(&self, path: &Path, inode: (u64, u64)) -> bool {
+    pub fn is(&self, path: &Path, inode: (u64, u64)) -> bool {
         self.leases.contains(&inode) || self.tells(path, inode, false)
     }
 

@@ -19,6 +19,7 @@ use stillpoint_linux::fdinfo::Folders;
 
 const PROC: u64 = 0x9fa0;
 const MQUEUE: u64 = 0x1980_0202;
+const FUSE: u64 = 0x6573_5546;
 
 /// File systems whose files are views of the kernel: a path is all there is to them.
 const VIEWS: [u64; 5] = [
@@ -29,6 +30,16 @@ const VIEWS: [u64; 5] = [
     0x6462_6720, // debugfs
 ];
 
+/// Whether what a path leads to is a view of the kernel, or a queue, rather than a file with contents of its own.
+///
+/// # Errors
+/// That it leads nowhere.
+pub fn is_view(path: &Path) -> std::io::Result<bool> {
+    let magic = rustix::fs::statfs(path)?.f_type as u64 & 0xffff_ffff;
+    let is_other = STATEFUL.iter().any(|(stateful, _)| *stateful == magic && magic != FUSE);
+    Ok(magic == PROC || magic == MQUEUE || VIEWS.contains(&magic) || is_other)
+}
+
 /// File systems whose files hold state that cannot be given back, with their names.
 const STATEFUL: [(u64, &str); 6] = [
     (0x6e73_6673, "a handle to a namespace"),
@@ -36,7 +47,7 @@ const STATEFUL: [(u64, &str); 6] = [
     (0xcafe_4a11, "an object of bpffs"),
     (0x5345_434d, "secret memory (memfd_secret)"),
     (0x4249_4e4d, "a file of binfmt_misc"),
-    (0x6573_5546, "a file that another program serves (FUSE)"),
+    (FUSE, "a file that another program serves (FUSE)"),
 ];
 
 /// Captures a regular file or directory.

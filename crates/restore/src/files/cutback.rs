@@ -1,14 +1,14 @@
 //! Cutting files that grew back to their size at the checkpoint; the very last step of a restore.
 
-use super::writers::{self, Writer};
+use super::writers::{Writer, writers};
 use super::{KeepTail, OpenFiles};
 use crate::{Error, Result};
 use rustix::fs::SeekFrom;
 use std::collections::HashSet;
-use std::fs::OpenOptions;
+use std::fs::{File, OpenOptions};
 use std::io::Read;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, UNIX_EPOCH};
 use stillpoint_image::{FileKind, Image, OpenFile, Owner, PathFile, Range};
 use stillpoint_linux::{Error as Kernel, memfd};
@@ -57,7 +57,7 @@ pub(super) fn shared(image: &Image, grown: &[u32], own_output: bool) -> (Vec<(u3
         Some((stat.st_dev, stat.st_ino))
     };
     let inodes: HashSet<_> = grown.iter().filter_map(|row| inode(*row)).collect();
-    let writers = writers::of(&inodes, own_output);
+    let writers = writers(&inodes, own_output, &[]);
     let writer = |row: u32| inode(row).and_then(|inode| writers.get(&inode)).cloned();
     let shared: Vec<_> = grown.iter().filter_map(|row| Some((*row, writer(*row)?))).collect();
     let cut = grown.iter().copied().filter(|row| shared.iter().all(|(other, _)| other != row)).collect();
@@ -155,24 +155,8 @@ impl OpenFiles {
 fn cut_one(cut: &Cut, keep: &mut KeepTail<'_>) -> Result<Option<String>> {
     let named = |e| Kernel::file(&cut.path, e);
     let file = OpenOptions::new().read(true).write(true).open(&cut.way).map_err(named)?;
-    let before = file.metadata().map_err(named)?.len();
-    if before < cut.size {
-        let line =
-            format!("{}: is {} bytes shorter than at the checkpoint", cut.path.display(), cut.size - before);
-        return Err(Error::Refused(vec![line]));
-    }
-    if before > cut.size {
-        let mut tail = Tail { file: &file, at: cut.size, end: before };
-        keep(&cut.path, cut.size, &mut tail)?;
-        if file.metadata().map_err(named)?.len() != before {
-            let line = format!("{}: another program writes to it", cut.path.display());
-            return Err(Error::Refused(vec![line]));
-        }
-        file.set_len(cut.size).map_err(named)?;
-    }
-    // As the program left it, and so that the next restore need not read the file to see that it is unchanged.
-    let mtime = UNIX_EPOCH + Duration::from_nanos(cut.mtime_ns.max(0) as u64);
-    file.set_modified(mtime).map_err(named)?;
+    let before = keep_behind(&file, &cut.path, cut.size, keep)?;
+    shorten(&file, &cut.path, (before, cut.size), cut.mtime_ns)?;
     file.sync_all().map_err(named)?;
     let (path, size) = (cut.path.display(), cut.size);
     Ok((before > size).then(|| {
@@ -180,8 +164,41 @@ fn cut_one(cut: &Cut, keep: &mut KeepTail<'_>) -> Result<Option<String>> {
     }))
 }
 
+/// Gives what is behind an offset of a file to `keep`, if there is anything; its size.
+///
+/// # Errors
+/// [`Error::Refused`] if the file is shorter; that it cannot be read, or kept. It must not be cut then.
+pub fn keep_behind(file: &File, path: &Path, size: u64, keep: &mut KeepTail<'_>) -> Result<u64> {
+    let before = file.metadata().map_err(|e| Kernel::file(path, e))?.len();
+    if before < size {
+        let line = format!("{}: is {} bytes shorter than at the checkpoint", path.display(), size - before);
+        return Err(Error::Refused(vec![line]));
+    }
+    if before > size {
+        keep(path, size, &mut Tail { file, at: size, end: before })?;
+    }
+    Ok(before)
+}
+
+/// Cuts a file of one size back to another one, and gives it a modification time, nanoseconds since 1970.
+///
+/// # Errors
+/// [`Error::Refused`] if it has another size by now; that it cannot be cut.
+pub fn shorten(file: &File, path: &Path, (before, size): (u64, u64), mtime_ns: i64) -> Result<()> {
+    let named = |e| Kernel::file(path, e);
+    if file.metadata().map_err(named)?.len() != before {
+        return Err(Error::Refused(vec![format!("{}: another program writes to it", path.display())]));
+    }
+    if before > size {
+        file.set_len(size).map_err(named)?;
+    }
+    // As the program left it, and so that whoever compares need not read the file to see that it is unchanged.
+    let mtime = UNIX_EPOCH + Duration::from_nanos(mtime_ns.max(0) as u64);
+    Ok(file.set_modified(mtime).map_err(named)?)
+}
+
 struct Tail<'a> {
-    file: &'a std::fs::File,
+    file: &'a File,
     at: u64,
     end: u64,
 }

@@ -54,8 +54,9 @@ use stillpoint_linux::{Error as Kernel, descriptors, memfd};
 
 pub use check::stand_in;
 pub use clones::{check_alone, in_common, set_apart, stay_apart};
-pub use cutback::Cut;
+pub use cutback::{Cut, keep_behind, shorten};
 pub use kept::{is_anything_kept, let_go};
+pub use writers::{Inode, Writer, writers};
 
 /// A process, as people are told of it.
 fn called(process: &Proc) -> String {

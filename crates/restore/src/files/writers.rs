@@ -7,11 +7,11 @@ use stillpoint_linux::fdinfo::Folders;
 use stillpoint_linux::proc;
 
 /// Device and inode number.
-pub(super) type Inode = (u64, u64);
+pub type Inode = (u64, u64);
 
 /// Somebody who has a file open for writing.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Writer {
+pub enum Writer {
     /// A process, by its id and name.
     Process(u32, String),
     /// Our own standard output, or error output.
@@ -28,8 +28,9 @@ impl fmt::Display for Writer {
 }
 
 /// Of these files those that somebody else has open for writing. Processes of this command do not count, as supervisors have the output
-/// of their jobs open, and write nothing there; `own_output`: ours does. No file system is asked for what it has not told.
-pub(super) fn of(files: &HashSet<Inode>, own_output: bool) -> HashMap<Inode, Writer> {
+/// of their jobs open, and write nothing there; `own_output`: ours does. Nor do `but` some others. No file system is asked for what it
+/// has not told.
+pub fn writers(files: &HashSet<Inode>, own_output: bool, but: &[u32]) -> HashMap<Inode, Writer> {
     let mut found = HashMap::new();
     if files.is_empty() {
         return found;
@@ -40,7 +41,8 @@ pub(super) fn of(files: &HashSet<Inode>, own_output: bool) -> HashMap<Inode, Wri
         found.extend(inodes.filter(|inode| files.contains(inode)).map(|inode| (inode, Writer::Ourselves)));
     }
     let own = stat("/proc/self/exe").map(|exe| (exe.st_dev, exe.st_ino)).ok();
-    for pid in proc::processes().unwrap_or_default() {
+    let all = proc::processes().unwrap_or_default();
+    for pid in all.into_iter().filter(|pid| !but.contains(pid)) {
         // One that ends meanwhile, or that we may not look at, is none that we know.
         let Ok(folders) = Folders::open(pid) else { continue };
         for fd in folders.list().unwrap_or_default() {
