@@ -1088,3 +1088,384 @@ while True:
     talking.goes_on(3);
     talking.end();
 }
+
+/// A program that does what it is told in Python, and says nothing by itself, of which snapshots are taken.
+struct Told {
+    branched: Branched,
+}
+
+impl Told {
+    const PROGRAM: &str = r#"
+import mmap, os, time
+def act():
+    try:
+        text = open("do").read()
+    except FileNotFoundError:
+        return
+    exec(text, globals())
+    os.rename("do", "done")
+while True:
+    act()
+    time.sleep(0.002)
+"#;
+
+    /// Nothing where there is no Python, or only undisturbed runs are asked for.
+    fn start(first: &str) -> Option<Self> {
+        let python = installed(&["python3"], "python3")?;
+        if undisturbed_only() {
+            return None;
+        }
+        let scratch = Scratch::new();
+        let mut run = alone(python);
+        run.args(["-c", Self::PROGRAM]).current_dir(scratch.path()).env(MARK, scratch.path());
+        run.stdin(Stdio::null()).stdout(Stdio::null());
+        run.stderr(File::create(scratch.path().join("out")).expect("a file"));
+        let running = Running::new(run.spawn().expect("python"), scratch.path());
+        drop(run);
+        let stillpoint = scratch.stillpoint();
+        let told = Told { branched: Branched { scratch, stillpoint, running } };
+        told.does(first);
+        Some(told)
+    }
+
+    /// Has it do something, and waits until that is done.
+    #[track_caller]
+    fn does(&self, what: &str) {
+        let path = |name: &str| self.branched.scratch.path().join(name);
+        std::fs::write(path("new"), what)
+            .and_then(|()| std::fs::rename(path("new"), path("do")))
+            .expect("a file");
+        wait_for(what, Duration::from_secs(60), || {
+            let said = self.branched.running.said();
+            right!(kernel::alive(self.branched.running.pid) && said.is_empty(), "{said}");
+            (!path("do").exists()).then_some(())
+        });
+    }
+
+    fn file(&self, name: &str) -> String {
+        std::fs::read_to_string(self.branched.scratch.path().join(name)).unwrap_or_default()
+    }
+
+    /// Goes back to the snapshot that it was at last.
+    fn back(&self, files: &str) -> Output {
+        self.branched.run(&["rollback", &self.branched.pid(), "--files", files, "--json"])
+    }
+
+    /// In which ways files are told to have changed, by their names.
+    #[track_caller]
+    fn changes(&self, files: &str) -> std::collections::BTreeMap<String, Vec<String>> {
+        let told = self.back(files).ok().json();
+        let text = |value: &Value| value.as_str().expect("a text").to_owned();
+        let row = |file: &Value| {
+            let name = text(&file["file"]);
+            let name = name.rsplit('/').next().unwrap_or(&name).to_owned();
+            (name, file["changes"].as_array().expect("changes").iter().map(text).collect())
+        };
+        told["files"].as_array().expect("files").iter().map(row).collect()
+    }
+
+    fn end(self) {
+        Talking { branched: self.branched }.end();
+    }
+}
+
+/// What is told of files by their names.
+fn changes<const N: usize>(all: [(&str, &[&str]); N]) -> std::collections::BTreeMap<String, Vec<String>> {
+    let words = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect();
+    all.into_iter().map(|(name, how)| (name.to_owned(), words(how))).collect()
+}
+
+#[test]
+fn files_that_were_written_since_are_named() {
+    let open = r#"
+flags = os.O_CREAT | os.O_RDWR | os.O_APPEND
+grown, written, shortened, removed, renamed, same, closed, empty = [os.open(name, flags, 0o644) for name in
+    ["grown", "written", "shortened", "removed", "renamed", "same", "closed", "empty"]]
+for fd in (grown, written, shortened, removed, renamed, same, closed): os.write(fd, b"0123456789")
+later = os.open("later", flags, 0o644); os.write(later, b"0123456789"); os.close(later)
+"#;
+    let Some(told) = Told::start(open) else { return };
+    told.branched.snapshot();
+    assert_eq!(told.changes("refuse"), changes([]), "nothing has been written");
+    assert_eq!(told.changes("rollback"), changes([]), "nothing has been written");
+    // What is done before the rollback is to be done in the program that comes back: the descriptors are the same.
+    told.does(
+        r#"
+os.write(grown, b"more"); os.write(empty, b"more")
+place = os.open("written", os.O_WRONLY); os.pwrite(place, b"x", 3); os.close(place)
+os.ftruncate(shortened, 5)
+os.unlink("removed")
+os.rename("renamed", "elsewhere")
+os.utime("same")
+os.write(closed, b"more"); os.close(closed)
+later = os.open("later", flags); os.write(later, b"more")
+made = os.open("made", flags, 0o644)
+"#,
+    );
+    let all: [(&str, &[&str]); 9] = [
+        ("grown", &["grew"]),
+        ("empty", &["grew"]),
+        ("written", &["written"]),
+        ("shortened", &["shortened"]),
+        ("removed", &["removed"]),
+        ("renamed", &["renamed"]),
+        ("closed", &["grew"]),
+        ("later", &["opened", "written"]),
+        ("made", &["made"]),
+    ];
+    let named =
+        |names: [&str; 6]| names.map(|name| format!("{}/{name}", told.branched.scratch.path().display()));
+    let wrong = named(["written", "shortened", "removed", "renamed", "later", "made"]);
+    let wrong: Vec<&str> = wrong.iter().map(String::as_str).collect();
+    let refused =
+        told.back("rollback").fails(3, &wrong).fails(3, &["--files keep", "cannot be brought back"]);
+    assert!(!refused.stderr.contains("/grown"), "{refused}");
+    told.back("refuse")
+        .fails(3, &wrong)
+        .fails(3, &["/grown", "/closed", "/empty", "14 bytes, 10 at the snapshot"]);
+    right_eq!(told.file("grown"), "0123456789more", "a rollback that is refused has changed nothing");
+    assert_eq!(told.changes("keep"), changes(all));
+    right_eq!(told.file("grown"), "0123456789more");
+    told.does("os.write(grown, b'behind')");
+    right_eq!(told.file("grown"), "0123456789morebehind");
+    told.end();
+}
+
+/// A log whose lines are a chain, of which the program has the last link in memory.
+const CHAIN: &str = r#"
+import os, sys, zlib
+log = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+n, link = 0, 0
+while True:
+    n += 1
+    salt = int.from_bytes(os.urandom(4), "little")
+    link = zlib.crc32(b"%d" % salt, link)
+    os.write(log, b"%d %d %d\n" % (n, salt, link))
+    if n % 100 == 0 and len(sys.argv) < 3: print(n, flush=True)
+"#;
+
+/// Whether a log is the chain that a single life has written.
+#[track_caller]
+fn is_a_chain(log: &Path) {
+    let check = r#"
+import sys, zlib
+n, link, lines = 0, 0, open(sys.argv[1]).read().split("\n")
+for line in lines[:-1]:
+    n += 1
+    number, salt, told = map(int, line.split())
+    link = zlib.crc32(b"%d" % salt, link)
+    assert (number, told) == (n, link), (n, line)
+assert n > 100, n
+"#;
+    let output = Command::new("python3").args(["-c", check]).arg(log).output().expect("python");
+    right!(
+        output.status.success(),
+        "memory and log do not agree: {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+}
+
+/// To random snapshots and back: its log is as long as its memory knows, whenever that is. A snapshot to which it would have to go
+/// forward, or on another way, is refused.
+#[test]
+fn a_log_goes_back_with_the_memory_of_who_writes_it() {
+    let Some(python) = installed(&["python3"], "python3") else { return };
+    if undisturbed_only() {
+        return;
+    }
+    let talking = Talking::start(Scratch::new(), &[python.to_str().expect("a path"), "-c", CHAIN, "log"]);
+    let branched = &talking.branched;
+    let (mut there, mut backs) = (vec![branched.snapshot()], 0);
+    for turn in 0..2 * turns() {
+        branched.rest();
+        if branched.scratch.random().below(3) == 0 {
+            there.push(branched.snapshot());
+            continue;
+        }
+        let any = there[branched.scratch.random().below(there.len() as u64) as usize];
+        let name = format!("{}@{any}", branched.pid());
+        let output = branched.run(&["rollback", &name, "--files", "rollback", "--json"]);
+        match output.code() {
+            3 => drop(output.fails(3, &["/log"])),
+            _ => {
+                backs += 1;
+                let told = output.ok().json();
+                let files = told["files"].as_array().expect("files");
+                for file in files {
+                    assert_eq!(file["brought_back"], true, "turn {turn}: {told}");
+                    let tail = File::open(file["tail"].as_str().expect("a tail")).and_then(|f| f.metadata());
+                    let cut = file["size_now"].as_u64().zip(file["size_then"].as_u64());
+                    assert_eq!(
+                        Some(tail.expect("a tail").len()),
+                        cut.map(|(now, then)| now - then),
+                        "{told}"
+                    );
+                }
+            }
+        }
+    }
+    let first = format!("{}@{}", branched.pid(), there[0]);
+    branched.run(&["rollback", &first, "--files", "rollback"]).ok();
+    talking.goes_on(3);
+    let log = branched.scratch.path().join("log");
+    kernel::kill(branched.running.pid, kernel::SIGKILL);
+    kernel::wait_gone(branched.running.pid, Duration::from_secs(60));
+    is_a_chain(&log);
+    assert!(backs > 0, "it never went back");
+    talking.end();
+}
+
+/// All processes of the program write, each to a log of its own, and both logs go back.
+#[test]
+fn logs_of_several_processes_go_back_together() {
+    let Some(python) = installed(&["python3"], "python3") else { return };
+    if undisturbed_only() {
+        return;
+    }
+    let (python, scratch) = (python.to_str().expect("a path"), Scratch::new());
+    let both = format!("'{python}' -c \"$0\" other quiet & '{python}' -c \"$0\" log");
+    let talking = Talking::start(scratch, &["sh", "-c", &both, CHAIN]);
+    let branched = &talking.branched;
+    let logs = ["log", "other"].map(|name| branched.scratch.path().join(name));
+    let sizes = || logs.each_ref().map(|log| log.metadata().map_or(0, |file| file.len()));
+    let both_grow = || {
+        let before = sizes();
+        wait_for("both to write", Duration::from_secs(60), || {
+            sizes().iter().zip(&before).all(|(now, before)| now > before).then_some(())
+        });
+    };
+    both_grow();
+    let here = format!("{}@{}", branched.pid(), branched.snapshot());
+    for _ in 0..turns() {
+        both_grow();
+        let told = branched.does(&["rollback", &here, "--files", "rollback"]);
+        let is_back = |log: &PathBuf| {
+            let mut files = told["files"].as_array().expect("files").iter();
+            files.any(|file| file["file"].as_str() == log.to_str() && file["brought_back"] == true)
+        };
+        assert!(is_back(&logs[0]) && is_back(&logs[1]), "{told}");
+    }
+    talking.goes_on(3);
+    let all = [vec![branched.running.pid], kernel::children(branched.running.pid)].concat();
+    all.iter().for_each(|pid| kernel::kill(*pid, kernel::SIGKILL));
+    all.iter().for_each(|pid| kernel::wait_gone(*pid, Duration::from_secs(60)));
+    logs.iter().for_each(|log| is_a_chain(log));
+    talking.end();
+}
+
+/// Its log grows, and its index is written through a mapping: both go back with what it has in memory.
+#[test]
+fn a_database_goes_back_with_its_log() {
+    let Some(python) = installed(&["python3"], "python3") else { return };
+    if undisturbed_only() {
+        return;
+    }
+    let script = r#"
+import sqlite3
+db = sqlite3.connect("base.db", isolation_level=None)
+db.execute("pragma journal_mode=wal"); db.execute("pragma wal_autocheckpoint=0"); db.execute("pragma synchronous=off")
+db.execute("create table t (n integer, data blob)")
+n = 0
+while True:
+    n += 1
+    db.execute("insert into t values (?, randomblob(300))", (n,))
+    got = db.execute("select count(*), max(n), sum(n) from t").fetchone()
+    if got != (n, n, n * (n + 1) // 2): print("wrong", n, got, flush=True)
+    if n % 20 == 0: print(n, flush=True)
+"#;
+    let talking = Talking::start(Scratch::new(), &[python.to_str().expect("a path"), "-c", script]);
+    let branched = &talking.branched;
+    let here = format!("{}@{}", branched.pid(), branched.snapshot());
+    for _ in 0..turns() {
+        talking.goes_on(1);
+        let told = branched.does(&["rollback", &here, "--files", "rollback"]);
+        let files = told["files"].to_string();
+        assert!(files.contains("base.db-wal") && files.contains("base.db-shm"), "{told}");
+        talking.goes_on(1);
+    }
+    kernel::kill(branched.running.pid, kernel::SIGKILL);
+    kernel::wait_gone(branched.running.pid, Duration::from_secs(60));
+    let check = r#"
+import sqlite3
+db = sqlite3.connect("base.db")
+assert db.execute("pragma integrity_check").fetchall() == [("ok",)]
+count, most = db.execute("select count(*), max(n) from t").fetchone()
+assert count == most, (count, most)
+"#;
+    let checked = Command::new(python).args(["-c", check]).current_dir(branched.scratch.path()).output();
+    let checked = checked.expect("python");
+    right!(checked.status.success(), "{}", String::from_utf8_lossy(&checked.stderr));
+    talking.end();
+}
+
+/// What is in it may be theirs.
+#[test]
+fn a_file_that_others_write_to_is_left() {
+    let open = "log, own = [os.open(name, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644) for name in ('log', 'own')]";
+    let Some(told) = Told::start(open) else { return };
+    let log = told.branched.scratch.path().join("log");
+    let other = File::options().append(true).open(&log).expect("the log");
+    told.branched.snapshot();
+    told.does("os.write(log, b'line'); os.write(own, b'line')");
+    std::io::Write::write_all(&mut &other, b"other").expect("written");
+    let back = told.back("rollback").ok().json();
+    let by = format!("process {} (", std::process::id());
+    let files = back["files"].as_array().expect("files");
+    let of = |name: &str| files.iter().find(|f| f["file"].as_str().is_some_and(|file| file.ends_with(name)));
+    let (left, cut) = (of("/log").expect("the log"), of("/own").expect("its own"));
+    assert_eq!((&left["brought_back"], &cut["brought_back"]), (&false.into(), &true.into()), "{back}");
+    assert!(left["what"].as_str().is_some_and(|what| what.contains(&by)), "{back}");
+    right_eq!((told.file("log"), told.file("own")), ("lineother".into(), String::new()));
+    drop(other);
+    told.back("rollback").ok();
+    right_eq!(told.file("log"), "");
+    told.end();
+}
+
+/// It is told of what it watches, and of nothing that was looked at: so a file is compared by what is told of it without.
+#[test]
+fn nobody_hears_of_a_look_at_files() {
+    let open = r#"
+import ctypes, struct, fcntl, termios, array
+log = os.open("log", os.O_CREAT | os.O_RDWR | os.O_APPEND, 0o644); os.write(log, b"0123456789")
+libc = ctypes.CDLL(None)
+watch = libc.inotify_init1(0o4000)
+libc.inotify_add_watch(watch, b"log", 0x1 | 0x8 | 0x10 | 0x20)
+def unread():
+    waiting = array.array("i", [0]); fcntl.ioctl(watch, termios.FIONREAD, waiting); return waiting[0]
+"#;
+    let Some(told) = Told::start(open) else { return };
+    told.branched.snapshot();
+    assert_eq!(told.changes("refuse"), changes([]));
+    told.does("os.write(log, b'more')");
+    told.back("rollback").fails(3, &["/log", "it has grown, it may have been written in place"]);
+    assert_eq!(told.changes("keep"), changes([("log", &["grew", "perhaps written"])]));
+    told.does("assert unread() == 0, unread()");
+    told.does("open('log').close(); assert unread() > 0");
+    told.end();
+}
+
+/// What is written through a mapping shows in no time, and comes back as memory does.
+#[test]
+fn what_was_written_through_a_mapping_goes_back() {
+    let open = r#"
+file = os.open("file", os.O_CREAT | os.O_RDWR, 0o644); os.write(file, b"a" * 10000)
+half = mmap.mmap(file, 4096, mmap.MAP_SHARED, offset=4096)
+half[0] = 1
+"#;
+    let Some(told) = Told::start(open) else { return };
+    told.branched.snapshot();
+    let then = told.file("file");
+    assert_eq!(told.changes("refuse"), changes([]));
+    for _ in 0..2 {
+        told.does("half[0:5] = b'other'; os.pwrite(file, b'more', 10000)");
+        assert_eq!(told.changes("rollback"), changes([("file", &["grew", "written"])]));
+        right_eq!(told.file("file"), then);
+        told.does("assert half[0:5] == b'\\1aaaa', half[0:5]");
+    }
+    told.does("half[0:5] = b'other'; os.pwrite(file, b'more', 0)");
+    told.back("rollback").fails(3, &["/file", "it has been written in place"]);
+    assert_eq!(told.changes("keep"), changes([("file", &["written"])]));
+    told.does("assert half[0:5] == b'other'");
+    told.end();
+}

@@ -181,6 +181,11 @@ impl Held {
         matches!(FileType::from_raw_mode(self.mode), FileType::RegularFile | FileType::Directory)
     }
 
+    /// Whether it is a regular file with a place in a file system.
+    pub fn is_file(&self) -> bool {
+        self.is_named() && FileType::from_raw_mode(self.mode) == FileType::RegularFile
+    }
+
     fn closes_on_exec(&self) -> bool {
         self.info.flags & CLOSE_ON_EXEC != 0
     }

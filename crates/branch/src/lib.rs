@@ -6,6 +6,7 @@ mod between;
 mod connections;
 mod descriptors;
 pub mod error;
+pub mod files;
 mod guard;
 pub mod history;
 pub mod layout;
@@ -15,4 +16,4 @@ mod still;
 
 pub use error::{Error, Result};
 pub use history::Id;
-pub use program::{Program, Rolled, State, Taken};
+pub use program::{Program, Rolled, State, Taken, Terms};

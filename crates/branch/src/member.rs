@@ -319,7 +319,7 @@ pub struct Way {
     /// What is open.
     pub descriptors: descriptors::Plan,
     /// Children to be killed.
-    children: Vec<u32>,
+    pub children: Vec<u32>,
     /// What will not be as it was.
     pub notes: Vec<String>,
     /// Where programs can run meanwhile.

@@ -7,6 +7,7 @@
 //! same ones.
 
 use crate::between::{Between, View};
+use crate::files::{Changed, Digests, Files, Holder, Plan};
 use crate::guard::Guard;
 use crate::history::{History, Id};
 use crate::member::{First, Member, Part, Returning, Way, bind, get_ready, kill_all, set_back, unbind};
@@ -24,6 +25,8 @@ use stillpoint_capture::target::Target;
 use stillpoint_image::Range;
 use stillpoint_linux::proc::descendants;
 use stillpoint_linux::spawn;
+use stillpoint_restore::FilesPolicy;
+use stillpoint_restore::files::KeepTail;
 
 /// So often it is tried to find all processes of a program while it makes others.
 const TRIES: usize = 20;
@@ -42,6 +45,7 @@ pub struct Program {
     /// Its processes that are part of a snapshot and run, the first one first.
     members: Vec<Member>,
     states: BTreeMap<Id, State>,
+    digests: Digests,
     /// The last snapshot that was taken.
     last: Id,
     /// So many members there have been.
@@ -60,6 +64,7 @@ pub struct State {
     /// Of each process.
     parts: Vec<Part>,
     between: Between,
+    files: Files,
 }
 
 /// A snapshot that was taken.
@@ -86,6 +91,17 @@ pub struct Rolled {
     pub processes: usize,
     /// What is not as it was.
     pub notes: Vec<String>,
+    /// Files that were not as they were at the snapshot.
+    pub files: Vec<Changed>,
+}
+
+/// What a rollback may do to others.
+#[derive(Clone, Copy, Debug)]
+pub struct Terms {
+    /// Children that were made since are killed; otherwise they are a reason not to go back.
+    pub kill_children: bool,
+    /// What becomes of files that the program can write to and that have changed since.
+    pub files: FilesPolicy,
 }
 
 impl Program {
@@ -99,6 +115,7 @@ impl Program {
             alone,
             members: Vec::new(),
             states: BTreeMap::new(),
+            digests: Digests::default(),
             last: 0,
             joined: 0,
             guard: None,
@@ -146,6 +163,7 @@ impl Program {
     }
 
     fn try_to_take(&mut self, name: Option<String>, tell: impl FnOnce(&Taken)) -> Result<Taken> {
+        self.digests.look_ahead(&self.processes());
         let mut together = self.gather()?;
         let id = self.last + 1;
         let news: Vec<u64> = self.members.iter().filter(|m| m.history.is_none()).map(|m| m.who).collect();
@@ -228,6 +246,12 @@ impl Program {
             }
             std::thread::sleep(PAUSE);
         }
+    }
+
+    /// Its processes, as far as they are known without stopping it.
+    fn processes(&self) -> Vec<u32> {
+        let others = if self.alone { Vec::new() } else { descendants(&[self.pid]) };
+        std::iter::once(self.pid).chain(others).collect()
     }
 
     /// Whether there are other processes that a snapshot is of.
@@ -334,6 +358,7 @@ impl Program {
             .map(|(m, (still, _))| view(m.who, &m.target, still))
             .collect();
         let between = Between::read(&views, true)?;
+        let files = self.digests.note(&holders(&self.members, together))?;
         let (mut parts, mut pages, mut covered) =
             (Vec::with_capacity(self.members.len()), 0, Covered::default());
         let several = self.members.len() > 1;
@@ -349,39 +374,46 @@ impl Program {
             }
             parts.push(Part::of(member.who, &member.target, still)?);
         }
-        Ok((State { name, at: SystemTime::now(), parts, between }, pages))
+        Ok((State { name, at: SystemTime::now(), parts, between, files }, pages))
     }
 
-    /// Brings the program back to a snapshot. Children that were made since are a reason not to, unless they are to be killed. `tell`
-    /// hears of it right before the program runs on, as of a [`Program::snapshot`].
+    /// Brings the program back to a snapshot; `keep` takes what is cut off files. `tell` hears of it right before the program runs on,
+    /// as of a [`Program::snapshot`].
     ///
     /// # Errors
     /// [`Error::Refused`] and others, after which it runs on as it was; [`Error::Killed`] if that was not possible any more.
-    pub fn rollback(&mut self, id: Id, kill_children: bool, tell: impl FnOnce(&Rolled)) -> Result<Rolled> {
+    pub fn rollback(
+        &mut self,
+        id: Id,
+        terms: Terms,
+        keep: &mut KeepTail<'_>,
+        tell: impl FnOnce(&Rolled),
+    ) -> Result<Rolled> {
         let mut tell = Some(tell);
         until_it_has_passed(|| {
             let hear = |rolled: &Rolled| tell.take().into_iter().for_each(|tell| tell(rolled));
-            self.try_to_roll_back(id, kill_children, hear)
+            self.try_to_roll_back(id, terms, keep, hear)
         })
     }
 
     fn try_to_roll_back(
         &mut self,
         id: Id,
-        kill_children: bool,
+        terms: Terms,
+        keep: &mut KeepTail<'_>,
         tell: impl FnOnce(&Rolled),
     ) -> Result<Rolled> {
-        let Program { pid, alone, members, states, guard, .. } = self;
-        let state = states.get(&id).ok_or_else(|| Error::Unknown(id.to_string()))?;
-        let found = others_now(*pid, *alone, members, state, kill_children)?;
+        let Program { pid, alone, members, states, digests, guard, .. } = self;
+        let state = states.get_mut(&id).ok_or_else(|| Error::Unknown(id.to_string()))?;
+        let found = others_now(*pid, *alone, members, state, terms.kill_children)?;
         // Those that go back, in the order of the snapshot, and those that are no part of it.
         let mut left: Vec<Member> = std::mem::take(members);
         let mut going = Vec::with_capacity(state.parts.len());
         for part in &state.parts {
             going.extend(left.iter().position(|m| m.who == part.who).map(|at| left.remove(at)));
         }
-        let how = How { kill_children, alone: *alone };
-        let done = go(&mut going, state, id, &found, how, guard, tell);
+        let goal = Goal { id, state, found: &found, terms, alone: *alone };
+        let done = go(&mut going, &goal, guard, keep, tell);
         *members = going;
         if let Err(Error::Killed(_)) = done {
             // Nobody is left who would not be what he was.
@@ -392,7 +424,9 @@ impl Program {
             members.append(&mut left);
             members.sort_by_key(|member| member.who);
         }
-        done
+        let (rolled, files) = done?;
+        files.note(&mut state.files, digests);
+        Ok(rolled)
     }
 }
 
@@ -548,38 +582,44 @@ fn others_now(
     Ok(if single { Vec::new() } else { herd::find(pid).unwrap_or_default() })
 }
 
-/// How others are dealt with in a rollback.
-#[derive(Clone, Copy)]
-struct How {
-    /// Children that were made since are killed.
-    kill_children: bool,
+/// Where a rollback leads.
+struct Goal<'a> {
+    id: Id,
+    state: &'a State,
+    /// Processes that the program has now, if all are to rest.
+    found: &'a [Arc<Target>],
+    terms: Terms,
     /// What becomes of others that there were is no matter.
     alone: bool,
 }
 
-/// Brings members back.
+/// Brings members back, and files.
 fn go(
     members: &mut [Member],
-    state: &State,
-    id: Id,
-    found: &[Arc<Target>],
-    how: How,
+    goal: &Goal<'_>,
     guard: &mut Option<Guard>,
+    keep: &mut KeepTail<'_>,
     tell: impl FnOnce(&Rolled),
-) -> Result<Rolled> {
+) -> Result<(Rolled, Plan)> {
+    let Goal { state, found, .. } = *goal;
     members.iter_mut().try_for_each(Member::check)?;
     let mut guests: Vec<Guest<'_>> = members.iter_mut().map(|m| m.guest(Look::AtRest)).collect();
     let mut together = take(found, &mut guests)?;
     drop(guests);
-    let ready = plan(members, state, &together, how);
+    let ready = plan(members, goal, &together, keep);
     // The marks of what was written may have gone.
-    let (mut ways, between) = ready.inspect_err(|_| owe(members, &together))?;
+    let (mut ways, between, mut files) = ready.inspect_err(|_| owe(members, &together))?;
     let since = together.since();
     let several = members.len() > 1;
     let watched = watch(guard.as_mut().filter(|_| several), members);
     watched.inspect_err(|_| owe(members, &together))?;
     let mut histories: Vec<History<First>> = members.iter_mut().filter_map(|m| m.history.take()).collect();
-    let done = go_back(members, &mut histories, state, id, &mut together, &ways, &between);
+    let done = go_back(members, &mut histories, goal, &mut together, &ways, &between);
+    let done = done.and_then(|pages| {
+        files.bring_back();
+        together.all.iter().try_for_each(|(still, _)| unbind(still))?;
+        Ok(pages)
+    });
     members.iter_mut().zip(histories).for_each(|(member, history)| member.history = Some(history));
     let pages = match done {
         Ok(pages) => pages,
@@ -597,7 +637,13 @@ fn go(
         notes.map(move |note| if several { format!("process {}: {note}", part.pid) } else { note })
     });
     let notes = told.collect();
-    let mut rolled = Rolled { pause: since.elapsed(), pages, processes: members.len(), notes };
+    let mut rolled = Rolled {
+        pause: since.elapsed(),
+        pages,
+        processes: members.len(),
+        notes,
+        files: std::mem::take(&mut files.changed),
+    };
     tell(&rolled);
     if let ([(still, _)], Some(part)) = (&mut together.all[..], state.parts.first()) {
         still.let_waiting_go_first(&part.image);
@@ -610,7 +656,7 @@ fn go(
             member.recalled.earlier.at_ns = member.target.clocks().0;
         }
     }
-    Ok(rolled)
+    Ok((rolled, files))
 }
 
 /// Has somebody see to it that all of them end if we do. He may have been killed; then there is another one.
@@ -623,20 +669,21 @@ fn watch(guard: Option<&mut Guard>, members: &[Member]) -> Result<()> {
     })
 }
 
-/// What leads each process back; what lies between them now.
+/// What leads each process back; what lies between them now; what becomes of files.
 ///
 /// # Errors
 /// [`Error::Refused`] with all reasons; nothing has been changed.
 fn plan(
     members: &[Member],
-    state: &State,
+    goal: &Goal<'_>,
     together: &Together,
-    How { kill_children, alone }: How,
-) -> Result<(Vec<Way>, Between)> {
+    keep: &mut KeepTail<'_>,
+) -> Result<(Vec<Way>, Between, Plan)> {
+    let Goal { state, terms, alone, .. } = *goal;
     let several = members.len() > 1;
     let (mut ways, mut refused) = (Vec::with_capacity(members.len()), Vec::new());
     for ((member, part), (still, _)) in members.iter().zip(&state.parts).zip(&together.all) {
-        match Way::plan(&member.target, part, still, kill_children, alone) {
+        match Way::plan(&member.target, part, still, terms.kill_children, alone) {
             Ok(way) => ways.push(way),
             Err(Error::Refused(why)) if several => refused.extend(of(part.pid, why)),
             Err(e) => return Err(e),
@@ -655,27 +702,52 @@ fn plan(
         return Err(Error::Refused(refused));
     }
     ways.iter_mut().zip(plans).for_each(|(way, plan)| way.descriptors = plan);
+    let ending = ending(together, &ways);
+    let mut files = Plan::make(&state.files, &holders(members, together), &ending, terms.files)?;
+    if !files.refused.is_empty() {
+        return Err(Error::Refused(files.refused));
+    }
     let each = || members.iter().zip(&state.parts).zip(&together.all).zip(&ways);
     let ready = each()
-        .try_for_each(|(((member, part), (still, _)), way)| get_ready(&member.target, part, still, way));
+        .try_for_each(|(((member, part), (still, _)), way)| get_ready(&member.target, part, still, way))
+        .and_then(|()| files.keep(keep));
     if let Err(e) = ready {
         // Each is left as it is, if that can be had again.
         each().for_each(|(((member, _), (still, _)), _)| drop(set_back(&member.target, still)));
         return Err(e);
     }
-    Ok((ways, now))
+    Ok((ways, now, files))
 }
 
-/// Makes processes at rest what they were. If it fails, or we die, the program is killed; how many pages were put back.
+/// Processes that end in a rollback.
+fn ending(together: &Together, ways: &[Way]) -> Vec<u32> {
+    let children: Vec<u32> = ways.iter().flat_map(|way| way.children.iter().copied()).collect();
+    let others = together.others.iter().map(|frozen| frozen.pid);
+    others.chain(descendants(&children)).chain(children).collect()
+}
+
+/// Processes at rest, as far as it is about files.
+fn holders<'a>(members: &'a [Member], together: &'a Together) -> Vec<Holder<'a>> {
+    let holder = |(member, (still, _)): (&'a Member, &'a (Still, Option<Found>))| Holder {
+        pid: member.target.pid,
+        table: &still.table,
+        image: &still.image,
+        maps: &still.maps,
+    };
+    members.iter().zip(&together.all).map(holder).collect()
+}
+
+/// Makes processes at rest what they were, bound to end with us. If it fails, or we die, the program is killed; how many pages were put
+/// back.
 fn go_back(
     members: &[Member],
     histories: &mut [History<First>],
-    state: &State,
-    id: Id,
+    goal: &Goal<'_>,
     together: &mut Together,
     ways: &[Way],
     between: &Between,
 ) -> Result<u64> {
+    let Goal { id, state, .. } = *goal;
     together.all.iter().try_for_each(|(still, _)| bind(still))?;
     // They stand still, so that they leave nothing behind.
     let others = std::mem::take(&mut together.others);
@@ -704,6 +776,5 @@ fn go_back(
     for (returning, (still, _)) in returning.into_iter().zip(&mut together.all) {
         pages += returning.finish(still, &own)?;
     }
-    together.all.iter().try_for_each(|(still, _)| unbind(still))?;
     Ok(pages)
 }

@@ -3,10 +3,12 @@
 use crate::failure::Failure;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 use stillpoint_capture::Engine;
+use stillpoint_restore::FilesPolicy;
 use stillpoint_store::Every;
 
 /// Checkpoint, restore, clone and roll back running Linux programs.
@@ -350,15 +352,26 @@ pub struct CheckpointName {
     pub id: Option<u64>,
 }
 
-/// `restore --files`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+/// `restore --files`, `rollback --files`
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Files {
-    /// Cut a file that only grew back to its size at the checkpoint; refuse any other change
+    /// Cut a file that only grew back to the size it had; refuse any other change
     Rollback,
     /// Take files as they are
     Keep,
     /// Refuse any change
     Refuse,
+}
+
+impl From<Files> for FilesPolicy {
+    fn from(files: Files) -> Self {
+        match files {
+            Files::Rollback => FilesPolicy::Rollback,
+            Files::Keep => FilesPolicy::Keep,
+            Files::Refuse => FilesPolicy::Refuse,
+        }
+    }
 }
 
 /// `restore --tcp`
@@ -505,6 +518,9 @@ pub struct Rollback {
     /// Kill child processes that were made since, with all that they have made
     #[arg(long)]
     pub kill_children: bool,
+    /// What becomes of files that the program writes and that changed since
+    #[arg(long, value_name = "POLICY", default_value = "keep")]
+    pub files: Files,
     /// What sp_snapshot() returns, if the program has taken the snapshot itself
     #[arg(long, value_name = "NUMBER", default_value_t = 1, allow_negative_numbers = true)]
     pub value: i64,

@@ -7,6 +7,7 @@
 pub mod client;
 pub mod server;
 
+use crate::args::Files;
 use crate::failure::{Failure, Result};
 use crate::jobs;
 use rustix::fd::{AsRawFd, OwnedFd};
@@ -15,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
+use stillpoint_branch::files::{Changed, Fate};
 use stillpoint_store::Store;
 
 /// What is asked.
@@ -36,6 +38,9 @@ pub enum Ask {
         /// Children that were made since are killed.
         #[serde(default)]
         kill_children: bool,
+        /// What becomes of files that the program writes and that changed since.
+        #[serde(default = "keep")]
+        files: Files,
         /// What the call returns that took the snapshot, if the program took it itself.
         #[serde(default = "one")]
         value: i64,
@@ -60,6 +65,10 @@ fn one() -> i64 {
     1
 }
 
+fn keep() -> Files {
+    Files::Keep
+}
+
 /// What is answered.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -76,6 +85,9 @@ pub enum Answer {
         value: i64,
         /// Of so many processes.
         processes: usize,
+        /// After a rollback: files that were not as they were.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        files: Vec<ChangedFile>,
     },
     /// The program is back.
     Rolled {
@@ -89,6 +101,9 @@ pub enum Answer {
         processes: usize,
         /// What is not as it was.
         notes: Vec<String>,
+        /// Files that were not as they were.
+        #[serde(default)]
+        files: Vec<ChangedFile>,
     },
     /// All snapshots, oldest first.
     List(Vec<Row>),
@@ -109,6 +124,47 @@ pub enum Answer {
     },
     /// Nothing was done.
     Failed(Failure),
+}
+
+/// A file that was not as it was at the snapshot that a program went back to.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct ChangedFile {
+    /// Its name.
+    pub file: String,
+    /// Bytes at the snapshot; none if it was not open for writing then.
+    pub size_then: Option<u64>,
+    /// Bytes before the rollback; none if it could not be reached any more.
+    pub size_now: Option<u64>,
+    /// In which ways it had changed, a word for each.
+    pub changes: Vec<String>,
+    /// Whether it is as it was again.
+    pub brought_back: bool,
+    /// Where there is what was cut off.
+    pub tail: Option<PathBuf>,
+    /// All of that in words.
+    pub what: String,
+}
+
+impl ChangedFile {
+    /// Of what a rollback tells; `tails`: what was cut off.
+    fn of(changed: &Changed, tails: &[(PathBuf, PathBuf)]) -> Self {
+        let brought_back = changed.fate == Fate::Back;
+        let tail = tails.iter().find(|(file, _)| brought_back && file.as_os_str() == changed.file.as_str());
+        let tail = tail.map(|(_, tail)| tail.clone());
+        let mut what = changed.to_string();
+        if let Some(tail) = &tail {
+            what += &format!("; what was cut off is in {}", tail.display());
+        }
+        ChangedFile {
+            file: changed.file.clone(),
+            size_then: changed.size_then,
+            size_now: changed.size_now,
+            changes: changed.how.iter().map(|how| how.word().to_owned()).collect(),
+            brought_back,
+            tail,
+            what,
+        }
+    }
 }
 
 /// A snapshot.

@@ -1,18 +1,20 @@
 //! The process that keeps the snapshots of a program.
 
-use super::{Answer, Ask, Place, Row, start_time};
+use super::{Answer, Ask, ChangedFile, Place, Row, start_time};
 use crate::control::{Line, server::check_peer};
 use crate::failure::{FAILED, Failure, Result};
 use crate::taken;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, OwnedFd};
 use serde_json::Value;
+use std::cell::RefCell;
 use std::collections::BTreeSet;
+use std::io::Read;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant, SystemTime};
-use stillpoint_branch::{Error, Id, Program, Rolled, Taken};
+use stillpoint_branch::{Error, Id, Program, Rolled, Taken, Terms};
 use stillpoint_capture::Refusal;
 use stillpoint_capture::attributes::target::has_ended;
 use stillpoint_capture::freeze;
@@ -32,7 +34,7 @@ const IDLE: Timespec = Timespec { tv_sec: 10, tv_nsec: 0 };
 pub struct Keeper {
     pid: u32,
     pidfd: OwnedFd,
-    store: PathBuf,
+    store: Store,
     listener: UnixListener,
     /// The program itself, by way of its library.
     own: Option<Line>,
@@ -107,7 +109,7 @@ impl Keeper {
                 (UnixListener::bind(place.socket()).map_err(failed)?, Some(line))
             }
         };
-        let store = store.path().to_owned();
+        let store = store.clone();
         Ok(Keeper {
             pid,
             pidfd,
@@ -226,8 +228,9 @@ impl Keeper {
     fn act(&mut self, ask: &Ask, asker: Asker) -> (Answer, Next) {
         let done = match ask {
             Ask::Snapshot { name, alone } => self.snapshot(name.clone(), *alone, asker),
-            Ask::Rollback { snapshot, kill_children, value } => {
-                self.rollback(snapshot.as_deref(), *kill_children, *value)
+            Ask::Rollback { snapshot, kill_children, files, value } => {
+                let terms = Terms { kill_children: *kill_children, files: (*files).into() };
+                self.rollback(snapshot.as_deref(), terms, *value)
             }
             Ask::List => Ok(Answer::List(self.list())),
             Ask::Forget { snapshot } => self.forget(snapshot.as_deref()),
@@ -261,6 +264,7 @@ impl Keeper {
             pages: taken.pages,
             value: 0,
             processes: taken.processes,
+            files: Vec::new(),
         };
         let mut tell = |taken: &Taken| {
             if asker == Asker::Program {
@@ -280,21 +284,33 @@ impl Keeper {
         Ok(answer(&taken))
     }
 
-    fn rollback(&mut self, which: Option<&str>, kill_children: bool, value: i64) -> Result<Answer, Error> {
+    fn rollback(&mut self, which: Option<&str>, terms: Terms, value: i64) -> Result<Answer, Error> {
         let (_, snapshot) = self.find(which)?;
-        let Keeper { program, own, unsaid, of_its_own, .. } = self;
+        let Keeper { program, own, unsaid, of_its_own, store, .. } = self;
         let program = program.as_mut().ok_or_else(|| Error::Unknown(snapshot.to_string()))?;
+        let tails: RefCell<Vec<(PathBuf, PathBuf)>> = RefCell::default();
+        let mut keep = |file: &Path, offset: u64, tail: &mut dyn Read| {
+            let kept = store.keep_branch_tail(snapshot, file, offset, tail)?;
+            tails.borrow_mut().push((file.to_owned(), kept));
+            Ok(())
+        };
+        let files = |rolled: &Rolled| -> Vec<ChangedFile> {
+            rolled.files.iter().map(|changed| ChangedFile::of(changed, &tails.borrow())).collect()
+        };
         // Whoever took the snapshot hears of it, if it was the program itself.
         let tell = |rolled: &Rolled| {
             if of_its_own.contains(&snapshot) {
                 let (pause_ms, pages, processes) =
                     (milliseconds(rolled.pause), rolled.pages, rolled.processes);
-                let answer = Answer::Taken { snapshot, pause_ms, pages, value, processes };
+                let answer =
+                    Answer::Taken { snapshot, pause_ms, pages, value, processes, files: files(rolled) };
                 say_at_once(own.as_ref(), &answer, unsaid);
             }
         };
-        let rolled = program.rollback(snapshot, kill_children, tell)?;
+        let rolled = program.rollback(snapshot, terms, &mut keep, tell)?;
+        let files = files(&rolled);
         Ok(Answer::Rolled {
+            files,
             snapshot,
             pause_ms: milliseconds(rolled.pause),
             pages: rolled.pages,
@@ -328,7 +344,7 @@ impl Keeper {
     /// Runs one of the other commands in a process of its own: nothing it does, and no end it finds, reaches the snapshots.
     fn command(&self, arguments: &[String]) -> Result<Value> {
         let mut command = Command::new("/proc/self/exe");
-        command.arg("--store").arg(&self.store).arg("--json").args(arguments).stdin(Stdio::null());
+        command.arg("--store").arg(self.store.path()).arg("--json").args(arguments).stdin(Stdio::null());
         let output = command.output().map_err(|e| Failure::failed(format!("start stillpoint: {e}")))?;
         if output.status.success() {
             return serde_json::from_slice(&output.stdout).map_err(Failure::failed);

@@ -33,16 +33,16 @@ pub fn snapshot(common: &Common, args: &Snapshot) -> Result<ExitCode> {
 
 /// `stillpoint rollback`
 pub fn rollback(common: &Common, args: &Rollback) -> Result<ExitCode> {
-    let (kill_children, value) = (args.kill_children, args.value);
-    let asked = Ask::Rollback { snapshot: args.of.which.1.clone(), kill_children, value };
+    let (kill_children, files, value) = (args.kill_children, args.files, args.value);
+    let asked = Ask::Rollback { snapshot: args.of.which.1.clone(), kill_children, files, value };
     let (pid, answer) = ask(common, &args.of.which.0, &asked)?;
-    let Answer::Rolled { snapshot, pause_ms, pages, processes, notes } = answer else {
+    let Answer::Rolled { snapshot, pause_ms, pages, processes, notes, files } = answer else {
         return Err(strange());
     };
     if common.json {
         output::json(&json!({
             "pid": pid, "snapshot": snapshot, "pause_ms": rounded(pause_ms), "pages": pages,
-            "processes": processes, "notes": notes,
+            "processes": processes, "notes": notes, "files": files,
         }))?;
         return Ok(ExitCode::SUCCESS);
     }
@@ -50,7 +50,7 @@ pub fn rollback(common: &Common, args: &Rollback) -> Result<ExitCode> {
     output::line(&format!(
         "{who} {are} back at snapshot {snapshot}: {pages} pages, {they} stood still for {pause_ms:.2} ms"
     ))?;
-    notes.iter().for_each(|note| output::note(note));
+    notes.iter().chain(files.iter().map(|file| &file.what)).for_each(|note| output::note(note));
     Ok(ExitCode::SUCCESS)
 }
 

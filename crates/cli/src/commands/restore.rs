@@ -29,7 +29,7 @@ use stillpoint_linux::supervise::{Child, Signals};
 use stillpoint_pager::Restoring;
 use stillpoint_restore::files::{stand_in, stay_apart};
 use stillpoint_restore::{
-    Coming, Error, FilesPolicy, Heard, Ids, Lazily, Options, Pager, Restored, Stdio, TcpPolicy, restore,
+    Coming, Error, Heard, Ids, Lazily, Options, Pager, Restored, Stdio, TcpPolicy, restore,
 };
 use stillpoint_store::history::{Back as CameBack, What};
 use stillpoint_store::{Checkpoint, Claim, Running, Sources, Store, Terms, TouchSet};
@@ -633,21 +633,13 @@ impl Again<'_> {
     }
 }
 
-fn files_policy(args: &Restore) -> FilesPolicy {
-    match args.files {
-        Files::Rollback => FilesPolicy::Rollback,
-        Files::Keep => FilesPolicy::Keep,
-        Files::Refuse => FilesPolicy::Refuse,
-    }
-}
-
 fn options(args: &Restore, stdio: Stdio, ids: Ids, own_output: bool) -> Options {
     let tcp = match args.tcp {
         Tcp::Established => TcpPolicy::Established,
         Tcp::Close => TcpPolicy::Close,
     };
     Options {
-        files: files_policy(args),
+        files: args.files.into(),
         tcp,
         stdio,
         own_output,
@@ -669,7 +661,7 @@ pub(super) fn load(store: &Store, name: &CheckpointName) -> Result<(Checkpoint, 
 /// Nothing that a program uses is changed by its own past.
 fn stay_apart_if_it_runs(store: &Store, image: &mut Image, args: &Restore) -> Result<()> {
     let Some(pid) = still_runs(store, image)? else { return Ok(()) };
-    stay_apart(image, files_policy(args)).map_err(|e| {
+    stay_apart(image, args.files.into()).map_err(|e| {
         let what = Origin::of(&image.meta);
         match e {
             Error::Refused(_) => failure(e, &format!("{what} while the program still runs (process {pid})"))

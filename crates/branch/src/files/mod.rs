@@ -1,0 +1,354 @@
+//! Files that a program can write to: what they are at a snapshot, what has become of them since, and how they become that again.
+//!
+//! Nothing of them is remembered but what tells whether they are the same: sizes, times, and a digest of what is in them ([`Digests`]).
+//! So a file that has only grown can be cut back ([`cuts`]), and of all others it can be told what has happened to them ([`changes`]).
+//! What can be written through a shared mapping, where times tell little, is remembered itself, as far as it is little.
+
+mod changes;
+mod cuts;
+mod seen;
+
+pub use changes::{Changed, Fate, How};
+pub use cuts::Plan;
+
+use crate::Result;
+use crate::descriptors::Table;
+use rustix::fs::OFlags;
+use seen::{Clock, Identity, Seen, Stamp, now_ns};
+use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use stillpoint_capture::Builder;
+use stillpoint_capture::files::{Moment, Noticed, is_view, note_open, take_digests_of};
+use stillpoint_image::{Backing, Image, Mapping, PathFile, Range, Usage};
+use stillpoint_linux::proc::{Proc, Vma};
+use stillpoint_linux::{Error as Kernel, digest, silent};
+
+/// So much is read of all files while the program stands still, bytes: what is more has no digest, unless it was at rest before.
+const READ_AT_REST: u64 = 16 << 20;
+/// So much of what can be written through mappings is remembered at each snapshot, bytes.
+const MOST_MAPPED: u64 = 16 << 20;
+/// So much is read of all files before, while it runs, bytes.
+const READ_AHEAD: u64 = digest::WHOLE;
+/// A file that has not changed for so long is read ahead, nanoseconds.
+const AT_REST_NS: i64 = 1_000_000_000;
+
+/// A process at rest, as far as it is about files.
+#[derive(Clone, Copy, Debug)]
+pub struct Holder<'a> {
+    /// Its id.
+    pub pid: u32,
+    /// What it has open.
+    pub table: &'a Table,
+    /// It, as it was described.
+    pub image: &'a Image,
+    /// Its mappings.
+    pub maps: &'a [Vma],
+}
+
+/// BLAKE3.
+type Digest = [u8; 32];
+
+/// A file that a program at rest can write to.
+#[derive(Clone, Debug)]
+struct Writable {
+    /// What the kernel calls it.
+    name: Vec<u8>,
+    /// The root directory of who has it, as seen from here.
+    root: PathBuf,
+    /// Leads to it, whatever its name is.
+    way: PathBuf,
+    seen: Seen,
+    /// What of it can be written through mappings, ascending.
+    mapped: Vec<Range>,
+    /// What of it goes back with memory, ascending.
+    memory: Vec<Range>,
+}
+
+/// A file as it was at a snapshot.
+#[derive(Clone, Debug)]
+struct Noted {
+    file: Writable,
+    /// Of its contents but for what is kept; none if that would have taken too long.
+    digest: Option<Digest>,
+    /// What could be written through mappings; none if it was too much.
+    kept: Option<Vec<(Range, Vec<u8>)>>,
+}
+
+/// The files that a program could write to at a snapshot.
+#[derive(Debug, Default)]
+pub struct Files {
+    all: Vec<Noted>,
+    /// When that was, nanoseconds since 1970.
+    at_ns: i64,
+}
+
+impl Writable {
+    /// Its name, as seen from here.
+    fn path(&self) -> PathBuf {
+        below(&self.root, &self.name)
+    }
+
+    /// Ranges that end where the file does.
+    fn within(&self, ranges: &[Range]) -> Vec<Range> {
+        let all = [Range { start: 0, len: self.seen.stamp.size }];
+        ranges.iter().flat_map(|range| range.parts_of(&all)).collect()
+    }
+
+    /// Whether all that is in it goes back with memory.
+    fn is_memory(&self) -> bool {
+        let all = Range { start: 0, len: self.seen.stamp.size };
+        !self.memory.is_empty() && Range::without(&[all], &self.memory).is_empty()
+    }
+
+    /// Whether whoever changes it after this look changes its times too.
+    fn would_show_changes(&self) -> bool {
+        self.mapped.is_empty() && self.seen.would_show_changes()
+    }
+
+    /// Whether so much of it can be read at once, and nobody else has to be waited for.
+    fn may_be_read(&self, size: u64) -> bool {
+        self.seen.clock != Clock::Foreign && size <= digest::WHOLE
+    }
+
+    /// Digest of what is in its first bytes but in these ranges; none if it cannot be told without being noticed, or waited for.
+    fn digest(&self, size: u64, but: &[Range], noticed: &Noticed) -> Option<Digest> {
+        if !self.may_be_read(size) || noticed.is(&self.path(), self.seen.identity.inode) {
+            return None;
+        }
+        let file = silent::open(&self.way, OFlags::NONBLOCK | OFlags::NOCTTY).ok()?;
+        let skip: Vec<(u64, u64)> = but.iter().map(|range| (range.start, range.len)).collect();
+        digest::digest(&file, size, &skip).ok().map(|(digest, _)| digest)
+    }
+
+    /// What is in some ranges of it; none if it cannot be told so.
+    fn contents(&self, ranges: &[Range], noticed: &Noticed) -> Option<Vec<(Range, Vec<u8>)>> {
+        if self.seen.clock == Clock::Foreign || noticed.is(&self.path(), self.seen.identity.inode) {
+            return None;
+        }
+        let file = silent::open(&self.way, OFlags::NONBLOCK | OFlags::NOCTTY).ok()?;
+        let read = |range: &Range| {
+            let mut bytes = vec![0; range.len as usize];
+            digest::read_at(&file, range.start, &mut bytes).ok()?;
+            Some((*range, bytes))
+        };
+        ranges.iter().map(read).collect()
+    }
+}
+
+/// A path in a root directory.
+fn below(root: &Path, path: &[u8]) -> PathBuf {
+    root.join(OsStr::from_bytes(path.strip_prefix(b"/").unwrap_or(path)))
+}
+
+/// The way to what is open under a number.
+fn way_to(pid: u32, fd: u32) -> PathBuf {
+    PathBuf::from(format!("/proc/{pid}/fd/{fd}"))
+}
+
+/// What processes would notice.
+fn noticed(holders: &[Holder<'_>]) -> Noticed {
+    let mut noticed = Noticed::default();
+    let held = holders.iter().flat_map(|holder| holder.table.held.values());
+    held.for_each(|held| noticed.add_open(&held.info, held.identity));
+    noticed
+}
+
+/// All files that processes can write to, through descriptors or mappings: each once, however many have it.
+fn writable(holders: &[Holder<'_>]) -> Result<Vec<Writable>> {
+    let mut all: BTreeMap<(u64, u64), Writable> = BTreeMap::new();
+    for holder in holders {
+        let root = PathBuf::from(format!("/proc/{}/root", holder.pid));
+        for (&fd, held) in holder.table.held.iter().filter(|(_, held)| held.is_file() && held.writes()) {
+            let Entry::Vacant(place) = all.entry(held.identity) else { continue };
+            let way = way_to(holder.pid, fd);
+            if !is_view(&way).map_err(|e| Kernel::file(&way, e))? {
+                place.insert(Writable::new(&held.link, &root, way)?);
+            }
+        }
+        let mappings = holder.image.spaces.iter().flat_map(|space| &space.mappings);
+        for mapping in mappings.filter(|mapping| mapping.shared) {
+            holder.add_mapping(mapping, &root, &mut all)?;
+        }
+    }
+    for file in all.values_mut() {
+        file.mapped = Range::joined(std::mem::take(&mut file.mapped));
+        file.memory = Range::joined(std::mem::take(&mut file.memory));
+    }
+    Ok(all.into_values().collect())
+}
+
+impl Writable {
+    fn new(name: &[u8], root: &Path, way: PathBuf) -> Result<Self> {
+        let seen = Seen::at(&way)?;
+        let (name, root) = (name.to_vec(), root.to_owned());
+        Ok(Writable { name, root, way, seen, mapped: Vec::new(), memory: Vec::new() })
+    }
+}
+
+impl Holder<'_> {
+    /// Adds what can be written through a shared mapping. What goes back with memory is no file, unless it is open, too.
+    fn add_mapping(
+        &self,
+        mapping: &Mapping,
+        root: &Path,
+        all: &mut BTreeMap<(u64, u64), Writable>,
+    ) -> Result<()> {
+        let vma = self.maps.iter().find(|v| v.start <= mapping.start && mapping.start < v.end);
+        let Some(vma) = vma.filter(|_| mapping.prot & libc::PROT_WRITE as u32 != 0) else { return Ok(()) };
+        let file = match &mapping.backing {
+            Backing::File { path, may_write: true, .. } => self.image.paths.get(*path as usize),
+            Backing::Object { .. } => None,
+            _ => return Ok(()),
+        };
+        let range = Range { start: vma.offset + (mapping.start - vma.start), len: mapping.len() };
+        match file.filter(|file| !file.is_memory()) {
+            None => {
+                let inode = file.map_or((vma.dev, vma.ino), |file| (file.dev, file.ino));
+                all.get_mut(&inode).into_iter().for_each(|file| file.memory.push(range));
+            }
+            Some(file) => {
+                let known = match all.entry((file.dev, file.ino)) {
+                    Entry::Occupied(known) => known.into_mut(),
+                    Entry::Vacant(place) => {
+                        let way = PathBuf::from(format!("/proc/{}/{}", self.pid, vma.link_name()));
+                        let name = std::fs::read_link(&way).map_err(|e| Kernel::file(&way, e))?;
+                        place.insert(Writable::new(name.as_os_str().as_bytes(), root, way)?)
+                    }
+                };
+                known.mapped.push(range);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Digests of files from one snapshot to the next: what has not changed is not read again.
+#[derive(Debug)]
+pub struct Digests {
+    known: HashMap<Identity, (Stamp, Digest)>,
+    /// Whether a file may have had none at the last snapshot, though there could be one.
+    is_any_missing: bool,
+}
+
+impl Default for Digests {
+    fn default() -> Self {
+        Digests { known: HashMap::new(), is_any_missing: true }
+    }
+}
+
+impl Digests {
+    /// Reads files that processes can write to while they run, if these have been at rest for a while.
+    pub fn look_ahead(&mut self, pids: &[u32]) {
+        if !self.is_any_missing {
+            return;
+        }
+        let mut builder = Builder::new();
+        // One that ends meanwhile has nothing open.
+        pids.iter().for_each(|pid| drop(note_open(&mut builder, *pid)));
+        // What is written through a mapping may not show in the times of a file.
+        let mapped = mapped_by(pids);
+        let mut files: Vec<&mut PathFile> = builder.image.paths.iter_mut().collect();
+        files.sort_by_key(|file| file.size);
+        let mut left = READ_AHEAD;
+        for file in files {
+            if mapped.contains(&file.ino) || file.size > left || !self.is_to_be_read_ahead(file) {
+                file.usage = Usage::Path;
+            } else if file.usage == Usage::Write {
+                left -= file.size;
+            }
+        }
+        take_digests_of(&mut builder, Usage::Write, Moment::Running);
+        for file in &builder.image.paths {
+            let digest = file.digest.as_ref().and_then(|digest| digest.blake3.0.as_slice().try_into().ok());
+            let seen = still_the_same(file).filter(Seen::would_show_changes);
+            if let (Some(digest), Some(seen)) = (digest, seen) {
+                self.known.insert(seen.identity, (seen.stamp, digest));
+            }
+        }
+    }
+
+    fn is_to_be_read_ahead(&self, file: &PathFile) -> bool {
+        let is_at_rest = now_ns() - file.ctime_ns.max(file.mtime_ns) > AT_REST_NS;
+        let seen = still_the_same(file).filter(|seen| seen.clock != Clock::Foreign);
+        let is_known =
+            |seen: &Seen| self.known.get(&seen.identity).is_some_and(|(then, _)| *then == seen.stamp);
+        is_at_rest && seen.is_some_and(|seen| !is_known(&seen))
+    }
+
+    /// Notes the files of a program at rest.
+    ///
+    /// # Errors
+    /// That one of them cannot be looked at.
+    pub fn note(&mut self, holders: &[Holder<'_>]) -> Result<Files> {
+        Ok(self.note_all(writable(holders)?, &noticed(holders)))
+    }
+
+    /// A file is what it was at a snapshot again, though it has other times.
+    fn note_return(&mut self, noted: &mut Noted, seen: Seen) {
+        noted.file.seen = seen;
+        if let Some(digest) = noted.digest.filter(|_| noted.file.would_show_changes()) {
+            self.known.insert(seen.identity, (seen.stamp, digest));
+        }
+    }
+
+    fn note_all(&mut self, mut files: Vec<Writable>, noticed: &Noticed) -> Files {
+        // As many as possible.
+        files.sort_by_key(|file| file.seen.stamp.size);
+        let before = std::mem::take(&mut self.known);
+        let (mut left, mut room) = (READ_AT_REST, MOST_MAPPED);
+        self.is_any_missing = false;
+        let all = files.into_iter().map(|file| {
+            let kept = keep(&file, &mut room, noticed);
+            let Seen { identity, stamp, .. } = file.seen;
+            let known = before.get(&identity).filter(|(then, _)| *then == stamp && file.mapped.is_empty());
+            let digest = match known {
+                Some((_, digest)) => Some(*digest),
+                None if stamp.size > left => {
+                    self.is_any_missing |= file.may_be_read(stamp.size) && file.mapped.is_empty();
+                    None
+                }
+                None => {
+                    left -= stamp.size;
+                    file.digest(stamp.size, &ranges(&kept), noticed)
+                }
+            };
+            if let Some(digest) = digest.filter(|_| file.would_show_changes()) {
+                self.known.insert(identity, (stamp, digest));
+            }
+            Noted { file, digest, kept }
+        });
+        Files { all: all.collect(), at_ns: now_ns() }
+    }
+}
+
+/// What a path leads to, if that is what was described, and has not changed since.
+fn still_the_same(file: &PathFile) -> Option<Seen> {
+    let stamp = Stamp { size: file.size, mtime_ns: file.mtime_ns, ctime_ns: file.ctime_ns };
+    let seen = Seen::at(file.path.as_path()).ok()?;
+    (seen.stamp == stamp && seen.identity.inode == (file.dev, file.ino)).then_some(seen)
+}
+
+/// Inode numbers of files that running processes have shared mappings of.
+fn mapped_by(pids: &[u32]) -> HashSet<u64> {
+    let maps = |pid: &u32| Proc::process(*pid).and_then(|process| process.maps()).unwrap_or_default();
+    pids.iter().flat_map(maps).filter(|vma| vma.shared).map(|vma| vma.ino).collect()
+}
+
+/// What can be written to a file through mappings, if there is room for it.
+fn keep(file: &Writable, room: &mut u64, noticed: &Noticed) -> Option<Vec<(Range, Vec<u8>)>> {
+    let mapped = file.within(&file.mapped);
+    let len: u64 = mapped.iter().map(|range| range.len).sum();
+    *room = room.checked_sub(len)?;
+    match mapped.is_empty() {
+        true => Some(Vec::new()),
+        false => file.contents(&mapped, noticed),
+    }
+}
+
+/// Where that was.
+fn ranges(kept: &Option<Vec<(Range, Vec<u8>)>>) -> Vec<Range> {
+    kept.iter().flatten().map(|(range, _)| *range).collect()
+}
