@@ -38,10 +38,12 @@ class Error(OSError):
 
 
 class Snapshot:
-    """A moment of this program: its ``number``, and ``value``, which is 0 until a rollback gives another one."""
+    """A moment of this program: its ``number``, ``value``, which is 0 until a rollback gives another one, and ``files``: after a
+    rollback, what has become of files that the program writes, a line for each that is not as it was. They stay as they are.
+    """
 
-    def __init__(self, number, value):
-        self.number, self.value = number, value
+    def __init__(self, number, value, files=()):
+        self.number, self.value, self.files = number, value, list(files)
 
     def rollback(self, value=1, kill_children=False):
         """Back to the snapshot, where ``value`` (positive) is what it has. Returns only by raising Error."""
@@ -64,7 +66,7 @@ def snapshot():
     value = _library().sp_snapshot(ctypes.byref(number))
     if value < 0:
         raise _error(value)
-    return Snapshot(number.value, value)
+    return Snapshot(number.value, value, os.fsdecode(_library().sp_changed_files()).splitlines())
 
 
 @contextmanager
@@ -117,6 +119,7 @@ def _library():
             getattr(library, name).argtypes = [ctypes.c_uint64, ctypes.c_int]
         library.sp_commit.argtypes = [ctypes.c_uint64]
         library.sp_checkpoint.argtypes = [ctypes.c_char_p]
+        library.sp_changed_files.restype = ctypes.c_char_p
         library.sp_strerror.argtypes, library.sp_strerror.restype = [ctypes.c_int], ctypes.c_char_p
         _loaded = library
     return _loaded

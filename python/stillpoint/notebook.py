@@ -93,6 +93,11 @@ class Undo(Magics):
         if carried["cell"] == cell + 2:
             undone = f"cell {cell + 1} is"
         print(f"back at snapshot {name}: {undone} undone")
+        # What carries this over, and the history, are not to be undone.
+        own = ("/memfd:stillpoint notebook", str(self.shell.history_manager.hist_file))
+        for file in here.files:
+            if not file.startswith(own):
+                print(f"not undone: {file}")
 
     def rollback(self, name, kill):
         self.settle()

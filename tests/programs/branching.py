@@ -27,17 +27,21 @@ for thread in threads:
     thread.start()
 array = numpy.arange(500_000)
 notes = {"turn": 0}
+log = open("log", "a")
 for turn in range(int(sys.argv[1])):
     with stillpoint.speculate() as s:
         if s.value == 0:
             array[:] = -1
             notes.clear()
+            print("a line", file=log, flush=True)
             extra = [bytearray(n) for n in range(0, 100_000, 997)]
             threading.Thread(target=lambda: notes.update(spoiled=True)).start()
             if turn % 3 == 0:
                 array.resize(10, refcheck=False)
             s.rollback(turn + 1)
         assert s.value == turn + 1, s
+        then, now = 7 * turn, 7 * (turn + 1)
+        assert f"{os.getcwd()}/log: {now} bytes, {then} at the snapshot: it has grown" in s.files, s.files
         assert notes == {"turn": turn}, notes
         assert int(array.sum()) == 499_999 * 250_000
         notes["turn"] = turn + 1

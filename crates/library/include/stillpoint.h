@@ -40,6 +40,11 @@ int sp_rollback(uint64_t id, int value);
 // As sp_rollback, and kills all child processes that were made since the snapshot, with all that they have made.
 int sp_rollback_killing(uint64_t id, int value);
 
+// Files that were not as they were at the snapshot when sp_snapshot came back in this thread because of a rollback: a line for each, in
+// words for people. They stay as they are: only memory goes back. Empty if there are none, or it has just been taken; never null. Valid
+// until this thread's next sp_snapshot.
+const char *sp_changed_files(void);
+
 // Forgets a snapshot; the program goes on as it is. 0, or an error, negative.
 int sp_commit(uint64_t id);
 

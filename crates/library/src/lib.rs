@@ -13,6 +13,8 @@ use std::ffi::{CStr, CString, c_char, c_int};
 thread_local! {
     /// What the last error of this thread was.
     static LAST: RefCell<CString> = RefCell::default();
+    /// Files that were not as they were when this thread came back to a snapshot, a line for each.
+    static CHANGED: RefCell<CString> = RefCell::default();
 }
 
 /// A snapshot was taken (0), or the program has come back to it (what the rollback gave); its number.
@@ -21,9 +23,18 @@ thread_local! {
 /// [`Error`]; there is no snapshot.
 pub fn snapshot() -> Result<(u64, i32), Error> {
     match ask(&json!({"snapshot": {"name": null}}))? {
-        Answer::Taken { snapshot, value } => Ok((snapshot, value)),
+        Answer::Taken { snapshot, value, files } => {
+            CHANGED.with(|changed| *changed.borrow_mut() = text(&files.join("\n")));
+            Ok((snapshot, value))
+        }
         _ => Err(Error::strange()),
     }
+}
+
+/// Files that were not as they were at the snapshot, when [`snapshot`] last returned in this thread because of a rollback: in which
+/// ways they had changed, in words for people, a line for each. They stay as they are.
+pub fn changed_files() -> String {
+    CHANGED.with(|changed| changed.borrow().to_string_lossy().into_owned())
 }
 
 /// Back to a snapshot, where [`snapshot`] returns this value.
@@ -72,9 +83,12 @@ pub fn fork_all() -> Result<Option<i32>, Error> {
 }
 
 fn told(error: Error) -> c_int {
-    let text = CString::new(error.what.replace('\0', " ")).unwrap_or_default();
-    LAST.with(|last| *last.borrow_mut() = text);
+    LAST.with(|last| *last.borrow_mut() = text(&error.what));
     error.code
+}
+
+fn text(words: &str) -> CString {
+    CString::new(words.replace('\0', " ")).unwrap_or_default()
 }
 
 /// `sp_snapshot`
@@ -136,6 +150,14 @@ pub unsafe extern "C" fn sp_checkpoint(name: *const c_char) -> c_int {
 #[allow(unsafe_code)]
 pub extern "C" fn sp_fork_all() -> c_int {
     fork_all().map_or_else(told, Option::unwrap_or_default)
+}
+
+/// `sp_changed_files`
+#[unsafe(no_mangle)]
+#[allow(unsafe_code)]
+pub extern "C" fn sp_changed_files() -> *const c_char {
+    // Valid until this thread's next snapshot.
+    CHANGED.with(|changed| changed.borrow().as_ptr())
 }
 
 /// `sp_strerror`

@@ -41,6 +41,8 @@ pub(crate) enum Answer {
     Taken {
         snapshot: u64,
         value: i32,
+        /// After a rollback: what is told of files that were not as they were.
+        files: Vec<String>,
     },
     Forked {
         pid: i32,
@@ -122,7 +124,9 @@ pub(crate) fn ask(question: &Value) -> Result<Answer, Error> {
     let number = |of: &Value, name: &str| of[name].as_i64().ok_or_else(Error::strange);
     if let Some(taken) = answer.get("taken") {
         let (snapshot, value) = (number(taken, "snapshot")? as u64, number(taken, "value")? as i32);
-        return Ok(Answer::Taken { snapshot, value });
+        let files = taken["files"].as_array().into_iter().flatten();
+        let files = files.filter_map(|file| Some(file["what"].as_str()?.replace('\n', " "))).collect();
+        return Ok(Answer::Taken { snapshot, value, files });
     }
     match answer.get("forked") {
         Some(forked) => Ok(Answer::Forked { pid: number(forked, "pid")? as i32 }),
