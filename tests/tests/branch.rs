@@ -1210,7 +1210,7 @@ made = os.open("made", flags, 0o644)
         ("removed", &["removed"]),
         ("renamed", &["renamed"]),
         ("closed", &["grew"]),
-        ("later", &["opened", "written"]),
+        ("later", &["opened", "modified"]),
         ("made", &["made"]),
     ];
     let named =

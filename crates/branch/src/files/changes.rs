@@ -13,9 +13,10 @@ pub enum How {
     Grew,
     /// It is shorter.
     Shortened,
-    /// What is in it, as far as it goes back to the snapshot, is not the same; where that cannot be compared, it has been modified
-    /// since.
+    /// What is in it, as far as it goes back to the snapshot, is not the same.
     Written,
+    /// By its times it has been modified; what is in it cannot be compared.
+    Modified,
     /// Whether what is in it is the same, as far as it goes back to the snapshot, cannot be told.
     MayBeWritten,
     /// Its name leads to another file, or to none.
@@ -35,6 +36,7 @@ impl How {
             How::Grew => "grew",
             How::Shortened => "shortened",
             How::Written => "written",
+            How::Modified => "modified",
             How::MayBeWritten => "perhaps written",
             How::Removed => "removed",
             How::Renamed(_) => "renamed",
@@ -50,6 +52,7 @@ impl fmt::Display for How {
             How::Grew => f.write_str("it has grown"),
             How::Shortened => f.write_str("it has been shortened"),
             How::Written => f.write_str("it has been written in place"),
+            How::Modified => f.write_str("it has been modified, in a way that cannot be told"),
             How::MayBeWritten => f.write_str("it may have been written in place"),
             How::Removed => f.write_str("it has been removed or renamed"),
             How::Renamed(name) => write!(f, "it has been renamed to {name}"),
@@ -232,7 +235,7 @@ fn since(file: &Writable, moment_ns: i64) -> Option<Vec<How>> {
     }
     let is_written = seen.may_be_written_since(moment_ns) || !file.mapped.is_empty();
     let is_certain = seen.is_modified_since(moment_ns);
-    is_written.then(|| vec![How::Opened, if is_certain { How::Written } else { How::MayBeWritten }])
+    is_written.then(|| vec![How::Opened, if is_certain { How::Modified } else { How::MayBeWritten }])
 }
 
 /// What is in a file now, as far as it goes back to a snapshot, compared with what was in it.
@@ -295,7 +298,7 @@ impl Content {
             (Content::Same, _) | (_, std::cmp::Ordering::Less) => None,
             (Content::WrittenWhereKept | Content::Written, _) => Some(How::Written),
             // Whoever appends modifies it, too.
-            (Content::Modified, std::cmp::Ordering::Equal) => Some(How::Written),
+            (Content::Modified, std::cmp::Ordering::Equal) => Some(How::Modified),
             (Content::Modified | Content::Unknown, _) => Some(How::MayBeWritten),
         };
         size.into_iter().chain(content).collect()
@@ -388,7 +391,7 @@ mod tests {
         case.file.write_all_at(b"more", 8).unwrap();
         assert_eq!(case.differs(&was), (vec![How::Grew, How::MayBeWritten], false));
         case.file.set_len(8).unwrap();
-        assert_eq!(case.differs(&was), (vec![How::Written], false));
+        assert_eq!(case.differs(&was), (vec![How::Modified], false));
         let ns = was.file.seen.stamp.mtime_ns as u64;
         case.file.set_modified(std::time::UNIX_EPOCH + std::time::Duration::from_nanos(ns)).unwrap();
         assert_eq!(case.differs(&was), (vec![How::MayBeWritten], false));
