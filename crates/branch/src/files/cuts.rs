@@ -1,16 +1,20 @@
 //! Bringing files back to what they were at a snapshot, where nothing has happened to them but that they grew.
 //!
-//! 1. All reasons against it are found before anything is changed ([`Plan::make`]).
-//! 2. What is to be cut off is kept ([`Plan::keep`]). Whatever fails until then, nothing has happened.
-//! 3. When the program is what it was, and before any of it can run, the files are cut ([`Plan::bring_back`]). What fails then is told:
+//! 1. All reasons against it are found before anything is changed ([`Plan::make`]). Only if there is none files are opened for writing, as
+//!    who watches them hears of that.
+//! 2. A name may lead elsewhere by now, and others run on: what was opened must be the file that was compared, with the same size and times.
+//! 3. What is to be cut off is kept ([`Plan::keep`]), and the same is asked once more: who opens a file, appends and closes it meanwhile is
+//!    among no writers. Whatever fails until then, nothing has happened.
+//! 4. When the program is what it was, and before any of it can run, the files are cut ([`Plan::bring_back`]). What fails then is told:
 //!    the file is as `--files keep` leaves it.
 
 use super::changes::{Changed, Difference, Fate, differences};
 use super::seen::{Seen, Stamp};
-use super::{Digests, Files, Holder, noticed};
-use crate::Result;
+use super::{Digests, Files, Holder, Noted, Writable, noticed};
+use crate::{Error, Result};
+use rustix::fs::OFlags;
 use std::collections::{HashMap, HashSet};
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use stillpoint_capture::Refusal;
@@ -19,6 +23,11 @@ use stillpoint_image::Range;
 use stillpoint_linux::Error as Kernel;
 use stillpoint_restore::FilesPolicy;
 use stillpoint_restore::files::{Inode, KeepTail, Writer, keep_behind, shorten, writers};
+
+/// What can be done about a refusal.
+const LEFT: &str = "--files keep leaves it as it is";
+/// Why a file is not cut that others have changed just now.
+const MEANWHILE: &str = "another program has just written to it, and what it wrote would be cut off";
 
 /// What becomes of files in a rollback.
 #[derive(Debug, Default)]
@@ -37,7 +46,8 @@ struct Return {
     place: usize,
     file: File,
     path: PathBuf,
-    before: u64,
+    /// It, when it was compared.
+    before: Seen,
     then: Stamp,
     /// What was where it could be written through mappings.
     kept: Vec<(Range, Vec<u8>)>,
@@ -71,21 +81,32 @@ impl Plan {
         let inode = |one: &Difference<'_>| one.now.as_ref().map(|now| now.seen.identity.inode);
         let wanted: HashSet<Inode> = all.iter().filter(|one| one.can_come_back).filter_map(inode).collect();
         let others: HashMap<Inode, Writer> = writers(&wanted, false, own);
+        let mut goals = Vec::new();
         for (place, mut one) in all.into_iter().enumerate() {
             let writer = inode(&one).filter(|_| one.can_come_back).and_then(|inode| others.get(&inode));
             match writer {
                 Some(writer) => one.changed.fate = Fate::IsLeft(writer.to_string()),
-                None => match Return::of(place, &one, noticed) {
-                    Ok(back) => self.returns.push(back),
-                    Err(why) => {
-                        let why = format!("{}, {why}", one.changed.told());
-                        self.refused.push(refusal(&one.changed, &why));
-                    }
+                None => match Goal::of(&one, noticed) {
+                    Ok(goal) => goals.push((place, goal)),
+                    Err(why) => self.refuse(&one.changed, why),
                 },
             }
             self.changed.push(one.changed);
         }
+        if self.refused.is_empty() {
+            for (place, goal) in goals {
+                let Some(changed) = self.changed.get(place).cloned() else { continue };
+                match goal.open(place, &changed) {
+                    Ok(back) => self.returns.push(back),
+                    Err(why) => self.refuse(&changed, &why),
+                }
+            }
+        }
         Ok(self)
+    }
+
+    fn refuse(&mut self, changed: &Changed, why: &str) {
+        self.refused.push(refusal(changed, &format!("{}, {why}", changed.told())));
     }
 
     /// Has everything kept that is to be cut off.
@@ -93,8 +114,10 @@ impl Plan {
     /// # Errors
     /// That this cannot be done; no file has been changed.
     pub fn keep(&mut self, keep: &mut KeepTail<'_>) -> Result<()> {
-        for back in &mut self.returns {
-            back.before = keep_behind(&back.file, &back.path, back.then.size, keep)?;
+        for back in &self.returns {
+            back.check()?;
+            keep_behind(&back.file, &back.path, back.then.size, keep)?;
+            back.check()?;
         }
         Ok(())
     }
@@ -120,36 +143,180 @@ impl Plan {
 }
 
 fn refusal(changed: &Changed, why: &str) -> Refusal {
-    let hint = "--files keep leaves it as it is".to_owned();
-    Refusal { what: changed.file.clone(), why: why.to_owned(), hint }
+    Refusal { what: changed.file.clone(), why: why.to_owned(), hint: LEFT.to_owned() }
 }
 
-impl Return {
+/// A file that can be brought back, as it was and as it is.
+struct Goal<'a>(&'a Noted, Writable);
+
+impl<'a> Goal<'a> {
     /// Of a file that has changed, or why not.
-    fn of(place: usize, one: &Difference<'_>, noticed: &Noticed) -> Result<Self, String> {
+    fn of(one: &Difference<'a>, noticed: &Noticed) -> Result<Self, &'static str> {
         let (Some(was), Some(is), true) = (one.then, &one.now, one.can_come_back) else {
-            return Err("and cannot be brought back".into());
+            return Err("and cannot be brought back");
         };
         if noticed.is(&was.file.path(), was.file.seen.identity.inode) {
-            return Err("and the program watches it, and would see that somebody else opens it".into());
+            return Err("and the program watches it, and would see that somebody else opens it");
         }
-        let opened = OpenOptions::new().read(true).write(true).open(&is.way);
-        let file = opened.map_err(|e| format!("and cannot be opened for writing: {e}"))?;
-        Ok(Return {
+        Ok(Goal(was, is.clone()))
+    }
+
+    /// Opens it for writing.
+    fn open(&self, place: usize, changed: &Changed) -> Result<Return, String> {
+        let Goal(was, is) = self;
+        let file = is.open(OFlags::RDWR).map_err(|e| format!("and cannot be opened for writing: {e}"))?;
+        let back = Return {
             place,
-            file,
-            path: PathBuf::from(&one.changed.file),
-            before: is.seen.stamp.size,
+            file: file.into(),
+            path: PathBuf::from(&changed.file),
+            before: is.seen,
             then: was.file.seen.stamp,
             kept: was.kept.clone().unwrap_or_default(),
             back: None,
-        })
+        };
+        if back.is_as_compared().map_err(|e| e.to_string())? { Ok(back) } else { Err(MEANWHILE.into()) }
+    }
+}
+
+impl Return {
+    /// Whether nobody has changed it since it was compared.
+    fn is_as_compared(&self) -> Result<bool> {
+        Ok(Seen::of(&self.file)?.stamp == self.before.stamp)
+    }
+
+    fn check(&self) -> Result<()> {
+        match self.is_as_compared()? {
+            true => Ok(()),
+            false => Err(Error::Refused(vec![Refusal {
+                what: self.path.display().to_string(),
+                why: MEANWHILE.to_owned(),
+                hint: LEFT.to_owned(),
+            }])),
+        }
     }
 
     fn bring(&self) -> Result<()> {
         for (range, bytes) in &self.kept {
             self.file.write_all_at(bytes, range.start).map_err(|e| Kernel::file(&self.path, e))?;
         }
-        Ok(shorten(&self.file, &self.path, (self.before, self.then.size), self.then.mtime_ns)?)
+        Ok(shorten(&self.file, &self.path, (self.before.stamp.size, self.then.size), self.then.mtime_ns)?)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::changes::How;
+    use super::*;
+    use rustix::fs::Mode;
+    use std::fs::{read, write};
+    use std::path::Path;
+
+    /// A file that has grown by `more` since it was noted.
+    struct Case {
+        _folder: tempfile::TempDir,
+        path: PathBuf,
+        was: Noted,
+        is: Writable,
+    }
+
+    impl Case {
+        fn new(then: &str, more: &str) -> Self {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("file");
+            write(&path, then).unwrap();
+            let name = path.to_str().unwrap().as_bytes().to_vec();
+            let seen = || Writable::new(&name, Path::new("/"), path.clone()).unwrap();
+            let all = Digests::default().note_all(vec![seen()], &Noticed::default()).all;
+            let was = all.into_iter().next().unwrap();
+            append(&path, more);
+            let is = seen();
+            Case { _folder: folder, path, was, is }
+        }
+
+        fn changed(&self) -> Changed {
+            let file = self.path.display().to_string();
+            let (then, now) = (self.was.file.seen.stamp.size, self.is.seen.stamp.size);
+            Changed {
+                file,
+                size_then: Some(then),
+                size_now: Some(now),
+                how: vec![How::Grew],
+                fate: Fate::Stays,
+            }
+        }
+
+        fn open(&self) -> Result<Return, String> {
+            Goal(&self.was, self.is.clone()).open(0, &self.changed())
+        }
+
+        fn plan(&self) -> Plan {
+            Plan { changed: vec![self.changed()], refused: Vec::new(), returns: vec![self.open().unwrap()] }
+        }
+    }
+
+    fn append(path: &Path, more: &str) {
+        let mut file = File::options().append(true).open(path).unwrap();
+        std::io::Write::write_all(&mut file, more.as_bytes()).unwrap();
+    }
+
+    #[test]
+    fn what_only_grew_is_cut() {
+        let case = Case::new("then", "more");
+        let (mut plan, mut tail) = (case.plan(), Vec::new());
+        let mut keep = |_: &Path, at: u64, source: &mut dyn std::io::Read| {
+            assert_eq!(at, 4);
+            source.read_to_end(&mut tail).unwrap();
+            Ok(())
+        };
+        plan.keep(&mut keep).unwrap();
+        plan.bring_back();
+        assert_eq!(plan.changed[0].fate, Fate::Back);
+        assert_eq!((read(&case.path).unwrap(), tail), (b"then".to_vec(), b"more".to_vec()));
+    }
+
+    /// A name that leads elsewhere when the file is opened: to one that was empty at no snapshot, or to what blocks who opens it.
+    #[test]
+    fn only_the_file_that_was_compared_is_opened() {
+        let case = Case::new("", "more");
+        let other = case.path.with_extension("other");
+        write(&other, "others").unwrap();
+        let away = case.path.with_extension("1");
+        std::fs::rename(&case.path, &away).unwrap();
+        std::os::unix::fs::symlink(&other, &case.path).unwrap();
+        assert!(case.open().is_err());
+        std::fs::remove_file(&case.path).unwrap();
+        rustix::fs::mknodat(
+            rustix::fs::CWD,
+            &case.path,
+            rustix::fs::FileType::Fifo,
+            Mode::from_raw_mode(0o600),
+            0,
+        )
+        .unwrap();
+        assert!(case.open().is_err());
+        std::fs::remove_file(&case.path).unwrap();
+        assert!(case.open().is_err());
+        assert_eq!((read(&other).unwrap(), read(&away).unwrap()), (b"others".to_vec(), b"more".to_vec()));
+    }
+
+    #[test]
+    fn what_others_write_meanwhile_is_not_cut() {
+        let case = Case::new("then", "more");
+        append(&case.path, "other");
+        assert!(case.open().is_err());
+        let case = Case::new("then", "more");
+        let mut plan = case.plan();
+        append(&case.path, "other");
+        let mut none = |_: &Path, _: u64, _: &mut dyn std::io::Read| panic!("nothing is to be kept");
+        assert!(matches!(plan.keep(&mut none), Err(Error::Refused(_))));
+        let case = Case::new("then", "more");
+        let mut plan = case.plan();
+        let mut meanwhile = |_: &Path, _: u64, _: &mut dyn std::io::Read| {
+            append(&case.path, "other");
+            Ok(())
+        };
+        assert!(matches!(plan.keep(&mut meanwhile), Err(Error::Refused(_))));
+        assert_eq!(read(&case.path).unwrap(), b"thenmoreother");
     }
 }

@@ -13,11 +13,12 @@ pub use cuts::Plan;
 
 use crate::Result;
 use crate::descriptors::Table;
-use rustix::fs::OFlags;
+use rustix::fs::{Mode, OFlags};
 use seen::{Clock, Identity, Seen, Stamp, now_ns};
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ffi::OsStr;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use stillpoint_capture::Builder;
@@ -113,12 +114,29 @@ impl Writable {
         self.seen.clock != Clock::Foreign && size <= digest::WHOLE
     }
 
+    /// Opens it, if what its way leads to is the file that was seen: a name may lead elsewhere by now, and to what is not to be opened.
+    fn open(&self, flags: OFlags) -> Result<OwnedFd> {
+        let failed = |e: rustix::io::Errno| Kernel::file(self.path(), e);
+        // This opens nothing: neither device nor FIFO hears of it, and nobody is waited for.
+        let place =
+            rustix::fs::open(&self.way, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).map_err(failed)?;
+        if Seen::of(&place)?.identity != self.seen.identity {
+            return Err(Kernel::file(self.path(), rustix::io::Errno::STALE).into());
+        }
+        let flags = flags | OFlags::NONBLOCK | OFlags::NOCTTY;
+        let way = format!("/proc/self/fd/{}", place.as_raw_fd());
+        match flags.contains(OFlags::RDWR) {
+            true => Ok(rustix::fs::open(&way, flags | OFlags::CLOEXEC, Mode::empty()).map_err(failed)?),
+            false => Ok(silent::open(&way, flags)?),
+        }
+    }
+
     /// Digest of what is in its first bytes but in these ranges; none if it cannot be told without being noticed, or waited for.
     fn digest(&self, size: u64, but: &[Range], noticed: &Noticed) -> Option<Digest> {
         if !self.may_be_read(size) || noticed.is(&self.path(), self.seen.identity.inode) {
             return None;
         }
-        let file = silent::open(&self.way, OFlags::NONBLOCK | OFlags::NOCTTY).ok()?;
+        let file = self.open(OFlags::RDONLY).ok()?;
         let skip: Vec<(u64, u64)> = but.iter().map(|range| (range.start, range.len)).collect();
         digest::digest(&file, size, &skip).ok().map(|(digest, _)| digest)
     }
@@ -128,7 +146,7 @@ impl Writable {
         if self.seen.clock == Clock::Foreign || noticed.is(&self.path(), self.seen.identity.inode) {
             return None;
         }
-        let file = silent::open(&self.way, OFlags::NONBLOCK | OFlags::NOCTTY).ok()?;
+        let file = self.open(OFlags::RDONLY).ok()?;
         let read = |range: &Range| {
             let mut bytes = vec![0; range.len as usize];
             digest::read_at(&file, range.start, &mut bytes).ok()?;
