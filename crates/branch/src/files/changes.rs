@@ -69,6 +69,8 @@ pub enum Fate {
     Stays,
     /// It stays as it is, though it could have been brought back: why.
     IsLeft(String),
+    /// Some of it may be as it was, as bringing it back failed half-way: why.
+    InPart(String),
     /// It is as it was again.
     Back,
 }
@@ -108,6 +110,7 @@ impl fmt::Display for Changed {
         match &self.fate {
             Fate::Stays => Ok(()),
             Fate::IsLeft(why) => write!(f, "; left as it is, as {why}"),
+            Fate::InPart(why) => write!(f, "; it is back in part only, as {why}"),
             Fate::Back => f.write_str("; it is as it was again"),
         }
     }

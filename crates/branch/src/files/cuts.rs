@@ -37,6 +37,8 @@ pub struct Plan {
     /// Why the rollback is not to be done.
     pub refused: Vec<Refusal>,
     returns: Vec<Return>,
+    /// What is back, as it was then.
+    back: Vec<Seen>,
 }
 
 /// A file that is brought back.
@@ -51,8 +53,6 @@ struct Return {
     then: Stamp,
     /// What was where it could be written through mappings.
     kept: Vec<(Range, Vec<u8>)>,
-    /// It, when it was back.
-    back: Option<Seen>,
 }
 
 impl Plan {
@@ -122,20 +122,22 @@ impl Plan {
         Ok(())
     }
 
-    /// Brings them back.
+    /// Brings them back. When the program runs nobody else has them open for writing any more.
     pub fn bring_back(&mut self) {
-        for back in &mut self.returns {
-            let done = back.bring();
-            back.back = done.is_ok().then(|| Seen::of(&back.file).ok()).flatten();
+        for back in std::mem::take(&mut self.returns) {
+            let fate = back.bring();
+            if fate == Fate::Back {
+                self.back.extend(Seen::of(&back.file));
+            }
             if let Some(changed) = self.changed.get_mut(back.place) {
-                changed.fate = done.map_or_else(|e| Fate::IsLeft(e.to_string()), |()| Fate::Back);
+                changed.fate = fate;
             }
         }
     }
 
     /// Notes at the snapshot that what is back is what it was, though it has other times.
     pub fn note(&self, then: &mut Files, digests: &mut Digests) {
-        for seen in self.returns.iter().filter_map(|back| back.back) {
+        for &seen in &self.back {
             let noted = then.all.iter_mut().find(|noted| noted.file.seen.identity == seen.identity);
             noted.into_iter().for_each(|noted| digests.note_return(noted, seen));
         }
@@ -172,7 +174,6 @@ impl<'a> Goal<'a> {
             before: is.seen,
             then: was.file.seen.stamp,
             kept: was.kept.clone().unwrap_or_default(),
-            back: None,
         };
         if back.is_as_compared().map_err(|e| e.to_string())? { Ok(back) } else { Err(MEANWHILE.into()) }
     }
@@ -195,11 +196,23 @@ impl Return {
         }
     }
 
-    fn bring(&self) -> Result<()> {
-        for (range, bytes) in &self.kept {
-            self.file.write_all_at(bytes, range.start).map_err(|e| Kernel::file(&self.path, e))?;
+    fn bring(&self) -> Fate {
+        let size = self.before.stamp.size;
+        if !self.file.metadata().is_ok_and(|now| now.len() == size) {
+            return Fate::IsLeft(MEANWHILE.to_owned());
         }
-        Ok(shorten(&self.file, &self.path, (self.before.stamp.size, self.then.size), self.then.mtime_ns)?)
+        let cut = || shorten(&self.file, &self.path, (size, self.then.size), self.then.mtime_ns);
+        match self.write_back().and_then(|()| Ok(cut()?)) {
+            Ok(_) => Fate::Back,
+            Err(e) if self.kept.is_empty() => Fate::IsLeft(e.to_string()),
+            Err(e) => Fate::InPart(e.to_string()),
+        }
+    }
+
+    /// Writes what could be written through mappings.
+    fn write_back(&self) -> Result<()> {
+        let write = |(range, bytes): &(Range, Vec<u8>)| self.file.write_all_at(bytes, range.start);
+        Ok(self.kept.iter().try_for_each(write).map_err(|e| Kernel::file(&self.path, e))?)
     }
 }
 
@@ -251,7 +264,12 @@ mod tests {
         }
 
         fn plan(&self) -> Plan {
-            Plan { changed: vec![self.changed()], refused: Vec::new(), returns: vec![self.open().unwrap()] }
+            Plan {
+                changed: vec![self.changed()],
+                refused: Vec::new(),
+                returns: vec![self.open().unwrap()],
+                back: Vec::new(),
+            }
         }
     }
 
@@ -298,6 +316,43 @@ mod tests {
         std::fs::remove_file(&case.path).unwrap();
         assert!(case.open().is_err());
         assert_eq!((read(&other).unwrap(), read(&away).unwrap()), (b"others".to_vec(), b"more".to_vec()));
+    }
+
+    /// Who may write to a file need not own it.
+    #[test]
+    fn a_file_of_somebody_else_is_cut() {
+        let case = Case::new("then", "more");
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o666);
+        let mut plan = case.plan();
+        std::fs::set_permissions(&case.path, mode).unwrap();
+        // A thread has credentials of its own: nobody's.
+        let plan = std::thread::spawn(move || {
+            let nobody = rustix::process::Uid::from_raw(65534);
+            rustix::thread::set_thread_res_uid(nobody, nobody, nobody).map(|()| {
+                plan.bring_back();
+                plan
+            })
+        });
+        let Ok(plan) = plan.join().unwrap() else { return };
+        assert_eq!(plan.changed[0].fate, Fate::Back);
+        assert_eq!(read(&case.path).unwrap(), b"then");
+    }
+
+    #[test]
+    fn nothing_is_written_to_a_file_that_has_another_size_by_now() {
+        let case = Case::new("then", "more");
+        let mut plan = case.plan();
+        plan.returns[0].kept = vec![(Range { start: 0, len: 2 }, b"TH".to_vec())];
+        append(&case.path, "other");
+        plan.bring_back();
+        assert!(matches!(&plan.changed[0].fate, Fate::IsLeft(_)), "{:?}", plan.changed);
+        assert_eq!(read(&case.path).unwrap(), b"thenmoreother");
+        let case = Case::new("then", "more");
+        let mut plan = case.plan();
+        plan.returns[0].kept = vec![(Range { start: 0, len: 2 }, b"TH".to_vec())];
+        plan.returns[0].file = File::open(&case.path).unwrap();
+        plan.bring_back();
+        assert!(matches!(&plan.changed[0].fate, Fate::InPart(_)), "{:?}", plan.changed);
     }
 
     #[test]

@@ -156,11 +156,12 @@ fn cut_one(cut: &Cut, keep: &mut KeepTail<'_>) -> Result<Option<String>> {
     let named = |e| Kernel::file(&cut.path, e);
     let file = OpenOptions::new().read(true).write(true).open(&cut.way).map_err(named)?;
     let before = keep_behind(&file, &cut.path, cut.size, keep)?;
-    shorten(&file, &cut.path, (before, cut.size), cut.mtime_ns)?;
+    let has_time = shorten(&file, &cut.path, (before, cut.size), cut.mtime_ns)?;
     file.sync_all().map_err(named)?;
     let (path, size) = (cut.path.display(), cut.size);
+    let time = if has_time { "" } else { "; its modification time is now, as it belongs to somebody else" };
     Ok((before > size).then(|| {
-        format!("{path}: cut back from {before} bytes to {size}, as at the checkpoint; what was behind is kept (stillpoint show)")
+        format!("{path}: cut back from {before} bytes to {size}, as at the checkpoint; what was behind is kept (stillpoint show){time}")
     }))
 }
 
@@ -180,11 +181,12 @@ pub fn keep_behind(file: &File, path: &Path, size: u64, keep: &mut KeepTail<'_>)
     Ok(before)
 }
 
-/// Cuts a file of one size back to another one, and gives it a modification time, nanoseconds since 1970.
+/// Cuts a file of one size back to another one, and gives it a modification time, nanoseconds since 1970; whether it has that now. Who
+/// may write to a file, and does not own it, may not say when it was modified.
 ///
 /// # Errors
 /// [`Error::Refused`] if it has another size by now; that it cannot be cut.
-pub fn shorten(file: &File, path: &Path, (before, size): (u64, u64), mtime_ns: i64) -> Result<()> {
+pub fn shorten(file: &File, path: &Path, (before, size): (u64, u64), mtime_ns: i64) -> Result<bool> {
     let named = |e| Kernel::file(path, e);
     if file.metadata().map_err(named)?.len() != before {
         return Err(Error::Refused(vec![format!("{}: another program writes to it", path.display())]));
@@ -194,7 +196,7 @@ pub fn shorten(file: &File, path: &Path, (before, size): (u64, u64), mtime_ns: i
     }
     // As the program left it, and so that whoever compares need not read the file to see that it is unchanged.
     let mtime = UNIX_EPOCH + Duration::from_nanos(mtime_ns.max(0) as u64);
-    Ok(file.set_modified(mtime).map_err(named)?)
+    Ok(file.set_modified(mtime).is_ok())
 }
 
 struct Tail<'a> {
