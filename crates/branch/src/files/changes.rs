@@ -1,6 +1,6 @@
 //! What has become of a file since a snapshot, as far as that can be told.
 
-use super::seen::Seen;
+use super::seen::{Clock, Seen};
 use super::{Files, Holder, Noted, READ_AT_REST, Writable, below, noticed, ranges, way_to, writable};
 use crate::Result;
 use std::fmt;
@@ -196,7 +196,8 @@ fn difference<'a>(
         Some(is) => {
             let content = Content::of(was, is, noticed, most);
             how = content.how(was.file.seen.stamp.size, is.seen.stamp.size);
-            can_come_back = content.can_come_back();
+            // Another machine may have changed it, and its size of now may be one of long ago.
+            can_come_back = content.can_come_back() && is.seen.clock != Clock::Foreign;
             how.extend(another_name(&was.file, is));
         }
     }
@@ -402,6 +403,19 @@ mod tests {
         let was = Noted { digest: None, ..empty.note(&[]) };
         empty.file.write_all_at(b"more", 0).unwrap();
         assert_eq!(empty.differs(&was), (vec![How::Grew], true));
+    }
+
+    #[test]
+    fn what_is_served_from_elsewhere_is_not_brought_back() {
+        for contents in [&b""[..], b"contents"] {
+            let case = Case::new(contents);
+            let was = case.note(&[]);
+            case.file.write_all_at(b"more", contents.len() as u64).unwrap();
+            let mut is = case.writable(&[]);
+            is.seen.clock = Clock::Foreign;
+            let found = difference(&was, Some(is), &Noticed::default(), &mut 0).unwrap();
+            assert!(!found.can_come_back && found.changed.how.contains(&How::Grew), "{found:?}");
+        }
     }
 
     /// Their times may show nothing, so contents are compared.
