@@ -707,10 +707,11 @@ fn plan(
     if !files.refused.is_empty() {
         return Err(Error::Refused(files.refused));
     }
+    // This may take long: should we be killed meanwhile, the program has been changed in nothing.
+    files.keep(keep)?;
     let each = || members.iter().zip(&state.parts).zip(&together.all).zip(&ways);
     let ready = each()
-        .try_for_each(|(((member, part), (still, _)), way)| get_ready(&member.target, part, still, way))
-        .and_then(|()| files.keep(keep));
+        .try_for_each(|(((member, part), (still, _)), way)| get_ready(&member.target, part, still, way));
     if let Err(e) = ready {
         // Each is left as it is, if that can be had again.
         each().for_each(|(((member, _), (still, _)), _)| drop(set_back(&member.target, still)));
