@@ -7,7 +7,7 @@
 //! same ones.
 
 use crate::between::{Between, View};
-use crate::files::{Changed, Digests, Files, Holder, Plan};
+use crate::files::{Changed, Digests, Files, Holder, Plan, Systems};
 use crate::guard::Guard;
 use crate::history::{History, Id};
 use crate::member::{First, Member, Part, Returning, Way, bind, get_ready, kill_all, set_back, unbind};
@@ -358,7 +358,7 @@ impl Program {
             .map(|(m, (still, _))| view(m.who, &m.target, still))
             .collect();
         let between = Between::read(&views, true)?;
-        let files = self.digests.note(&holders(&self.members, together))?;
+        let files = self.digests.note(&holders(&self.members, together));
         let (mut parts, mut pages, mut covered) =
             (Vec::with_capacity(self.members.len()), 0, Covered::default());
         let several = self.members.len() > 1;
@@ -406,13 +406,14 @@ impl Program {
         let Program { pid, alone, members, states, digests, guard, .. } = self;
         let state = states.get_mut(&id).ok_or_else(|| Error::Unknown(id.to_string()))?;
         let found = others_now(*pid, *alone, members, state, terms.kill_children)?;
+        let systems = Systems::learn(&members.iter().map(|member| member.target.pid).collect::<Vec<_>>());
         // Those that go back, in the order of the snapshot, and those that are no part of it.
         let mut left: Vec<Member> = std::mem::take(members);
         let mut going = Vec::with_capacity(state.parts.len());
         for part in &state.parts {
             going.extend(left.iter().position(|m| m.who == part.who).map(|at| left.remove(at)));
         }
-        let goal = Goal { id, state, found: &found, terms, alone: *alone };
+        let goal = Goal { id, state, found: &found, terms, systems, alone: *alone };
         let done = go(&mut going, &goal, guard, keep, tell);
         *members = going;
         if let Err(Error::Killed(_)) = done {
@@ -589,6 +590,8 @@ struct Goal<'a> {
     /// Processes that the program has now, if all are to rest.
     found: &'a [Arc<Target>],
     terms: Terms,
+    /// The mounts of the program.
+    systems: Systems,
     /// What becomes of others that there were is no matter.
     alone: bool,
 }
@@ -679,7 +682,7 @@ fn plan(
     together: &Together,
     keep: &mut KeepTail<'_>,
 ) -> Result<(Vec<Way>, Between, Plan)> {
-    let Goal { state, terms, alone, .. } = *goal;
+    let Goal { state, terms, alone, ref systems, .. } = *goal;
     let several = members.len() > 1;
     let (mut ways, mut refused) = (Vec::with_capacity(members.len()), Vec::new());
     for ((member, part), (still, _)) in members.iter().zip(&state.parts).zip(&together.all) {
@@ -703,7 +706,7 @@ fn plan(
     }
     ways.iter_mut().zip(plans).for_each(|(way, plan)| way.descriptors = plan);
     let ending = ending(together, &ways);
-    let mut files = Plan::make(&state.files, &holders(members, together), &ending, terms.files)?;
+    let mut files = Plan::make(&state.files, &holders(members, together), &ending, systems, terms.files);
     if !files.refused.is_empty() {
         return Err(Error::Refused(files.refused));
     }

@@ -1,8 +1,9 @@
 //! What has become of a file since a snapshot, as far as that can be told.
 
-use super::seen::{Clock, Seen};
-use super::{Files, Holder, Noted, READ_AT_REST, Writable, below, noticed, ranges, way_to, writable};
-use crate::Result;
+use super::seen::Clock;
+use super::{
+    Files, Found, Holder, Noted, READ_AT_REST, Systems, Writable, below, noticed, ranges, way_to, writable,
+};
 use std::fmt;
 use stillpoint_capture::files::Noticed;
 
@@ -27,6 +28,8 @@ pub enum How {
     Opened,
     /// It was not there at the snapshot.
     Made,
+    /// It cannot be looked at, or could not be at the snapshot.
+    Unseen,
 }
 
 impl How {
@@ -42,6 +45,7 @@ impl How {
             How::Renamed(_) => "renamed",
             How::Opened => "opened",
             How::Made => "made",
+            How::Unseen => "not comparable",
         }
     }
 }
@@ -58,6 +62,7 @@ impl fmt::Display for How {
             How::Renamed(name) => write!(f, "it has been renamed to {name}"),
             How::Opened => f.write_str("it was opened since"),
             How::Made => f.write_str("it was made since"),
+            How::Unseen => f.write_str("it cannot be looked at, or could not be at the snapshot, so what happened to it cannot be told"),
         }
     }
 }
@@ -129,21 +134,27 @@ pub(super) struct Difference<'a> {
 }
 
 /// All files that are not as they were. `most`: so much is read at most to tell what has happened to them, bytes.
-///
-/// # Errors
-/// That one of them cannot be looked at.
 pub(super) fn differences<'a>(
     then: &'a Files,
     holders: &[Holder<'_>],
+    systems: &Systems,
     mut most: u64,
-) -> Result<Vec<Difference<'a>>> {
-    let (now, noticed) = (writable(holders)?, noticed(holders));
+) -> Vec<Difference<'a>> {
+    let (Found { all: now, unseen }, noticed) = (writable(holders, systems), noticed(holders));
     let mut all = Vec::new();
-    for was in &then.all {
+    let is_seen = |name: &Vec<u8>| !unseen.contains(name) && !then.unseen.contains(name);
+    for was in then.all.iter().filter(|was| is_seen(&was.file.name)) {
         let is = find(was, &now, holders);
-        all.extend(difference(was, is, &noticed, &mut most));
+        // The name of one that is served from elsewhere is not looked for.
+        let is_gone = is.is_some() || was.file.seen.clock != Clock::Foreign;
+        match is_gone {
+            true => all.extend(difference(was, is, &noticed, &mut most)),
+            false => all.push(Difference::unseen(&was.file.name)),
+        }
     }
-    let is_new = |file: &&Writable| then.all.iter().all(|was| was.file.seen.identity != file.seen.identity);
+    let is_new = |file: &&Writable| {
+        is_seen(&file.name) && then.all.iter().all(|was| was.file.seen.identity != file.seen.identity)
+    };
     let news = now.iter().filter(is_new);
     all.extend(news.filter_map(|file| {
         let how = since(file, then.at_ns)?;
@@ -151,7 +162,19 @@ pub(super) fn differences<'a>(
         let changed = Changed { file: file_name, size_then: None, size_now, how, fate: Fate::Stays };
         Some(Difference { changed, then: None, now: Some(file.clone()), can_come_back: false })
     }));
-    Ok(all)
+    all.extend(then.unseen.iter().map(|name| Difference::unseen(name)));
+    let more = unseen.iter().filter(|name| !then.unseen.contains(name));
+    all.extend(more.map(|name| Difference::unseen(name)));
+    all
+}
+
+impl Difference<'_> {
+    /// Of a file that cannot be compared with anything.
+    fn unseen(name: &[u8]) -> Self {
+        let how = vec![How::Unseen];
+        let changed = Changed { file: lossy(name), size_then: None, size_now: None, how, fate: Fate::Stays };
+        Difference { changed, then: None, now: None, can_come_back: false }
+    }
 }
 
 impl Files {
@@ -179,7 +202,11 @@ fn find(was: &Noted, now: &[Writable], holders: &[Holder<'_>]) -> Option<Writabl
         Some((pid, fd, held)) => (held.link.clone(), way_to(pid, fd)),
         None => (was.file.name.clone(), was.file.path()),
     };
-    let seen = Seen::at(&way).ok().filter(|seen| seen.identity == identity)?;
+    if way == was.file.path() && was.file.seen.clock == Clock::Foreign {
+        // To follow a name there asks who serves it.
+        return None;
+    }
+    let seen = was.file.seen.again(&way).ok().filter(|seen| seen.identity == identity)?;
     Some(Writable { name, way, seen, ..was.file.clone() })
 }
 
@@ -219,8 +246,10 @@ fn another_name(was: &Writable, is: &Writable) -> Option<How> {
         // It is told of descriptors; one that was found by its name has it.
         return (is.seen.links == 0 && was.seen.links > 0).then_some(How::Removed);
     }
-    let leads_there =
-        |name: &[u8]| Seen::at(&below(&is.root, name)).is_ok_and(|seen| seen.identity == is.seen.identity);
+    let leads_there = |name: &[u8]| {
+        let now = || is.seen.again(&below(&is.root, name));
+        is.seen.clock != Clock::Foreign && now().is_ok_and(|seen| seen.identity == is.seen.identity)
+    };
     match is.name.ends_with(b" (deleted)") && !leads_there(&is.name) {
         true => Some(How::Removed),
         false => Some(How::Renamed(lossy(&is.name))),
@@ -340,7 +369,7 @@ mod tests {
 
         fn writable(&self, mapped: &[Range]) -> Writable {
             let name = self.path.to_str().unwrap().as_bytes();
-            let file = Writable::new(name, Path::new("/"), self.path.clone()).unwrap();
+            let file = Writable::new(name, Path::new("/"), self.path.clone(), &Systems::default()).unwrap();
             Writable { mapped: mapped.to_vec(), ..file }
         }
 
@@ -386,6 +415,24 @@ mod tests {
             act(&case);
             assert_eq!(case.differs(&was), (how, can_come_back), "case {place}");
         }
+    }
+
+    /// Who serves it is no more; what else there is is told all the same.
+    #[test]
+    fn what_cannot_be_looked_at_is_told() {
+        let case = Case::new(b"contents");
+        let name = |name: &str| name.as_bytes().to_vec();
+        let all = vec![case.note(&[])];
+        let then = Files { all, unseen: vec![name("/far")], at_ns: 0 };
+        case.file.write_all_at(b"more", 8).unwrap();
+        let told = |then: &Files| -> Vec<Vec<How>> {
+            let all = differences(then, &[], &Systems::default(), READ_AT_REST);
+            all.into_iter().map(|one| one.changed.how).collect()
+        };
+        assert_eq!(told(&then), [vec![How::Grew], vec![How::Unseen]]);
+        let mut then = then;
+        then.all[0].file.seen.clock = Clock::Foreign;
+        assert_eq!(told(&then), [vec![How::Unseen], vec![How::Unseen]], "its name is not followed");
     }
 
     #[test]

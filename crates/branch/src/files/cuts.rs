@@ -10,7 +10,7 @@
 
 use super::changes::{Changed, Difference, Fate, differences};
 use super::seen::{Seen, Stamp};
-use super::{Digests, Files, Holder, Noted, Writable, noticed};
+use super::{Digests, Files, Holder, Noted, Systems, Writable, noticed};
 use crate::{Error, Result};
 use rustix::fs::OFlags;
 use std::collections::{HashMap, HashSet};
@@ -57,11 +57,14 @@ struct Return {
 
 impl Plan {
     /// For processes at rest; `ending`: processes that the rollback ends.
-    ///
-    /// # Errors
-    /// That a file cannot be looked at.
-    pub fn make(then: &Files, holders: &[Holder<'_>], ending: &[u32], policy: FilesPolicy) -> Result<Self> {
-        let all = differences(then, holders, Files::most_to_be_read(policy != FilesPolicy::Keep))?;
+    pub fn make(
+        then: &Files,
+        holders: &[Holder<'_>],
+        ending: &[u32],
+        systems: &Systems,
+        policy: FilesPolicy,
+    ) -> Self {
+        let all = differences(then, holders, systems, Files::most_to_be_read(policy != FilesPolicy::Keep));
         let mut plan = Plan::default();
         match policy {
             FilesPolicy::Keep => {}
@@ -74,10 +77,10 @@ impl Plan {
             }
         }
         plan.changed.extend(all.into_iter().map(|one| one.changed));
-        Ok(plan)
+        plan
     }
 
-    fn with_returns(mut self, all: Vec<Difference<'_>>, own: &[u32], noticed: &Noticed) -> Result<Self> {
+    fn with_returns(mut self, all: Vec<Difference<'_>>, own: &[u32], noticed: &Noticed) -> Self {
         let inode = |one: &Difference<'_>| one.now.as_ref().map(|now| now.seen.identity.inode);
         let wanted: HashSet<Inode> = all.iter().filter(|one| one.can_come_back).filter_map(inode).collect();
         let others: HashMap<Inode, Writer> = writers(&wanted, false, own);
@@ -102,7 +105,7 @@ impl Plan {
                 }
             }
         }
-        Ok(self)
+        self
     }
 
     fn refuse(&mut self, changed: &Changed, why: &str) {
@@ -127,7 +130,7 @@ impl Plan {
         for back in std::mem::take(&mut self.returns) {
             let fate = back.bring();
             if fate == Fate::Back {
-                self.back.extend(Seen::of(&back.file));
+                self.back.extend(back.before.again_of(&back.file));
             }
             if let Some(changed) = self.changed.get_mut(back.place) {
                 changed.fate = fate;
@@ -182,7 +185,7 @@ impl<'a> Goal<'a> {
 impl Return {
     /// Whether nobody has changed it since it was compared.
     fn is_as_compared(&self) -> Result<bool> {
-        Ok(Seen::of(&self.file)?.stamp == self.before.stamp)
+        Ok(self.before.again_of(&self.file)?.stamp == self.before.stamp)
     }
 
     fn check(&self) -> Result<()> {
@@ -239,7 +242,7 @@ mod tests {
             let path = folder.path().join("file");
             write(&path, then).unwrap();
             let name = path.to_str().unwrap().as_bytes().to_vec();
-            let seen = || Writable::new(&name, Path::new("/"), path.clone()).unwrap();
+            let seen = || Writable::new(&name, Path::new("/"), path.clone(), &Systems::default()).unwrap();
             let all = Digests::default().note_all(vec![seen()], &Noticed::default()).all;
             let was = all.into_iter().next().unwrap();
             append(&path, more);

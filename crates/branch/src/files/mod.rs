@@ -7,9 +7,11 @@
 mod changes;
 mod cuts;
 mod seen;
+mod systems;
 
 pub use changes::{Changed, Fate, How};
 pub use cuts::Plan;
+pub use systems::Systems;
 
 use crate::Result;
 use crate::descriptors::Table;
@@ -22,7 +24,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use stillpoint_capture::Builder;
-use stillpoint_capture::files::{Moment, Noticed, is_view, note_open, take_digests_of};
+use stillpoint_capture::files::{Moment, Noticed, note_open, take_digests_of};
 use stillpoint_image::{Backing, Image, Mapping, PathFile, Range, Usage};
 use stillpoint_linux::proc::{Proc, Vma};
 use stillpoint_linux::{Error as Kernel, digest, silent};
@@ -82,6 +84,8 @@ struct Noted {
 #[derive(Debug, Default)]
 pub struct Files {
     all: Vec<Noted>,
+    /// The names of those that could not be looked at.
+    unseen: Vec<Vec<u8>>,
     /// When that was, nanoseconds since 1970.
     at_ns: i64,
 }
@@ -120,7 +124,7 @@ impl Writable {
         // This opens nothing: neither device nor FIFO hears of it, and nobody is waited for.
         let place =
             rustix::fs::open(&self.way, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).map_err(failed)?;
-        if Seen::of(&place)?.identity != self.seen.identity {
+        if self.seen.again_of(&place)?.identity != self.seen.identity {
             return Err(Kernel::file(self.path(), rustix::io::Errno::STALE).into());
         }
         let flags = flags | OFlags::NONBLOCK | OFlags::NOCTTY;
@@ -174,33 +178,48 @@ fn noticed(holders: &[Holder<'_>]) -> Noticed {
     noticed
 }
 
+/// Files that processes can write to.
+#[derive(Debug, Default)]
+struct Found {
+    all: Vec<Writable>,
+    /// The names of those that cannot be looked at, as who serves them is no more: that is no reason to do nothing else.
+    unseen: Vec<Vec<u8>>,
+}
+
 /// All files that processes can write to, through descriptors or mappings: each once, however many have it.
-fn writable(holders: &[Holder<'_>]) -> Result<Vec<Writable>> {
-    let mut all: BTreeMap<(u64, u64), Writable> = BTreeMap::new();
+fn writable(holders: &[Holder<'_>], systems: &Systems) -> Found {
+    let mut systems = systems.clone();
+    systems.note(holders);
+    let (mut all, mut unseen) = (BTreeMap::new(), Vec::new());
     for holder in holders {
         let root = PathBuf::from(format!("/proc/{}/root", holder.pid));
         for (&fd, held) in holder.table.held.iter().filter(|(_, held)| held.is_file() && held.writes()) {
             let Entry::Vacant(place) = all.entry(held.identity) else { continue };
-            let way = way_to(holder.pid, fd);
-            if !is_view(&way).map_err(|e| Kernel::file(&way, e))? {
-                place.insert(Writable::new(&held.link, &root, way)?);
+            match Writable::new(&held.link, &root, way_to(holder.pid, fd), &systems) {
+                Ok(file) if file.seen.is_view => {}
+                Ok(file) => drop(place.insert(file)),
+                Err(_) => unseen.push(held.link.clone()),
             }
         }
         let mappings = holder.image.spaces.iter().flat_map(|space| &space.mappings);
         for mapping in mappings.filter(|mapping| mapping.shared) {
-            holder.add_mapping(mapping, &root, &mut all)?;
+            if let Err(name) = holder.add_mapping(mapping, &root, &systems, &mut all) {
+                unseen.push(name);
+            }
         }
     }
     for file in all.values_mut() {
         file.mapped = Range::joined(std::mem::take(&mut file.mapped));
         file.memory = Range::joined(std::mem::take(&mut file.memory));
     }
-    Ok(all.into_values().collect())
+    unseen.sort_unstable();
+    unseen.dedup();
+    Found { all: all.into_values().collect(), unseen }
 }
 
 impl Writable {
-    fn new(name: &[u8], root: &Path, way: PathBuf) -> Result<Self> {
-        let seen = Seen::at(&way)?;
+    fn new(name: &[u8], root: &Path, way: PathBuf, systems: &Systems) -> Result<Self> {
+        let seen = Seen::at(&way, systems)?;
         let (name, root) = (name.to_vec(), root.to_owned());
         Ok(Writable { name, root, way, seen, mapped: Vec::new(), memory: Vec::new() })
     }
@@ -208,12 +227,16 @@ impl Writable {
 
 impl Holder<'_> {
     /// Adds what can be written through a shared mapping. What goes back with memory is no file, unless it is open, too.
+    ///
+    /// # Errors
+    /// The name of a file that cannot be looked at.
     fn add_mapping(
         &self,
         mapping: &Mapping,
         root: &Path,
+        systems: &Systems,
         all: &mut BTreeMap<(u64, u64), Writable>,
-    ) -> Result<()> {
+    ) -> Result<(), Vec<u8>> {
         let vma = self.maps.iter().find(|v| v.start <= mapping.start && mapping.start < v.end);
         let Some(vma) = vma.filter(|_| mapping.prot & libc::PROT_WRITE as u32 != 0) else { return Ok(()) };
         let file = match &mapping.backing {
@@ -232,8 +255,9 @@ impl Holder<'_> {
                     Entry::Occupied(known) => known.into_mut(),
                     Entry::Vacant(place) => {
                         let way = PathBuf::from(format!("/proc/{}/{}", self.pid, vma.link_name()));
-                        let name = std::fs::read_link(&way).map_err(|e| Kernel::file(&way, e))?;
-                        place.insert(Writable::new(name.as_os_str().as_bytes(), root, way)?)
+                        let name = std::fs::read_link(&way).map_err(|_| file.path.0.clone())?;
+                        let name = name.as_os_str().as_bytes();
+                        place.insert(Writable::new(name, root, way, systems).map_err(|_| name.to_vec())?)
                     }
                 };
                 known.mapped.push(range);
@@ -247,19 +271,22 @@ impl Holder<'_> {
 #[derive(Debug)]
 pub struct Digests {
     known: HashMap<Identity, (Stamp, Digest)>,
+    /// The mounts of the program, as they were before it was stopped.
+    systems: Systems,
     /// Whether a file may have had none at the last snapshot, though there could be one.
     is_any_missing: bool,
 }
 
 impl Default for Digests {
     fn default() -> Self {
-        Digests { known: HashMap::new(), is_any_missing: true }
+        Digests { known: HashMap::new(), systems: Systems::default(), is_any_missing: true }
     }
 }
 
 impl Digests {
     /// Reads files that processes can write to while they run, if these have been at rest for a while.
     pub fn look_ahead(&mut self, pids: &[u32]) {
+        self.systems = Systems::learn(pids);
         if !self.is_any_missing {
             return;
         }
@@ -281,7 +308,7 @@ impl Digests {
         take_digests_of(&mut builder, Usage::Write, Moment::Running);
         for file in &builder.image.paths {
             let digest = file.digest.as_ref().and_then(|digest| digest.blake3.0.as_slice().try_into().ok());
-            let seen = still_the_same(file).filter(Seen::would_show_changes);
+            let seen = still_the_same(file, &self.systems).filter(Seen::would_show_changes);
             if let (Some(digest), Some(seen)) = (digest, seen) {
                 self.known.insert(seen.identity, (seen.stamp, digest));
             }
@@ -290,18 +317,16 @@ impl Digests {
 
     fn is_to_be_read_ahead(&self, file: &PathFile) -> bool {
         let is_at_rest = now_ns() - file.ctime_ns.max(file.mtime_ns) > AT_REST_NS;
-        let seen = still_the_same(file).filter(|seen| seen.clock != Clock::Foreign);
+        let seen = still_the_same(file, &self.systems).filter(|seen| seen.clock != Clock::Foreign);
         let is_known =
             |seen: &Seen| self.known.get(&seen.identity).is_some_and(|(then, _)| *then == seen.stamp);
         is_at_rest && seen.is_some_and(|seen| !is_known(&seen))
     }
 
     /// Notes the files of a program at rest.
-    ///
-    /// # Errors
-    /// That one of them cannot be looked at.
-    pub fn note(&mut self, holders: &[Holder<'_>]) -> Result<Files> {
-        Ok(self.note_all(writable(holders)?, &noticed(holders)))
+    pub fn note(&mut self, holders: &[Holder<'_>]) -> Files {
+        let found = writable(holders, &self.systems);
+        Files { unseen: found.unseen, ..self.note_all(found.all, &noticed(holders)) }
     }
 
     /// A file is what it was at a snapshot again, though it has other times.
@@ -338,14 +363,14 @@ impl Digests {
             }
             Noted { file, digest, kept }
         });
-        Files { all: all.collect(), at_ns: now_ns() }
+        Files { all: all.collect(), unseen: Vec::new(), at_ns: now_ns() }
     }
 }
 
 /// What a path leads to, if that is what was described, and has not changed since.
-fn still_the_same(file: &PathFile) -> Option<Seen> {
+fn still_the_same(file: &PathFile, systems: &Systems) -> Option<Seen> {
     let stamp = Stamp { size: file.size, mtime_ns: file.mtime_ns, ctime_ns: file.ctime_ns };
-    let seen = Seen::at(file.path.as_path()).ok()?;
+    let seen = Seen::at(file.path.as_path(), systems).ok()?;
     (seen.stamp == stamp && seen.identity.inode == (file.dev, file.ino)).then_some(seen)
 }
 

@@ -1,11 +1,13 @@
 //! What is told of a file without opening it, and how much that proves.
 
+use super::systems::Systems;
 use crate::Result;
-use rustix::fs::{AtFlags, CWD, StatxFlags, StatxTimestamp, makedev, statfs, statx};
+use rustix::fs::{AtFlags, CWD, StatxFlags, StatxTimestamp, makedev, statx};
 use std::os::fd::{AsFd, AsRawFd};
 use std::path::Path;
 use std::sync::OnceLock;
 use std::time::SystemTime;
+use stillpoint_capture::files::is_view;
 use stillpoint_linux::{Error as Kernel, host};
 
 /// Which file it is. Inode numbers are used again, so when it was made is part of it, where that is told.
@@ -49,6 +51,8 @@ pub struct Seen {
     pub links: u64,
     /// Who tells its times.
     pub clock: Clock,
+    /// Whether it is a view of the kernel, or a queue, rather than a file with contents of its own.
+    pub is_view: bool,
     /// When it was seen, nanoseconds since 1970.
     at_ns: i64,
 }
@@ -78,17 +82,27 @@ const OWN: [(u64, bool); 14] = [
 ];
 
 impl Seen {
-    /// Looks at what a path leads to.
+    /// Looks at what a path leads to. Nobody is asked for what the kernel does not know: a server may be part of what stands still.
     ///
     /// # Errors
     /// That it leads nowhere.
-    pub fn at(way: &Path) -> Result<Self> {
-        let failed = |e| Kernel::file(way, e);
-        let wanted = StatxFlags::BASIC_STATS | StatxFlags::BTIME;
-        let told = statx(CWD, way, AtFlags::empty(), wanted).map_err(failed)?;
-        let magic = statfs(way).map_err(failed)?.f_type as u64 & 0xffff_ffff;
-        let is_born = StatxFlags::from_bits_retain(told.stx_mask).contains(StatxFlags::BTIME);
+    pub fn at(way: &Path, systems: &Systems) -> Result<Self> {
+        let (seen, mount) = Seen::look(way)?;
+        // Whoever would have to be asked is somebody else.
+        let magic = systems.magic(way, mount)?;
         Ok(Seen {
+            clock: magic.map_or(Clock::Foreign, clock_of),
+            is_view: magic.is_some_and(is_view),
+            ..seen
+        })
+    }
+
+    /// What is told of a file without its file system, and the number of its mount.
+    fn look(way: &Path) -> Result<(Self, u64)> {
+        let wanted = StatxFlags::BASIC_STATS | StatxFlags::BTIME | StatxFlags::MNT_ID;
+        let told = statx(CWD, way, AtFlags::STATX_DONT_SYNC, wanted).map_err(|e| Kernel::file(way, e))?;
+        let is_born = StatxFlags::from_bits_retain(told.stx_mask).contains(StatxFlags::BTIME);
+        let seen = Seen {
             identity: Identity {
                 inode: (makedev(told.stx_dev_major, told.stx_dev_minor), told.stx_ino),
                 born_ns: is_born.then(|| nanoseconds(&told.stx_btime)),
@@ -99,17 +113,28 @@ impl Seen {
                 ctime_ns: nanoseconds(&told.stx_ctime),
             },
             links: told.stx_nlink.into(),
-            clock: clock_of(magic),
+            clock: Clock::Foreign,
+            is_view: false,
             at_ns: now_ns(),
-        })
+        };
+        Ok((seen, told.stx_mnt_id))
     }
 
-    /// Looks at an open file.
+    /// Looks once more, at what may be the same file: if it is, it is on the same file system.
     ///
     /// # Errors
     /// As [`Seen::at`].
-    pub fn of(file: impl AsFd) -> Result<Self> {
-        Seen::at(Path::new(&format!("/proc/self/fd/{}", file.as_fd().as_raw_fd())))
+    pub fn again(&self, way: &Path) -> Result<Self> {
+        let (now, _) = Seen::look(way)?;
+        Ok(Seen { clock: self.clock, is_view: self.is_view, ..now })
+    }
+
+    /// As [`Seen::again`], of an open file.
+    ///
+    /// # Errors
+    /// As [`Seen::at`].
+    pub fn again_of(&self, file: impl AsFd) -> Result<Self> {
+        self.again(Path::new(&format!("/proc/self/fd/{}", file.as_fd().as_raw_fd())))
     }
 
     /// Whether whoever changes the file after this look changes its times too, for certain: writes through a mapping may do so late.
@@ -185,10 +210,10 @@ mod tests {
         let path = folder.path().join("file");
         let file = std::fs::File::create(&path).unwrap();
         file.write_all_at(b"0", 0).unwrap();
-        let mut before = Seen::at(&path).unwrap();
+        let mut before = Seen::at(&path, &Systems::default()).unwrap();
         for _ in 0..1000 {
             file.write_all_at(b"1", 0).unwrap();
-            let now = Seen::at(&path).unwrap();
+            let now = Seen::at(&path, &Systems::default()).unwrap();
             assert_eq!(now.identity, before.identity);
             assert!(now.stamp != before.stamp || !before.would_show_changes(), "{before:?} {now:?}");
             before = now;
@@ -198,7 +223,7 @@ mod tests {
     #[test]
     fn a_change_of_long_ago_is_in_no_tick_with_what_comes() {
         let folder = tempfile::tempdir().unwrap();
-        let mut seen = Seen::at(folder.path()).unwrap();
+        let mut seen = Seen::at(folder.path(), &Systems::default()).unwrap();
         seen.clock = Clock::Ticks;
         seen.stamp.ctime_ns |= 1;
         seen.at_ns = seen.stamp.mtime_ns.max(seen.stamp.ctime_ns) + TICK_NS;
@@ -222,7 +247,7 @@ mod tests {
         let (mut identities, mut inodes) = (Vec::new(), Vec::new());
         for _ in 0..20 {
             std::fs::write(&path, "contents").unwrap();
-            let Identity { inode, born_ns } = Seen::at(&path).unwrap().identity;
+            let Identity { inode, born_ns } = Seen::at(&path, &Systems::default()).unwrap().identity;
             if born_ns.is_some() {
                 identities.push((inode, born_ns));
             }

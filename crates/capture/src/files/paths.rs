@@ -30,14 +30,10 @@ const VIEWS: [u64; 5] = [
     0x6462_6720, // debugfs
 ];
 
-/// Whether what a path leads to is a view of the kernel, or a queue, rather than a file with contents of its own.
-///
-/// # Errors
-/// That it leads nowhere.
-pub fn is_view(path: &Path) -> std::io::Result<bool> {
-    let magic = rustix::fs::statfs(path)?.f_type as u64 & 0xffff_ffff;
+/// Whether files of a file system, by its magic number, are views of the kernel, or queues, rather than files with contents of their own.
+pub fn is_view(magic: u64) -> bool {
     let is_other = STATEFUL.iter().any(|(stateful, _)| *stateful == magic && magic != FUSE);
-    Ok(magic == PROC || magic == MQUEUE || VIEWS.contains(&magic) || is_other)
+    magic == PROC || magic == MQUEUE || VIEWS.contains(&magic) || is_other
 }
 
 /// File systems whose files hold state that cannot be given back, with their names.
