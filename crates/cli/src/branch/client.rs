@@ -12,7 +12,8 @@ use std::time::Duration;
 use stillpoint_capture::attributes::target::has_ended;
 use stillpoint_store::Store;
 
-/// How long an answer may take: the first snapshot of a large program that cannot have a twin is a copy.
+/// How long an answer may take: the first snapshot of a large program that cannot have a twin is a copy. A rollback may read and keep
+/// any amount of files, and is done in any case: its end is waited for, or that of who does it, when the socket ends.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Asks for something about a process. Only for a snapshot is somebody started who keeps them.
@@ -36,7 +37,8 @@ pub fn ask(store: &Store, pid: u32, ask: &Ask) -> Result<Answer> {
             Err(_) => start(&place, store, pid)?,
         };
         drop(place);
-        stream.set_read_timeout(Some(PATIENCE)).map_err(|e| Failure::failed(format!("socket: {e}")))?;
+        let patience = Some(PATIENCE).filter(|_| !matches!(ask, Ask::Rollback { .. }));
+        stream.set_read_timeout(patience).map_err(|e| Failure::failed(format!("socket: {e}")))?;
         let mut line = Line::new(stream);
         let heard = line.say(ask).and_then(|()| line.hear::<Answer>());
         match heard {
