@@ -226,7 +226,8 @@ impl Writable {
 }
 
 impl Holder<'_> {
-    /// Adds what can be written through a shared mapping. What goes back with memory is no file, unless it is open, too.
+    /// Adds what can be written through a shared mapping, be it after `mprotect(2)`: where a page has been written before, that takes no
+    /// fault, and changes no time of the file. What goes back with memory is no file, unless it is open, too.
     ///
     /// # Errors
     /// The name of a file that cannot be looked at.
@@ -238,7 +239,8 @@ impl Holder<'_> {
         all: &mut BTreeMap<(u64, u64), Writable>,
     ) -> Result<(), Vec<u8>> {
         let vma = self.maps.iter().find(|v| v.start <= mapping.start && mapping.start < v.end);
-        let Some(vma) = vma.filter(|_| mapping.prot & libc::PROT_WRITE as u32 != 0) else { return Ok(()) };
+        let Some(vma) = vma else { return Ok(()) };
+        let is_writable = mapping.prot & libc::PROT_WRITE as u32 != 0;
         let file = match &mapping.backing {
             Backing::File { path, may_write: true, .. } => self.image.paths.get(*path as usize),
             Backing::Object { .. } => None,
@@ -246,6 +248,7 @@ impl Holder<'_> {
         };
         let range = Range { start: vma.offset + (mapping.start - vma.start), len: mapping.len() };
         match file.filter(|file| !file.is_memory()) {
+            None if !is_writable => {}
             None => {
                 let inode = file.map_or((vma.dev, vma.ino), |file| (file.dev, file.ino));
                 all.get_mut(&inode).into_iter().for_each(|file| file.memory.push(range));
