@@ -7,7 +7,7 @@
 //! same ones.
 
 use crate::between::{Between, View};
-use crate::files::{Changed, Digests, Files, Holder, Plan, Systems};
+use crate::files::{Changed, Digests, Files, Holder, Keep, Plan, Systems};
 use crate::guard::Guard;
 use crate::history::{History, Id};
 use crate::member::{First, Member, Part, Returning, Way, bind, get_ready, kill_all, set_back, unbind};
@@ -26,7 +26,6 @@ use stillpoint_image::Range;
 use stillpoint_linux::proc::descendants;
 use stillpoint_linux::spawn;
 use stillpoint_restore::FilesPolicy;
-use stillpoint_restore::files::KeepTail;
 
 /// So often it is tried to find all processes of a program while it makes others.
 const TRIES: usize = 20;
@@ -386,7 +385,7 @@ impl Program {
         &mut self,
         id: Id,
         terms: Terms,
-        keep: &mut KeepTail<'_>,
+        keep: &mut Keep<'_>,
         tell: impl FnOnce(&Rolled),
     ) -> Result<Rolled> {
         let mut tell = Some(tell);
@@ -400,7 +399,7 @@ impl Program {
         &mut self,
         id: Id,
         terms: Terms,
-        keep: &mut KeepTail<'_>,
+        keep: &mut Keep<'_>,
         tell: impl FnOnce(&Rolled),
     ) -> Result<Rolled> {
         let Program { pid, alone, members, states, digests, guard, .. } = self;
@@ -601,7 +600,7 @@ fn go(
     members: &mut [Member],
     goal: &Goal<'_>,
     guard: &mut Option<Guard>,
-    keep: &mut KeepTail<'_>,
+    keep: &mut Keep<'_>,
     tell: impl FnOnce(&Rolled),
 ) -> Result<(Rolled, Plan)> {
     let Goal { state, found, .. } = *goal;
@@ -680,7 +679,7 @@ fn plan(
     members: &[Member],
     goal: &Goal<'_>,
     together: &Together,
-    keep: &mut KeepTail<'_>,
+    keep: &mut Keep<'_>,
 ) -> Result<(Vec<Way>, Between, Plan)> {
     let Goal { state, terms, alone, ref systems, .. } = *goal;
     let several = members.len() > 1;

@@ -5,6 +5,7 @@ use super::{
     Files, Found, Holder, Noted, READ_AT_REST, Systems, Writable, below, noticed, ranges, way_to, writable,
 };
 use std::fmt;
+use std::path::PathBuf;
 use stillpoint_capture::files::Noticed;
 
 /// In which way a file is not as it was.
@@ -93,6 +94,8 @@ pub struct Changed {
     pub how: Vec<How>,
     /// What became of it.
     pub fate: Fate,
+    /// Where there is what stood behind its size at the snapshot, if that was to be cut off.
+    pub tail: Option<PathBuf>,
 }
 
 impl Changed {
@@ -159,7 +162,8 @@ pub(super) fn differences<'a>(
     all.extend(news.filter_map(|file| {
         let how = since(file, then.at_ns)?;
         let (size_now, file_name) = (Some(file.seen.stamp.size), lossy(&file.name));
-        let changed = Changed { file: file_name, size_then: None, size_now, how, fate: Fate::Stays };
+        let changed =
+            Changed { file: file_name, size_then: None, size_now, how, fate: Fate::Stays, tail: None };
         Some(Difference { changed, then: None, now: Some(file.clone()), can_come_back: false })
     }));
     all.extend(then.unseen.iter().map(|name| Difference::unseen(name)));
@@ -172,7 +176,14 @@ impl Difference<'_> {
     /// Of a file that cannot be compared with anything.
     fn unseen(name: &[u8]) -> Self {
         let how = vec![How::Unseen];
-        let changed = Changed { file: lossy(name), size_then: None, size_now: None, how, fate: Fate::Stays };
+        let changed = Changed {
+            file: lossy(name),
+            size_then: None,
+            size_now: None,
+            how,
+            fate: Fate::Stays,
+            tail: None,
+        };
         Difference { changed, then: None, now: None, can_come_back: false }
     }
 }
@@ -236,6 +247,7 @@ fn difference<'a>(
         size_now: is.as_ref().map(|is| is.seen.stamp.size),
         how,
         fate: Fate::Stays,
+        tail: None,
     };
     (!changed.how.is_empty()).then_some(Difference { changed, then: Some(was), now: is, can_come_back })
 }
@@ -348,7 +360,7 @@ mod tests {
     use super::super::Digests;
     use super::*;
     use std::os::unix::fs::FileExt;
-    use std::path::{Path, PathBuf};
+    use std::path::Path;
     use stillpoint_image::Range;
 
     /// A file with contents, and what is noted of it.

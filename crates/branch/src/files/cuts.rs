@@ -14,20 +14,26 @@ use super::{Digests, Files, Holder, Noted, Systems, Writable, noticed};
 use crate::{Error, Result};
 use rustix::fs::OFlags;
 use std::collections::{HashMap, HashSet};
+use std::ffi::OsStr;
 use std::fs::File;
+use std::io::Read;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use stillpoint_capture::Refusal;
 use stillpoint_capture::files::Noticed;
 use stillpoint_image::Range;
 use stillpoint_linux::Error as Kernel;
 use stillpoint_restore::FilesPolicy;
-use stillpoint_restore::files::{Inode, KeepTail, Writer, keep_behind, shorten, writers};
+use stillpoint_restore::files::{Inode, Writer, keep_behind, shorten, writers};
 
 /// What can be done about a refusal.
 const LEFT: &str = "--files keep leaves it as it is";
 /// Why a file is not cut that others have changed just now.
 const MEANWHILE: &str = "another program has just written to it, and what it wrote would be cut off";
+
+/// Takes what stands behind an offset of a file, durably, before it is cut off; where it is then.
+pub type Keep<'a> = dyn FnMut(&Path, u64, &mut dyn Read) -> stillpoint_restore::Result<PathBuf> + 'a;
 
 /// What becomes of files in a rollback.
 #[derive(Debug, Default)]
@@ -99,7 +105,7 @@ impl Plan {
         if self.refused.is_empty() {
             for (place, goal) in goals {
                 let Some(changed) = self.changed.get(place).cloned() else { continue };
-                match goal.open(place, &changed) {
+                match goal.open(place) {
                     Ok(back) => self.returns.push(back),
                     Err(why) => self.refuse(&changed, &why),
                 }
@@ -116,10 +122,18 @@ impl Plan {
     ///
     /// # Errors
     /// That this cannot be done; no file has been changed.
-    pub fn keep(&mut self, keep: &mut KeepTail<'_>) -> Result<()> {
+    pub fn keep(&mut self, keep: &mut Keep<'_>) -> Result<()> {
         for back in &self.returns {
             back.check()?;
-            keep_behind(&back.file, &back.path, back.then.size, keep)?;
+            let mut tail = None;
+            let mut note = |path: &Path, at: u64, source: &mut dyn Read| {
+                tail = Some(keep(path, at, source)?);
+                Ok(())
+            };
+            keep_behind(&back.file, &back.path, back.then.size, &mut note)?;
+            if let Some(changed) = self.changed.get_mut(back.place) {
+                changed.tail = tail;
+            }
             back.check()?;
         }
         Ok(())
@@ -167,13 +181,13 @@ impl<'a> Goal<'a> {
     }
 
     /// Opens it for writing.
-    fn open(&self, place: usize, changed: &Changed) -> Result<Return, String> {
+    fn open(&self, place: usize) -> Result<Return, String> {
         let Goal(was, is) = self;
         let file = is.open(OFlags::RDWR).map_err(|e| format!("and cannot be opened for writing: {e}"))?;
         let back = Return {
             place,
             file: file.into(),
-            path: PathBuf::from(&changed.file),
+            path: PathBuf::from(OsStr::from_bytes(&was.file.name)),
             before: is.seen,
             then: was.file.seen.stamp,
             kept: was.kept.clone().unwrap_or_default(),
@@ -226,7 +240,6 @@ mod tests {
     use super::*;
     use rustix::fs::Mode;
     use std::fs::{read, write};
-    use std::path::Path;
 
     /// A file that has grown by `more` since it was noted.
     struct Case {
@@ -259,11 +272,12 @@ mod tests {
                 size_now: Some(now),
                 how: vec![How::Grew],
                 fate: Fate::Stays,
+                tail: None,
             }
         }
 
         fn open(&self) -> Result<Return, String> {
-            Goal(&self.was, self.is.clone()).open(0, &self.changed())
+            Goal(&self.was, self.is.clone()).open(0)
         }
 
         fn plan(&self) -> Plan {
@@ -285,14 +299,15 @@ mod tests {
     fn what_only_grew_is_cut() {
         let case = Case::new("then", "more");
         let (mut plan, mut tail) = (case.plan(), Vec::new());
-        let mut keep = |_: &Path, at: u64, source: &mut dyn std::io::Read| {
+        let mut keep = |_: &Path, at: u64, source: &mut dyn Read| {
             assert_eq!(at, 4);
             source.read_to_end(&mut tail).unwrap();
-            Ok(())
+            Ok(PathBuf::from("kept"))
         };
         plan.keep(&mut keep).unwrap();
         plan.bring_back();
         assert_eq!(plan.changed[0].fate, Fate::Back);
+        assert_eq!(plan.changed[0].tail, Some("kept".into()));
         assert_eq!((read(&case.path).unwrap(), tail), (b"then".to_vec(), b"more".to_vec()));
     }
 
@@ -366,13 +381,13 @@ mod tests {
         let case = Case::new("then", "more");
         let mut plan = case.plan();
         append(&case.path, "other");
-        let mut none = |_: &Path, _: u64, _: &mut dyn std::io::Read| panic!("nothing is to be kept");
+        let mut none = |_: &Path, _: u64, _: &mut dyn Read| panic!("nothing is to be kept");
         assert!(matches!(plan.keep(&mut none), Err(Error::Refused(_))));
         let case = Case::new("then", "more");
         let mut plan = case.plan();
-        let mut meanwhile = |_: &Path, _: u64, _: &mut dyn std::io::Read| {
+        let mut meanwhile = |_: &Path, _: u64, _: &mut dyn Read| {
             append(&case.path, "other");
-            Ok(())
+            Ok(PathBuf::from("kept"))
         };
         assert!(matches!(plan.keep(&mut meanwhile), Err(Error::Refused(_))));
         assert_eq!(read(&case.path).unwrap(), b"thenmoreother");

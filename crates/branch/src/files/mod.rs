@@ -10,7 +10,7 @@ mod seen;
 mod systems;
 
 pub use changes::{Changed, Fate, How};
-pub use cuts::Plan;
+pub use cuts::{Keep, Plan};
 pub use systems::Systems;
 
 use crate::Result;

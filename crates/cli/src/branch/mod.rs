@@ -146,11 +146,10 @@ pub struct ChangedFile {
 }
 
 impl ChangedFile {
-    /// Of what a rollback tells; `tails`: what was cut off.
-    fn of(changed: &Changed, tails: &[(PathBuf, PathBuf)]) -> Self {
+    /// Of what a rollback tells.
+    fn of(changed: &Changed) -> Self {
         let brought_back = changed.fate == Fate::Back;
-        let tail = tails.iter().find(|(file, _)| brought_back && file.as_os_str() == changed.file.as_str());
-        let tail = tail.map(|(_, tail)| tail.clone());
+        let tail = changed.tail.clone().filter(|_| brought_back);
         let mut what = changed.to_string();
         if let Some(tail) = &tail {
             what += &format!("; what was cut off is in {}", tail.display());

@@ -7,11 +7,10 @@ use crate::taken;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, OwnedFd};
 use serde_json::Value;
-use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::io::Read;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant, SystemTime};
 use stillpoint_branch::{Error, Id, Program, Rolled, Taken, Terms};
@@ -288,15 +287,11 @@ impl Keeper {
         let (_, snapshot) = self.find(which)?;
         let Keeper { program, own, unsaid, of_its_own, store, .. } = self;
         let program = program.as_mut().ok_or_else(|| Error::Unknown(snapshot.to_string()))?;
-        let tails: RefCell<Vec<(PathBuf, PathBuf)>> = RefCell::default();
         let mut keep = |file: &Path, offset: u64, tail: &mut dyn Read| {
-            let kept = store.keep_branch_tail(snapshot, file, offset, tail)?;
-            tails.borrow_mut().push((file.to_owned(), kept));
-            Ok(())
+            Ok(store.keep_branch_tail(snapshot, file, offset, tail)?)
         };
-        let files = |rolled: &Rolled| -> Vec<ChangedFile> {
-            rolled.files.iter().map(|changed| ChangedFile::of(changed, &tails.borrow())).collect()
-        };
+        let files =
+            |rolled: &Rolled| -> Vec<ChangedFile> { rolled.files.iter().map(ChangedFile::of).collect() };
         // Whoever took the snapshot hears of it, if it was the program itself.
         let tell = |rolled: &Rolled| {
             if of_its_own.contains(&snapshot) {
