@@ -1,6 +1,6 @@
 //! What has become of a file since a snapshot, as far as that can be told.
 
-use super::seen::Clock;
+use super::seen::{Clock, Instant};
 use super::{
     Files, Found, Holder, Noted, READ_AT_REST, Systems, Writable, below, noticed, ranges, way_to, writable,
 };
@@ -159,8 +159,9 @@ pub(super) fn differences<'a>(
         is_seen(&file.name) && then.all.iter().all(|was| was.file.seen.identity != file.seen.identity)
     };
     let news = now.iter().filter(is_new);
+    let earliest_ns = then.at.earliest_since(Instant::now());
     all.extend(news.filter_map(|file| {
-        let how = since(file, then.at_ns)?;
+        let how = since(file, then.at.at_ns, earliest_ns)?;
         let (size_now, file_name) = (Some(file.seen.stamp.size), lossy(&file.name));
         let changed =
             Changed { file: file_name, size_then: None, size_now, how, fate: Fate::Stays, tail: None };
@@ -268,8 +269,9 @@ fn another_name(was: &Writable, is: &Writable) -> Option<How> {
     }
 }
 
-/// What has happened to a file that was not open for writing at a snapshot, if anything may have.
-fn since(file: &Writable, moment_ns: i64) -> Option<Vec<How>> {
+/// What has happened to a file that was not open for writing at a snapshot, if anything may have. `earliest_ns`: what happened since may
+/// have a time from then on.
+fn since(file: &Writable, moment_ns: i64, earliest_ns: i64) -> Option<Vec<How>> {
     let seen = &file.seen;
     if file.is_memory() {
         return None;
@@ -278,7 +280,7 @@ fn since(file: &Writable, moment_ns: i64) -> Option<Vec<How>> {
         // One without a name goes with its descriptors.
         return (seen.links > 0).then(|| vec![How::Made]);
     }
-    let is_written = seen.may_be_written_since(moment_ns) || !file.mapped.is_empty();
+    let is_written = seen.may_be_written_since(earliest_ns) || !file.mapped.is_empty();
     let is_certain = seen.is_modified_since(moment_ns);
     is_written.then(|| vec![How::Opened, if is_certain { How::Modified } else { How::MayBeWritten }])
 }
@@ -435,7 +437,7 @@ mod tests {
         let case = Case::new(b"contents");
         let name = |name: &str| name.as_bytes().to_vec();
         let all = vec![case.note(&[])];
-        let then = Files { all, unseen: vec![name("/far")], at_ns: 0 };
+        let then = Files { all, unseen: vec![name("/far")], ..Files::default() };
         case.file.write_all_at(b"more", 8).unwrap();
         let told = |then: &Files| -> Vec<Vec<How>> {
             let all = differences(then, &[], &Systems::default(), READ_AT_REST);

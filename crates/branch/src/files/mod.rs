@@ -16,7 +16,7 @@ pub use systems::Systems;
 use crate::Result;
 use crate::descriptors::Table;
 use rustix::fs::{Mode, OFlags};
-use seen::{Clock, Identity, Seen, Stamp, now_ns};
+use seen::{Clock, Identity, Instant, Seen, Stamp, now_ns};
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ffi::OsStr;
@@ -59,7 +59,7 @@ type Digest = [u8; 32];
 struct Writable {
     /// What the kernel calls it.
     name: Vec<u8>,
-    /// The root directory of who has it, as seen from here.
+    /// Where its name begins, as seen from here.
     root: PathBuf,
     /// Leads to it, whatever its name is.
     way: PathBuf,
@@ -86,8 +86,7 @@ pub struct Files {
     all: Vec<Noted>,
     /// The names of those that could not be looked at.
     unseen: Vec<Vec<u8>>,
-    /// When that was, nanoseconds since 1970.
-    at_ns: i64,
+    at: Instant,
 }
 
 impl Writable {
@@ -165,6 +164,16 @@ fn below(root: &Path, path: &[u8]) -> PathBuf {
     root.join(OsStr::from_bytes(path.strip_prefix(b"/").unwrap_or(path)))
 }
 
+/// Where names begin that the kernel tells us of what a process has open. In our mount namespace they are told from our root, whatever
+/// root directory the process has; in another one from the root of that.
+fn root_of_names(pid: u32) -> PathBuf {
+    let namespace = |who: &str| std::fs::read_link(format!("/proc/{who}/ns/mnt")).ok();
+    match namespace("self") == namespace(&pid.to_string()) {
+        true => PathBuf::from("/"),
+        false => PathBuf::from(format!("/proc/{pid}/root")),
+    }
+}
+
 /// The way to what is open under a number.
 fn way_to(pid: u32, fd: u32) -> PathBuf {
     PathBuf::from(format!("/proc/{pid}/fd/{fd}"))
@@ -192,7 +201,7 @@ fn writable(holders: &[Holder<'_>], systems: &Systems) -> Found {
     systems.note(holders);
     let (mut all, mut unseen) = (BTreeMap::new(), Vec::new());
     for holder in holders {
-        let root = PathBuf::from(format!("/proc/{}/root", holder.pid));
+        let root = root_of_names(holder.pid);
         for (&fd, held) in holder.table.held.iter().filter(|(_, held)| held.is_file() && held.writes()) {
             let Entry::Vacant(place) = all.entry(held.identity) else { continue };
             match Writable::new(&held.link, &root, way_to(holder.pid, fd), &systems) {
@@ -366,7 +375,7 @@ impl Digests {
             }
             Noted { file, digest, kept }
         });
-        Files { all: all.collect(), unseen: Vec::new(), at_ns: now_ns() }
+        Files { all: all.collect(), unseen: Vec::new(), at: Instant::now() }
     }
 }
 

@@ -3,6 +3,7 @@
 use super::systems::Systems;
 use crate::Result;
 use rustix::fs::{AtFlags, CWD, StatxFlags, StatxTimestamp, makedev, statx};
+use rustix::time::{ClockId, clock_gettime};
 use std::os::fd::{AsFd, AsRawFd};
 use std::path::Path;
 use std::sync::OnceLock;
@@ -193,6 +194,29 @@ fn nanoseconds(time: &StatxTimestamp) -> i64 {
     time.tv_sec.saturating_mul(SECOND_NS).saturating_add(time.tv_nsec.into())
 }
 
+/// A moment, by two clocks.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Instant {
+    /// Time of the day, nanoseconds since 1970.
+    pub at_ns: i64,
+    /// Nanoseconds since the system started.
+    boot_ns: i64,
+}
+
+impl Instant {
+    /// Now.
+    pub fn now() -> Self {
+        let time = clock_gettime(ClockId::Boottime);
+        Instant { at_ns: now_ns(), boot_ns: time.tv_sec * SECOND_NS + time.tv_nsec }
+    }
+
+    /// What the time of the day may have been at the earliest since this moment: less than then, if somebody has set the clock back.
+    pub fn earliest_since(&self, now: Instant) -> i64 {
+        let set_back = (self.at_ns - self.boot_ns) - (now.at_ns - now.boot_ns);
+        self.at_ns - set_back.max(0)
+    }
+}
+
 /// The time of the day, nanoseconds since 1970.
 pub fn now_ns() -> i64 {
     SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos() as i64
@@ -238,6 +262,17 @@ mod tests {
         assert!(!seen.would_show_changes(), "they are told in seconds");
         seen.at_ns = second + COARSE_NS + 1;
         assert!(seen.would_show_changes());
+    }
+
+    #[test]
+    fn a_clock_that_was_set_back_is_noticed() {
+        let then = Instant { at_ns: 1000 * SECOND_NS, boot_ns: 100 * SECOND_NS };
+        let later = |at: i64| Instant { at_ns: at * SECOND_NS, boot_ns: 110 * SECOND_NS };
+        assert_eq!(then.earliest_since(later(1010)), then.at_ns);
+        assert_eq!(then.earliest_since(later(2000)), then.at_ns, "it was set forward");
+        assert_eq!(then.earliest_since(later(980)), 970 * SECOND_NS);
+        let now = Instant::now();
+        assert!(now.earliest_since(Instant::now()) > now.at_ns - SECOND_NS);
     }
 
     #[test]
