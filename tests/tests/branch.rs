@@ -1422,6 +1422,65 @@ fn a_file_that_others_write_to_is_left() {
     told.end();
 }
 
+/// Who looks at a page behind the end of its file is killed.
+#[test]
+fn a_file_that_others_have_mapped_is_left() {
+    let open =
+        "log = os.open('log', os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644); os.write(log, b'0123456789')";
+    let Some(told) = Told::start(open) else { return };
+    told.branched.snapshot();
+    told.does("os.write(log, b'x' * 10000)");
+    let reader = r#"
+import mmap
+file = open("log", "rb"); there = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ); file.close()
+print("mapped", flush=True); input(); print(there[9999:10000], flush=True)
+"#;
+    let mut reader = Command::new("python3")
+        .args(["-c", reader])
+        .current_dir(told.branched.scratch.path())
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("python");
+    let mut says = std::io::BufReader::new(reader.stdout.take().expect("a pipe"));
+    let mut line = String::new();
+    std::io::BufRead::read_line(&mut says, &mut line).expect("a line");
+    let back = told.back("rollback").ok().json();
+    let by = format!("process {} (python3) has it mapped", reader.id());
+    let what = back["files"][0]["what"].as_str().expect("words");
+    assert!(what.contains(&by) && back["files"][0]["brought_back"] == false, "{back}");
+    std::io::Write::write_all(&mut reader.stdin.take().expect("a pipe"), b"\n").expect("written");
+    std::io::BufRead::read_line(&mut says, &mut line).expect("a line");
+    assert_eq!(line, "mapped\nb'x'\n");
+    assert!(reader.wait().expect("its end").success());
+    told.back("rollback").ok();
+    right_eq!(told.file("log"), "0123456789");
+    told.end();
+}
+
+/// To make a page writable that has been written before takes no fault when it is written again, so no time of the file tells.
+#[test]
+fn what_was_written_through_a_protected_mapping_goes_back() {
+    let open = r#"
+import ctypes
+libc = ctypes.CDLL(None)
+file = os.open("file", os.O_CREAT | os.O_RDWR, 0o644); os.write(file, b"a" * 4096)
+there = mmap.mmap(file, 4096); there[0] = 98
+place = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(there)))
+def protect(how):
+    assert libc.mprotect(place, 4096, how) == 0
+protect(1)
+"#;
+    let Some(told) = Told::start(open) else { return };
+    told.branched.snapshot();
+    let then = told.file("file");
+    assert_eq!(told.changes("refuse"), changes([]));
+    told.does("protect(3); there[0:5] = b'other'; protect(1)");
+    assert_eq!(told.changes("rollback"), changes([("file", &["written"])]));
+    right_eq!(told.file("file"), then);
+    told.end();
+}
+
 /// It is told of what it watches, and of nothing that was looked at: so a file is compared by what is told of it without.
 #[test]
 fn nobody_hears_of_a_look_at_files() {

@@ -25,7 +25,7 @@ use stillpoint_capture::files::Noticed;
 use stillpoint_image::Range;
 use stillpoint_linux::Error as Kernel;
 use stillpoint_restore::FilesPolicy;
-use stillpoint_restore::files::{Inode, Writer, keep_behind, shorten, writers};
+use stillpoint_restore::files::{Inode, Writer, keep_behind, mapped, shorten, writers};
 
 /// What can be done about a refusal.
 const LEFT: &str = "--files keep leaves it as it is";
@@ -89,7 +89,8 @@ impl Plan {
     fn with_returns(mut self, all: Vec<Difference<'_>>, own: &[u32], noticed: &Noticed) -> Self {
         let inode = |one: &Difference<'_>| one.now.as_ref().map(|now| now.seen.identity.inode);
         let wanted: HashSet<Inode> = all.iter().filter(|one| one.can_come_back).filter_map(inode).collect();
-        let others: HashMap<Inode, Writer> = writers(&wanted, false, own);
+        let mut others: HashMap<Inode, Writer> = mapped(&wanted, own);
+        others.extend(writers(&wanted, false, own));
         let mut goals = Vec::new();
         for (place, mut one) in all.into_iter().enumerate() {
             let writer = inode(&one).filter(|_| one.can_come_back).and_then(|inode| others.get(&inode));

@@ -56,7 +56,7 @@ pub use check::stand_in;
 pub use clones::{check_alone, in_common, set_apart, stay_apart};
 pub use cutback::{Cut, keep_behind, shorten};
 pub use kept::{is_anything_kept, let_go};
-pub use writers::{Inode, Writer, writers};
+pub use writers::{Inode, Writer, mapped, writers};
 
 /// A process, as people are told of it.
 fn called(process: &Proc) -> String {
