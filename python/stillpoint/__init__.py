@@ -60,13 +60,20 @@ class Snapshot:
         return f"<snapshot {self.number}, value {self.value}>"
 
 
+def _changed_files():
+    """What a rollback tells of files; nothing with a library that is older than this module."""
+    if not hasattr(_library(), "sp_changed_files"):
+        return []
+    return os.fsdecode(_library().sp_changed_files()).splitlines()
+
+
 def snapshot():
     """Remembers the program as it is now, with all of its threads."""
     number = ctypes.c_uint64()
     value = _library().sp_snapshot(ctypes.byref(number))
     if value < 0:
         raise _error(value)
-    return Snapshot(number.value, value, os.fsdecode(_library().sp_changed_files()).splitlines())
+    return Snapshot(number.value, value, _changed_files())
 
 
 @contextmanager
@@ -119,7 +126,8 @@ def _library():
             getattr(library, name).argtypes = [ctypes.c_uint64, ctypes.c_int]
         library.sp_commit.argtypes = [ctypes.c_uint64]
         library.sp_checkpoint.argtypes = [ctypes.c_char_p]
-        library.sp_changed_files.restype = ctypes.c_char_p
+        if hasattr(library, "sp_changed_files"):
+            library.sp_changed_files.restype = ctypes.c_char_p
         library.sp_strerror.argtypes, library.sp_strerror.restype = [ctypes.c_int], ctypes.c_char_p
         _loaded = library
     return _loaded
