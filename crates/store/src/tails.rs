@@ -14,6 +14,9 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 use stillpoint_image::Bytes;
 
+/// For so long a program that is rolled back stands still while somebody else keeps tails in the same folder.
+const PATIENCE: Duration = Duration::from_secs(2);
+
 /// A tail that was cut from a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tail {
@@ -50,14 +53,14 @@ impl Store {
         source: &mut dyn Read,
     ) -> Result<PathBuf> {
         let folder = self.make(job)?;
-        self.keep_in(&folder.tails(), ("checkpoint", checkpoint), file, offset, source)
+        self.keep_in(&folder.tails(), Duration::MAX, ("checkpoint", checkpoint), file, offset, source)
     }
 
     /// As [`Store::keep_tail`], for the rollback of a program to a snapshot, which need not be a job. What is kept so stays until
     /// somebody removes it.
     ///
     /// # Errors
-    /// [`Error::Io`]; then nothing was kept and the file must not be cut.
+    /// [`Error::Io`], also if somebody else keeps others there for long; then nothing was kept and the file must not be cut.
     pub fn keep_branch_tail(
         &self,
         snapshot: u64,
@@ -67,19 +70,24 @@ impl Store {
     ) -> Result<PathBuf> {
         let folder = self.path().join("branches").join("tails");
         self.clean_tails(&folder)?;
-        self.keep_in(&folder, ("snapshot", snapshot), file, offset, source)
+        self.keep_in(&folder, PATIENCE, ("snapshot", snapshot), file, offset, source)
     }
 
     fn keep_in(
         &self,
         folder: &Path,
+        patience: Duration,
         of: (&str, u64),
         file: &Path,
         offset: u64,
         source: &mut dyn Read,
     ) -> Result<PathBuf> {
         self.medium.make_folders(folder)?;
-        let _lock = Lock::exclusive(&folder.join("lock"), Duration::MAX)?;
+        let lock = folder.join("lock");
+        let Some(_lock) = Lock::exclusive(&lock, patience)? else {
+            let why = "somebody else keeps what is cut off files right now: try again later";
+            return Err(Error::io("lock", &lock)(io::Error::new(io::ErrorKind::TimedOut, why)));
+        };
         let number = numbers(folder, ".data")?.last().map_or(1, |last| last + 1);
         let data = folder.join(format!("{number}.data"));
         let kept = self.copy_tail(&data, file, source).and_then(|(length, crc)| {
@@ -166,4 +174,24 @@ fn read_tail(info: &Path) -> Result<Tail> {
         checkpoint: number("checkpoint")?,
         cut_ns: number("cut-ns")?,
     })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    /// A program stands still meanwhile.
+    #[test]
+    fn a_rollback_does_not_wait_for_ever() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::open(folder.path()).unwrap();
+        let keep = || store.keep_branch_tail(1, Path::new("/log"), 4, &mut &b"more"[..]);
+        let kept = keep().unwrap();
+        assert_eq!(std::fs::read(&kept).unwrap(), b"more");
+        let lock = Lock::exclusive(&kept.with_file_name("lock"), Duration::MAX).unwrap();
+        assert!(keep().unwrap_err().to_string().contains("try again"));
+        drop(lock);
+        assert_ne!(keep().unwrap(), kept);
+    }
 }
