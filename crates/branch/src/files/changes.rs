@@ -314,7 +314,7 @@ impl Content {
         // Where nothing is kept the digest is of all.
         let inside = match &was.kept {
             Some(kept) if !kept.is_empty() && is_little => {
-                is.contents(&places, noticed).map(|contents| contents == *kept)
+                is.contents(&places, noticed).map(|contents| contents == **kept)
             }
             Some(kept) if !kept.is_empty() => None,
             _ => Some(true),
@@ -363,6 +363,7 @@ mod tests {
     use super::*;
     use std::os::unix::fs::FileExt;
     use std::path::Path;
+    use std::sync::Arc;
     use stillpoint_image::Range;
 
     /// A file with contents, and what is noted of it.
@@ -477,6 +478,22 @@ mod tests {
             let found = difference(&was, Some(is), &Noticed::default(), &mut 0).unwrap();
             assert!(!found.can_come_back && found.changed.how.contains(&How::Grew), "{found:?}");
         }
+    }
+
+    #[test]
+    fn what_is_mapped_is_remembered_once() {
+        let case = Case::new(&[1; 10_000]);
+        let mut digests = Digests::default();
+        let mut note = || {
+            let file = case.writable(&[Range { start: 0, len: 4096 }]);
+            digests.note_all(vec![file], &Noticed::default()).all.remove(0).kept.unwrap()
+        };
+        let (first, second) = (note(), note());
+        assert!(Arc::ptr_eq(&first, &second));
+        case.file.write_all_at(b"other", 0).unwrap();
+        let third = note();
+        assert_ne!(first, third);
+        assert!(Arc::ptr_eq(&third, &note()));
     }
 
     /// Their times may show nothing, so contents are compared.

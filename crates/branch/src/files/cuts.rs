@@ -10,7 +10,7 @@
 
 use super::changes::{Changed, Difference, Fate, differences};
 use super::seen::{Seen, Stamp};
-use super::{Digests, Files, Holder, Noted, Systems, Writable, noticed};
+use super::{Digests, Files, Holder, Kept, Noted, Systems, Writable, noticed};
 use crate::{Error, Result};
 use rustix::fs::OFlags;
 use std::collections::{HashMap, HashSet};
@@ -20,6 +20,7 @@ use std::io::Read;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use stillpoint_capture::Refusal;
 use stillpoint_capture::files::Noticed;
 use stillpoint_image::Range;
@@ -58,7 +59,7 @@ struct Return {
     before: Seen,
     then: Stamp,
     /// What was where it could be written through mappings.
-    kept: Vec<(Range, Vec<u8>)>,
+    kept: Arc<Kept>,
 }
 
 impl Plan {
@@ -361,14 +362,14 @@ mod tests {
     fn nothing_is_written_to_a_file_that_has_another_size_by_now() {
         let case = Case::new("then", "more");
         let mut plan = case.plan();
-        plan.returns[0].kept = vec![(Range { start: 0, len: 2 }, b"TH".to_vec())];
+        plan.returns[0].kept = Arc::new(vec![(Range { start: 0, len: 2 }, b"TH".to_vec())]);
         append(&case.path, "other");
         plan.bring_back();
         assert!(matches!(&plan.changed[0].fate, Fate::IsLeft(_)), "{:?}", plan.changed);
         assert_eq!(read(&case.path).unwrap(), b"thenmoreother");
         let case = Case::new("then", "more");
         let mut plan = case.plan();
-        plan.returns[0].kept = vec![(Range { start: 0, len: 2 }, b"TH".to_vec())];
+        plan.returns[0].kept = Arc::new(vec![(Range { start: 0, len: 2 }, b"TH".to_vec())]);
         plan.returns[0].file = File::open(&case.path).unwrap();
         plan.bring_back();
         assert!(matches!(&plan.changed[0].fate, Fate::InPart(_)), "{:?}", plan.changed);

@@ -23,6 +23,7 @@ use std::ffi::OsStr;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use stillpoint_capture::Builder;
 use stillpoint_capture::files::{Moment, Noticed, note_open, take_digests_of};
 use stillpoint_image::{Backing, Image, Mapping, PathFile, Range, Usage};
@@ -30,7 +31,7 @@ use stillpoint_linux::proc::{Proc, Vma};
 use stillpoint_linux::{Error as Kernel, digest, silent};
 
 /// So much is read of all files while the program stands still, bytes: what is more has no digest, unless it was at rest before.
-const READ_AT_REST: u64 = 16 << 20;
+const READ_AT_REST: u64 = 4 << 20;
 /// So much of what can be written through mappings is remembered at each snapshot, bytes.
 const MOST_MAPPED: u64 = 16 << 20;
 /// So much is read of all files before, while it runs, bytes.
@@ -54,6 +55,9 @@ pub struct Holder<'a> {
 /// BLAKE3.
 type Digest = [u8; 32];
 
+/// What is in some ranges of a file.
+type Kept = Vec<(Range, Vec<u8>)>;
+
 /// A file that a program at rest can write to.
 #[derive(Clone, Debug)]
 struct Writable {
@@ -76,8 +80,8 @@ struct Noted {
     file: Writable,
     /// Of its contents but for what is kept; none if that would have taken too long.
     digest: Option<Digest>,
-    /// What could be written through mappings; none if it was too much.
-    kept: Option<Vec<(Range, Vec<u8>)>>,
+    /// What could be written through mappings; none if it was too much. Snapshots have it in common as long as it is the same.
+    kept: Option<Arc<Kept>>,
 }
 
 /// The files that a program could write to at a snapshot.
@@ -145,7 +149,7 @@ impl Writable {
     }
 
     /// What is in some ranges of it; none if it cannot be told so.
-    fn contents(&self, ranges: &[Range], noticed: &Noticed) -> Option<Vec<(Range, Vec<u8>)>> {
+    fn contents(&self, ranges: &[Range], noticed: &Noticed) -> Option<Kept> {
         if self.seen.clock == Clock::Foreign || noticed.is(&self.path(), self.seen.identity.inode) {
             return None;
         }
@@ -247,8 +251,8 @@ impl Holder<'_> {
         systems: &Systems,
         all: &mut BTreeMap<(u64, u64), Writable>,
     ) -> Result<(), Vec<u8>> {
-        let vma = self.maps.iter().find(|v| v.start <= mapping.start && mapping.start < v.end);
-        let Some(vma) = vma else { return Ok(()) };
+        let after = self.maps.partition_point(|vma| vma.end <= mapping.start);
+        let Some(vma) = self.maps.get(after).filter(|vma| vma.start <= mapping.start) else { return Ok(()) };
         let is_writable = mapping.prot & libc::PROT_WRITE as u32 != 0;
         let file = match &mapping.backing {
             Backing::File { path, may_write: true, .. } => self.image.paths.get(*path as usize),
@@ -283,6 +287,8 @@ impl Holder<'_> {
 #[derive(Debug)]
 pub struct Digests {
     known: HashMap<Identity, (Stamp, Digest)>,
+    /// What could be written through mappings at the last snapshot.
+    kept: HashMap<Identity, Arc<Kept>>,
     /// The mounts of the program, as they were before it was stopped.
     systems: Systems,
     /// Whether a file may have had none at the last snapshot, though there could be one.
@@ -291,7 +297,12 @@ pub struct Digests {
 
 impl Default for Digests {
     fn default() -> Self {
-        Digests { known: HashMap::new(), systems: Systems::default(), is_any_missing: true }
+        Digests {
+            known: HashMap::new(),
+            kept: HashMap::new(),
+            systems: Systems::default(),
+            is_any_missing: true,
+        }
     }
 }
 
@@ -352,12 +363,18 @@ impl Digests {
     fn note_all(&mut self, mut files: Vec<Writable>, noticed: &Noticed) -> Files {
         // As many as possible.
         files.sort_by_key(|file| file.seen.stamp.size);
-        let before = std::mem::take(&mut self.known);
+        let (before, mut kept_before) = (std::mem::take(&mut self.known), std::mem::take(&mut self.kept));
         let (mut left, mut room) = (READ_AT_REST, MOST_MAPPED);
         self.is_any_missing = false;
         let all = files.into_iter().map(|file| {
-            let kept = keep(&file, &mut room, noticed);
             let Seen { identity, stamp, .. } = file.seen;
+            let kept = keep(&file, &mut room, noticed).map(|kept| {
+                let same = kept_before.remove(&identity).filter(|before| **before == kept);
+                same.unwrap_or_else(|| Arc::new(kept))
+            });
+            if let Some(kept) = kept.as_ref().filter(|kept| !kept.is_empty()) {
+                self.kept.insert(identity, Arc::clone(kept));
+            }
             let known = before.get(&identity).filter(|(then, _)| *then == stamp && file.mapped.is_empty());
             let digest = match known {
                 Some((_, digest)) => Some(*digest),
@@ -393,7 +410,7 @@ fn mapped_by(pids: &[u32]) -> HashSet<u64> {
 }
 
 /// What can be written to a file through mappings, if there is room for it.
-fn keep(file: &Writable, room: &mut u64, noticed: &Noticed) -> Option<Vec<(Range, Vec<u8>)>> {
+fn keep(file: &Writable, room: &mut u64, noticed: &Noticed) -> Option<Kept> {
     let mapped = file.within(&file.mapped);
     let len: u64 = mapped.iter().map(|range| range.len).sum();
     *room = room.checked_sub(len)?;
@@ -404,6 +421,6 @@ fn keep(file: &Writable, room: &mut u64, noticed: &Noticed) -> Option<Vec<(Range
 }
 
 /// Where that was.
-fn ranges(kept: &Option<Vec<(Range, Vec<u8>)>>) -> Vec<Range> {
-    kept.iter().flatten().map(|(range, _)| *range).collect()
+fn ranges(kept: &Option<Arc<Kept>>) -> Vec<Range> {
+    kept.iter().flat_map(|kept| kept.iter()).map(|(range, _)| *range).collect()
 }
