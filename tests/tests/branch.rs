@@ -1446,9 +1446,12 @@ print("mapped", flush=True); input(); print(there[9999:10000], flush=True)
     let mut line = String::new();
     std::io::BufRead::read_line(&mut says, &mut line).expect("a line");
     let back = told.back("rollback").ok().json();
-    let by = format!("process {} (python3) has it mapped", reader.id());
+    let by = format!("process {} (", reader.id());
     let what = back["files"][0]["what"].as_str().expect("words");
-    assert!(what.contains(&by) && back["files"][0]["brought_back"] == false, "{back}");
+    assert!(
+        what.contains(&by) && what.contains("has it mapped") && back["files"][0]["brought_back"] == false,
+        "{back}"
+    );
     std::io::Write::write_all(&mut reader.stdin.take().expect("a pipe"), b"\n").expect("written");
     std::io::BufRead::read_line(&mut says, &mut line).expect("a line");
     assert_eq!(line, "mapped\nb'x'\n");

@@ -149,8 +149,8 @@ pub(super) fn differences<'a>(
     for was in then.all.iter().filter(|was| is_seen(&was.file.name)) {
         let is = find(was, &now, holders);
         // The name of one that is served from elsewhere is not looked for.
-        let is_gone = is.is_some() || was.file.seen.clock != Clock::Foreign;
-        match is_gone {
+        let is_known = is.is_some() || was.file.seen.clock != Clock::Foreign;
+        match is_known {
             true => all.extend(difference(was, is, &noticed, &mut most)),
             false => all.push(Difference::unseen(&was.file.name)),
         }
