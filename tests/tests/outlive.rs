@@ -638,8 +638,9 @@ fn only_checkpoints_of_this_run_count() {
     };
     // Another run of the same name has none yet.
     let mut job = waits(&stillpoint, &scratch, "job", &[]);
-    both();
+    let [_, pid] = both();
     job.wait().expect("wait");
+    kernel::wait_gone(pid, PATIENCE);
     stillpoint.run(&["resume", "job"]).fails(2, &["before its first checkpoint"]);
     // One that was restored from an older one goes on from that, and not from newer ones that it has nothing to do with.
     stillpoint.restore_detached("job@2", &[]);
