@@ -515,10 +515,10 @@ static void stopped(void) {
   MUST(waitpid(other, &status, WUNTRACED) == other && WIFSTOPPED(status));
   cut();
   nap(0.05);
-  EQUAL(waitpid(pid, &status, WNOHANG), 0);
-  EQUAL(waitpid(other, &status, WNOHANG), 0);
+  EQUAL(waitpid(pid, &status, WNOHANG | WUNTRACED), 0);
+  EQUAL(waitpid(other, &status, WNOHANG | WUNTRACED), 0);
   for (int i = 0; i < 2; i++) {
-    EQUAL(waitpid(doomed[i], &status, WNOHANG), 0);
+    EQUAL(waitpid(doomed[i], &status, WNOHANG | WUNTRACED), 0);
     kill(doomed[i], SIGCONT);
     EQUAL(waitpid(doomed[i], &status, 0), doomed[i]);
     EQUAL(status, SIGUSR1);
@@ -1379,6 +1379,60 @@ static void stopped_by_signals(void) {
   }
 }
 
+// What a parent is told of a stop, it is told once; of what it does not know, it still hears.
+
+static volatile int continues;
+
+static void note_continue(int signal) {
+  (void)signal;
+  continues++;
+}
+
+// Is told to go on so many times.
+static void goes_on(long times) {
+  signal(SIGCONT, note_continue);
+  for (int i = 0; i < 3 && getpid() % 2; i++)
+    spawn(pauses, 0);
+  until_word(0);
+  EQUAL(continues, times);
+}
+
+static void told_stops(void) {
+  open_board();
+  struct sigaction action = {.sa_handler = tell, .sa_flags = SA_RESTART};
+  sigaction(SIGCHLD, &action, 0);
+  pid_t pids[6];
+  siginfo_t about;
+  for (int i = 0; i < 6; i++)
+    pids[i] = child(goes_on, 1);
+  await_arrivals(6);
+  for (int i = 0; i < 6; i++)
+    MUST(!kill(pids[i], SIGSTOP) && !waitid(P_PID, pids[i], &about, WSTOPPED | (i == 1 ? WNOWAIT : 0)));
+  for (int i = 2; i < 5; i++)
+    MUST(!kill(pids[i], SIGCONT) && !waitid(P_PID, pids[i], &about, WCONTINUED | (i < 4 ? WNOWAIT : 0)));
+  nap(0.05);
+  int before = told;
+  cut();
+  nap(0.05);
+  EQUAL(told, before);
+  static const int codes[] = {0, CLD_STOPPED, CLD_CONTINUED, CLD_CONTINUED, 0, 0};
+  for (int i = 0; i < 6; i++) {
+    about.si_pid = 0;
+    EQUAL(waitid(P_PID, pids[i], &about, WSTOPPED | WCONTINUED | WNOHANG), 0);
+    EQUAL(about.si_pid, codes[i] ? pids[i] : 0);
+    if (codes[i])
+      EQUAL(about.si_code, codes[i]);
+    EQUAL(told, before);
+  }
+  for (int i = 0; i < 6; i++)
+    if (i < 2 || i == 5)
+      kill(pids[i], SIGCONT);
+  nap(0.05);
+  __atomic_store_n(&board->words[0], 1, __ATOMIC_SEQ_CST);
+  for (int i = 0; i < 6; i++)
+    await(pids[i], 0);
+}
+
 // --- waiting for each other
 
 static void waits(void) {
@@ -1705,7 +1759,7 @@ SCENARIOS({"pair", pair}, {"shared_contexts", shared_contexts}, {"half_shared", 
           {"lost_session", lost_session}, {"dead_session", dead_session}, {"left_session", left_session}, {"generations", generations}, {"many", many}, {"programs", programs}, {"ended", ended},
           {"ended_pending", ended_pending}, {"exit_signals", exit_signals}, {"nobody_waits", nobody_waits},
           {"sessions", sessions}, {"groups", groups}, {"leaderless", leaderless}, {"dead_leader", dead_leader},
-          {"orphans", orphans}, {"stopped", stopped}, {"stopped_by_signals", stopped_by_signals}, {"shared_memory", shared_memory},
+          {"orphans", orphans}, {"stopped", stopped}, {"stopped_by_signals", stopped_by_signals}, {"told_stops", told_stops}, {"shared_memory", shared_memory},
           {"shared_object", shared_object}, {"shared_file", shared_file}, {"copied_on_write", copied_on_write}, {"inherited", inherited},
           {"pipes", pipes}, {"socket_pairs", socket_pairs}, {"accepted", accepted}, {"shared_offset", shared_offset},
           {"locks", locks}, {"lock_waiter", lock_waiter}, {"objects", objects}, {"handles", handles},

@@ -233,6 +233,7 @@ mod trees {
         orphans,
         stopped,
         stopped_by_signals,
+        told_stops,
         shared_memory,
         shared_object,
         shared_file,

@@ -487,6 +487,11 @@ pub(crate) struct Portrait {
     pub space: AddressSpace,
     /// What `/proc` tells of its threads, in the order in which they were frozen.
     pub threads: Vec<Seen>,
+    /// Its children that are captured with it and run, by their ids as it sees them.
+    pub children: Vec<u32>,
+    /// Those of them that go on after a stop of which it has not been told, and whether there are any.
+    pub continued: Vec<u32>,
+    pub has_continued_child: bool,
 }
 
 /// Describes frozen processes, of these mappings, in the builder; not yet their descriptors and relatives. Returns for each what
@@ -503,6 +508,7 @@ pub fn inspect(
     for (frozen, known) in frozen.iter().zip(known) {
         portraits.push(look(builder, frozen, known, &newer)?);
     }
+    note_children(&mut portraits);
     // Those that share memory are asked one after the other: frames and tables of all of them lie at the same place.
     let mut asked: HashMap<u32, usize> = HashMap::new();
     let turn_of = |k: &Known| {
@@ -539,9 +545,10 @@ pub fn inspect(
             Ok(())
         })?;
     }
+    note_continued(&mut portraits);
     let mut all = Vec::with_capacity(known.len());
     for (((place, portrait), known), maps) in portraits.into_iter().enumerate().zip(known).zip(maps) {
-        let Portrait { process, mut space, threads } = portrait;
+        let Portrait { process, mut space, threads, .. } = portrait;
         let row = process.space as usize;
         if turns[place] > 0 {
             // Its memory has been described. This is of a process, and not of memory.
@@ -600,9 +607,52 @@ fn look(builder: &mut Builder, frozen: &Frozen, known: &Known, newer: &[u32]) ->
         process.threads.push(thread(builder, known, stopped, asked, &seen.look, from_outside)?);
     }
     process.stopped = frozen.stopped_by();
+    if process.stopped.is_some() {
+        // What wait(2) tells of a stop is no more there afterwards. It is shown for the process as a whole, and not for its threads.
+        process.stop_told = Some(known.target.process.stat()?.exit_code == 0);
+    }
     process.pending = pending(&frozen.threads[0], true)?;
     attributes::thread::complete_pending(threads[0].look.status.shared_pending, &mut process.pending);
-    Ok(Portrait { process, space: AddressSpace::default(), threads })
+    let (children, continued, has_continued_child) = (Vec::new(), Vec::new(), false);
+    Ok(Portrait {
+        process,
+        space: AddressSpace::default(),
+        threads,
+        children,
+        continued,
+        has_continued_child,
+    })
+}
+
+/// The id of a process, as its parent sees it.
+fn id_for(parent: &Seen, child: &Seen) -> u32 {
+    child.look.status.pid_at(parent.look.status.ns_tgid.len().saturating_sub(1))
+}
+
+/// Notes of each process which of the others are its children, and run.
+fn note_children(portraits: &mut [Portrait]) {
+    for (parent, child) in families(portraits) {
+        let id = id_for(&portraits[parent].threads[0], &portraits[child].threads[0]);
+        if portraits[child].process.stopped.is_none() {
+            portraits[parent].children.push(id);
+        }
+    }
+}
+
+/// Notes of each process whether its parent is still to be told that it goes on.
+fn note_continued(portraits: &mut [Portrait]) {
+    for (parent, child) in families(portraits) {
+        let id = id_for(&portraits[parent].threads[0], &portraits[child].threads[0]);
+        portraits[child].process.continued = portraits[parent].continued.contains(&id);
+    }
+}
+
+/// Who is whose child, by their places: parent and child.
+fn families(portraits: &[Portrait]) -> Vec<(usize, usize)> {
+    let stat = |portrait: &Portrait| (portrait.threads[0].look.stat.pid, portrait.threads[0].look.stat.ppid);
+    let places: HashMap<u32, usize> = portraits.iter().enumerate().map(|(i, p)| (stat(p).0, i)).collect();
+    let parent = |portrait: &Portrait| places.get(&stat(portrait).1).copied();
+    portraits.iter().enumerate().filter_map(|(child, p)| Some((parent(p)?, child))).collect()
 }
 
 /// Looks at what does not change while the threads answer.
@@ -613,6 +663,7 @@ fn look_around(builder: &mut Builder, portrait: &mut Portrait, known: &Known) ->
     portrait.process = Process {
         threads: seen.threads,
         stopped: seen.stopped,
+        stop_told: seen.stop_told,
         pending: seen.pending,
         exe: known.link(builder, "exe", Usage::Read)?,
         cwd: known.link(builder, "cwd", Usage::Path)?,

@@ -5,7 +5,7 @@
 //! alone, with two stops for each call ([`stillpoint_linux::inject`]).
 
 use crate::attributes::expiries;
-use crate::attributes::inside::{ProcessQuery, ThreadQuery, page_to_lock};
+use crate::attributes::inside::{Asks, ProcessQuery, ThreadQuery, page_to_lock, tells_of_one, who_continued};
 use crate::attributes::target::Seen;
 use crate::freeze::Frozen;
 use crate::inspect::{Known, Portrait, lowest_pointer};
@@ -18,6 +18,7 @@ use stillpoint_linux::arch::{self, Gadgets, Regs};
 use stillpoint_linux::batch::{self, Away, Departure, Origin, Place, Signal};
 use stillpoint_linux::bpf::{self, FilteredCall};
 use stillpoint_linux::inject::{Planted, Site, Stack, Visit};
+use stillpoint_linux::layout;
 use stillpoint_linux::pagemap::{Category, Query};
 use stillpoint_linux::proc::{Status, Vma};
 use stillpoint_linux::program::{Outcome, Program};
@@ -85,7 +86,16 @@ impl<'a> Visits<'a> {
         let free = free_page(maps);
         let together = matches!(ways[0], Way::Batch(_)) && process.threads[0].seccomp.is_empty();
         let (probed, free) = if together && free.is_some() { (free, None) } else { (None, free) };
-        let of_process = ProcessQuery::new(&threads[0].look.status, &timers, probed);
+        // One that may not ask so can hardly be told of it, or have made such a table.
+        let may_call =
+            |nr, args| allows(&process.threads[0], &FilteredCall { nr, ip: gadgets.call.0 + 2, args });
+        let may_ask = |pid| may_call(libc::SYS_waitid, ask_for_child(pid, 0));
+        let child = portrait.children.first();
+        let asks = Asks {
+            children: child.is_some_and(|&child| may_ask(None) && may_ask(Some(child))),
+            descriptors: may_call(libc::SYS_modify_ldt, [0; 6]),
+        };
+        let of_process = ProcessQuery::new(&threads[0].look.status, &timers, probed, asks);
         check_filters(builder, &process.threads[0], of_process.program(), gadgets);
         for thread in &process.threads[1..] {
             check_filters(builder, thread, of_thread.program(), gadgets);
@@ -246,12 +256,13 @@ impl<'a> Round<'a> {
     }
 
     fn note(&self, i: usize, outcome: &Outcome, builder: &mut Builder, portrait: &mut Portrait) {
-        let Portrait { process, space, threads } = portrait;
+        let Portrait { process, space, threads, has_continued_child, .. } = portrait;
         if i > 0 {
             return self.visits.of_thread.decode(outcome, &mut process.threads[i]);
         }
         let ids: Vec<u32> = threads.iter().map(|seen| seen.tid).collect();
         self.visits.of_process.decode(outcome, &ids, builder, process, space);
+        *has_continued_child = self.visits.of_process.has_continued_child(outcome);
     }
 
     /// Asks the others, one by one; the main thread also where it still has to make a mapping.
@@ -259,7 +270,7 @@ impl<'a> Round<'a> {
         let visits = self.visits;
         for i in 0..visits.ways.len() {
             let by_itself = matches!(visits.ways[i], Way::Alone);
-            if !by_itself && (i > 0 || visits.free.is_none()) {
+            if !by_itself && (i > 0 || visits.free.is_none() && !portrait.has_continued_child) {
                 continue;
             }
             let Some(stopped) = self.threads[i].take() else { continue };
@@ -269,7 +280,12 @@ impl<'a> Round<'a> {
                 self.note(i, &outcome, builder, portrait);
             }
             if i == 0 {
-                portrait.space.lock_future = lock_future(&mut visit, visits.known, visits.free)?;
+                if visits.free.is_some() {
+                    portrait.space.lock_future = lock_future(&mut visit, visits.known, visits.free)?;
+                }
+                if portrait.has_continued_child {
+                    portrait.continued = continued(&mut visit, &visits.site, &portrait.children)?;
+                }
             }
             let stopped = visit.leave()?;
             // From here on the thread goes on as the image says.
@@ -311,6 +327,27 @@ fn lock_future(visit: &mut Visit<'_>, known: &Known, free: Option<u64>) -> Resul
     } else {
         1
     })
+}
+
+/// The arguments of `waitid` that answers there.
+fn ask_for_child(pid: Option<u32>, at: u64) -> [u64; 6] {
+    let [kind, pid, _, told] = who_continued(pid);
+    [kind, pid, at, told, 0, 0]
+}
+
+/// Those of its children that go on after a stop of which it has not been told.
+fn continued(visit: &mut Visit<'_>, site: &Site<'_>, children: &[u32]) -> Result<Vec<u32>> {
+    let (mut found, at) = (Vec::new(), site.data());
+    for &pid in children {
+        let mut told = [0; layout::SIGINFO];
+        site.memory().write(at, &told)?;
+        visit.call(libc::SYS_waitid, ask_for_child(Some(pid), at.0))?;
+        site.memory().read(at, &mut told)?;
+        if tells_of_one(&told) {
+            found.push(pid);
+        }
+    }
+    Ok(found)
 }
 
 /// The calls by which [`lock_future`] asks: a mapping is made, and unmapped.

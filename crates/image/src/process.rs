@@ -105,6 +105,13 @@ pub struct Process {
     /// which has none here. They share their memory, too.
     #[n(40)]
     pub shares_actions: Option<u32>,
+    /// If it is stopped: whether its parent has been told of that by `wait`; none: not known.
+    #[n(41)]
+    pub stop_told: Option<bool>,
+    /// It goes on after a stop, of which its parent has not been told by `wait` (`WCONTINUED`).
+    #[n(42)]
+    #[cbor(default)]
+    pub continued: bool,
     /// `/proc/PID/loginuid`, where the kernel has it: all bits set if it has none.
     #[n(33)]
     pub login_uid: Option<u32>,

@@ -89,7 +89,7 @@ impl<'a> Site<'a> {
     }
 
     /// The program's memory.
-    pub(crate) fn memory(&self) -> &'a Memory {
+    pub fn memory(&self) -> &'a Memory {
         self.memory
     }
 

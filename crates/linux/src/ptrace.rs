@@ -370,7 +370,7 @@ impl Stopped {
     }
 
     /// Stops the process of this thread by a stop signal that is its own, as job control does, while all of its other threads stand still:
-    /// those stop, too, as soon as they are let go. None of them takes a signal that is pending before, which this one is kept from by
+    /// those stop, too, as soon as they are let go, or [`join_stop`](Stopped::join_stop). None of them takes a signal that is pending before, which this one is kept from by
     /// a mask; afterwards it has `mask`.
     ///
     /// 1. The first stop signal that a thread takes stops all of its process (`do_signal_stop`). 2. A thread that is to stop does so before
@@ -382,13 +382,39 @@ impl Stopped {
     pub fn stop_process(self, pid: u32, signal: i32, mask: u64) -> Result<Self> {
         self.set_sigmask(!(1 << (signal - 1)))?;
         crate::spawn::tgkill(pid, self.tid, signal)?;
-        let stopped = self.take(signal)?;
+        let stopped = self.take(signal, signal)?;
         stopped.set_sigmask(mask)?;
         Ok(stopped)
     }
 
-    /// Has it take a stop signal that is pending, if it still is.
-    fn take(self, signal: i32) -> Result<Self> {
+    /// Has this thread, another one of a process that [`stop_process`](Stopped::stop_process) stops, stop with it. Its parent is told when the
+    /// last one has.
+    ///
+    /// # Errors
+    /// [`Error::Gone`], or that of a call.
+    pub fn join_stop(self) -> Result<Self> {
+        // If the stop has been ended meanwhile, it does not run, either.
+        self.interrupt()?;
+        let tid = self.tid;
+        self.resume(0)?.wait()?.stopped(tid)
+    }
+
+    /// Has the process of this thread, all of whose threads have just stopped by job control, go on as by `SIGCONT`, of which its parent is
+    /// told. The threads stand still, and none takes the signal; this one has `mask` afterwards.
+    ///
+    /// # Errors
+    /// [`Error::Gone`], or that of a call.
+    pub fn continue_process(self, pid: u32, mask: u64) -> Result<Self> {
+        self.set_sigmask(!(1 << (libc::SIGCONT - 1)))?;
+        crate::spawn::tgkill(pid, self.tid, libc::SIGCONT)?;
+        // Its parent is told on the way (`get_signal`).
+        let stopped = self.take(libc::SIGCONT, 0)?;
+        stopped.set_sigmask(mask)?;
+        Ok(stopped)
+    }
+
+    /// Has it come to a signal that is pending, if it still is, and go on to its next stop with `instead`.
+    fn take(self, signal: i32, instead: i32) -> Result<Self> {
         let (tid, mut stopped) = (self.tid, self);
         while stopped.stop != Stop::Signal(signal) {
             stopped = match stopped.resume(0)?.wait_for(CONTINUED)? {
@@ -401,7 +427,7 @@ impl Stopped {
         }
         // Where the kernel does not stop it for that (an orphaned process group), it does not run, either.
         stopped.interrupt()?;
-        stopped.resume(signal)?.wait()?.stopped(tid)
+        stopped.resume(instead)?.wait()?.stopped(tid)
     }
 
     /// The thread, which is about to be given a signal, without that signal.

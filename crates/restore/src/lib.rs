@@ -10,6 +10,7 @@ pub mod family;
 pub mod files;
 mod groups;
 mod heritage;
+mod job_control;
 pub mod lazy;
 pub mod loader;
 mod mounts;

@@ -12,7 +12,8 @@ use crate::pace::Pace;
 use crate::space::{self, Backings, Filled};
 use crate::users::inside;
 use crate::{
-    Error, FilesPolicy, Result, Stdio, TcpPolicy, attach, burial, clock, family, files, loader, remembered,
+    Error, FilesPolicy, Result, Stdio, TcpPolicy, attach, burial, clock, family, files, job_control, loader,
+    remembered,
 };
 use std::borrow::Cow;
 use std::cell::OnceCell;
@@ -251,21 +252,25 @@ pub fn restore(
         &mut all.iter_mut().map(|threads| &mut threads[0] as &mut dyn Run).collect::<Vec<_>>(),
     )?;
     let mut ready_to_run = Vec::with_capacity(all.len());
-    for (row, threads) in rows.iter_mut().zip(all) {
+    for (row, threads) in rows.iter_mut().zip(&all) {
         row.pid = threads[0].pid();
+    }
+    // Children come before their parents, who hear of their stops as long as that is nothing to them.
+    for (row, mut threads) in rows.iter().zip(all).rev() {
+        let children = rows.iter().filter(|child| child.process.parent == Some(row.row as u32));
+        let hears = job_control::hear(row.pid, children.map(|child| (child.process, child.pid)))?;
+        if !hears.is_empty() {
+            threads[0].run(&hears)?;
+        }
         let users = users::users(image, users_of(image, row.process));
         let threads = give_attributes(threads, row.process, row.space, users, nursery.seccomp_suspended)?;
-        ready_to_run.push(finish_threads(threads, row.process, row.is_last.then_some(room))?);
+        let threads = finish_threads(threads, row.process, row.is_first.then_some(room))?;
+        ready_to_run.push(job_control::stop(image, row.process, row.pid, threads)?);
     }
+    ready_to_run.reverse();
     open.write_back(image, &contents)?;
     open.cut_back(cut_tail)?;
     open.settle(image)?;
-    for (row, threads) in rows.iter().zip(&mut ready_to_run) {
-        let Some(signal) = stop_signal(image, row.process) else { continue };
-        let mask = row.process.threads.first().map_or(0, |thread| thread.sigmask);
-        let stopped = threads.remove(0).stop_process(row.pid, signal, mask)?;
-        threads.insert(0, stopped);
-    }
     // From now on what it has open is its own: what it closes is closed.
     parted.into_iter().for_each(Parted::wait);
     ready(nursery.pid())?;
@@ -314,10 +319,8 @@ struct Row<'a> {
     /// Its private pages that are not there yet, if it is the one to see to that.
     extents: Cow<'a, [Extent]>,
     filled: Filled,
-    /// It is the first, and the last, of those that share its memory. The first one rebuilds it; until the last one is complete,
-    /// programs run in it.
+    /// It is the first of those that share its memory, which rebuilds it. It is complete last; until then programs run in it.
     is_first: bool,
-    is_last: bool,
     /// Its id in our pid namespace.
     pid: u32,
 }
@@ -333,11 +336,9 @@ impl<'a> Row<'a> {
         let space = space_of(image, process)?;
         let filled = Filled::of(&checkpoint.pages, process.space);
         let shares = |other: &Process| other.space == process.space;
-        let (before, after) = image.processes.split_at(row);
-        let is_first = !before.iter().any(shares);
-        let is_last = !after.iter().skip(1).any(shares);
+        let is_first = !image.processes.iter().take(row).any(shares);
         let extents = if is_first { heritage.rest(row) } else { Cow::default() };
-        Ok(Row { row, process, space, extents, filled, is_first, is_last, pid: 0 })
+        Ok(Row { row, process, space, extents, filled, is_first, pid: 0 })
     }
 
     /// Makes its mappings that are not there yet.
@@ -665,27 +666,6 @@ fn give_attributes<'a>(
         last::verify(remote.tid(), &process.threads[index].creds)?;
     }
     Ok(threads)
-}
-
-/// The signal that stops a process as it had been stopped, if it had. `SIGSTOP` if the signal of then would not: where it is blocked by
-/// now or has an action, or in a process group that nobody could tell to go on (an orphaned one, `setpgid(2)`), in which the kernel passes
-/// over those of terminals.
-fn stop_signal(image: &Image, process: &Process) -> Option<i32> {
-    let signal = process.stopped?;
-    let (of_actions, mask) =
-        (process.shares_actions, process.threads.first().map_or(0, |thread| thread.sigmask));
-    let actions =
-        of_actions.and_then(|row| image.processes.get(row as usize)).map_or(&process.actions, |p| &p.actions);
-    let is_plain =
-        actions.iter().all(|action| action.signal != signal) && mask & 1 << (signal.max(1) - 1) == 0;
-    let (group, session) = (process.own_group(), process.own_session());
-    let is_cared_for = image.processes.iter().filter(|member| member.own_group() == group).any(|member| {
-        let parent = member.parent.and_then(|row| image.processes.get(row as usize));
-        parent.is_some_and(|parent| parent.own_session() == session && parent.own_group() != group)
-    });
-    let of_terminals = [libc::SIGTSTP, libc::SIGTTIN, libc::SIGTTOU];
-    let signal = i32::try_from(signal).ok().filter(|signal| of_terminals.contains(signal));
-    Some(signal.filter(|_| is_plain && is_cared_for).unwrap_or(libc::SIGSTOP))
 }
 
 /// Lets all threads run, the root's first one first. What runs already may end the others, by `execve(2)` or as a whole: then

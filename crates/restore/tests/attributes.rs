@@ -4,7 +4,7 @@
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 use stillpoint_capture::Builder;
-use stillpoint_capture::attributes::inside::{ProcessQuery, ThreadQuery};
+use stillpoint_capture::attributes::inside::{Asks, ProcessQuery, ThreadQuery};
 use stillpoint_capture::attributes::thread::ThreadFiles;
 use stillpoint_capture::attributes::{expiries, process as read_process, target, thread as read_thread};
 use stillpoint_capture::home::Home;
@@ -97,7 +97,7 @@ fn read(still: &mut Still) -> (Process, AddressSpace) {
     let mut p = read_process::process(&folder, &home, &stat, &status).unwrap();
     let mut space = read_process::space(&folder, &stat).unwrap();
     let timers = folder.timers().unwrap();
-    let query = ProcessQuery::new(&folder.status().unwrap(), &timers, None);
+    let query = ProcessQuery::new(&folder.status().unwrap(), &timers, None, Asks::default());
     let outcome = still.run(0, query.program());
     query.decode(&outcome, &still.tids, &mut builder, &mut p, &mut space);
     let query = ThreadQuery::new();

@@ -38,6 +38,20 @@ pub struct ProcessQuery {
     memory_merge: Step,
     membarrier: Step,
     locking: Option<LockQuery>,
+    continued: Option<Arg>,
+    descriptors: Option<Step>,
+}
+
+/// Entry of a local descriptor table, bytes.
+const DESCRIPTOR: usize = 8;
+
+/// Questions that are left out where they need not be answered, or may not be asked.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Asks {
+    /// Whether a child goes on after a stop.
+    pub children: bool,
+    /// Whether there is a local descriptor table.
+    pub descriptors: bool,
 }
 
 /// Whether future mappings are locked in memory (`mlockall(MCL_FUTURE)`), which only a new mapping shows.
@@ -59,7 +73,7 @@ struct TimerQuery {
 impl ProcessQuery {
     /// The questions for a process with these signals and POSIX timers, as `/proc` tells them. `free` is the address of
     /// a page at which nothing is mapped: if given, a mapping is made there for a moment.
-    pub fn new(status: &Status, timers: &[PosixTimerInfo], free: Option<u64>) -> Self {
+    pub fn new(status: &Status, timers: &[PosixTimerInfo], free: Option<u64>, asks: Asks) -> Self {
         let mut p = Program::new();
         // SIGCHLD may have flags (SA_NOCLDWAIT) that matter even with the default action.
         let mask = status.sig_caught | status.sig_ignored | 1 << (libc::SIGCHLD - 1);
@@ -92,13 +106,27 @@ impl ProcessQuery {
         let args = [MEMBARRIER_CMD_GET_REGISTRATIONS.into()];
         let membarrier = p.attempt("membarrier", libc::SYS_membarrier, args);
         let locking = free.map(|at| ask_locking(&mut p, at));
+        let continued = asks.children.then(|| {
+            let (room, [kind, _, _, told]) = (p.room(layout::SIGINFO), who_continued(None).map(Arg::Value));
+            p.attempt("waitid", libc::SYS_waitid, [kind, 0.into(), room, told, 0.into()]);
+            room
+        });
+        let descriptors = asks.descriptors.then(|| {
+            let args = [0.into(), p.room(DESCRIPTOR), (DESCRIPTOR as u64).into()];
+            p.attempt("modify_ldt", libc::SYS_modify_ldt, args)
+        });
         let of_thread = ThreadAnswers::ask(&mut p);
         #[rustfmt::skip]
         let query = ProcessQuery {
             program: p, of_thread, actions, itimers, timers, subreaper, xfeatures, cpuid, brk, dumpable, mdwe, thp_disable,
-            memory_merge, membarrier, locking,
+            memory_merge, membarrier, locking, continued, descriptors,
         };
         query
+    }
+
+    /// Whether a child goes on after a stop of which it has not been told.
+    pub fn has_continued_child(&self, outcome: &Outcome) -> bool {
+        self.continued.is_some_and(|at| tells_of_one(outcome.bytes(at, layout::SIGINFO)))
     }
 
     /// The program to run in the main thread.
@@ -134,6 +162,11 @@ impl ProcessQuery {
         if self.cpuid.is_some_and(|step| outcome.result(step) == 0) {
             builder.refuse("the program", "it has the cpuid instruction fault (ARCH_SET_CPUID)", "");
         }
+        // So many bytes as the table has, or it has room for.
+        if self.descriptors.is_some_and(|step| outcome.result(step) > 0) {
+            let why = "it has a local descriptor table (modify_ldt), which is not given back";
+            builder.refuse("its address space", why, "");
+        }
         space.layout.brk = outcome.result(self.brk) as u64;
         space.dumpable = number(self.dumpable);
         space.mdwe = number(self.mdwe);
@@ -142,6 +175,17 @@ impl ProcessQuery {
         space.membarrier = number(self.membarrier);
         space.lock_future = self.locking.as_ref().map_or(0, |query| lock_future(query, outcome));
     }
+}
+
+/// The first arguments of `waitid`, but for where it answers: whether a child, or any, goes on after a stop. That stays to be told.
+pub(crate) fn who_continued(pid: Option<u32>) -> [u64; 4] {
+    let told = libc::WCONTINUED | libc::WNOHANG | libc::WNOWAIT | libc::__WALL;
+    [pid.map_or(libc::P_ALL, |_| libc::P_PID).into(), pid.unwrap_or(0).into(), 0, told as u64]
+}
+
+/// Whether that tells of one.
+pub(crate) fn tells_of_one(siginfo: &[u8]) -> bool {
+    layout::half(siginfo, 0) == libc::SIGCHLD as u32
 }
 
 fn ask_action(p: &mut Program, signal: u32) -> Arg {
