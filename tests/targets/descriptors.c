@@ -11,6 +11,8 @@
 #include <sys/file.h>
 #include <sys/inotify.h>
 #include <sys/ioctl.h>
+#include <sys/wait.h>
+#include <sys/prctl.h>
 #include <sys/signalfd.h>
 #include <sys/socket.h>
 #include <sys/timerfd.h>
@@ -824,10 +826,44 @@ static void fanotifys(void) {
   EQUAL(fanotify_mark(names, FAN_MARK_FLUSH, 0, AT_FDCWD, 0), 0);
 }
 
+// How the process of a handle ended: -1 where the kernel does not tell.
+static int how_ended(int handle) {
+  uint64_t info[8] = {1 << 3}; // PIDFD_INFO_EXIT
+  return ioctl(handle, 0xc040ff0b, info) || !(info[0] & 1 << 3) ? -1 : (int)(info[7] >> 32);
+}
+
 static void pidfds(void) {
-  int fd = syscall(SYS_pidfd_open, getpid(), 0);
+  static const int ways[] = {7 << 8, SIGKILL, SIGSEGV};
+  int fd = syscall(SYS_pidfd_open, getpid(), 0), ended[4];
   MUST(fd >= 0);
+  for (int i = 0; i < 3; i++) {
+    pid_t pid = fork();
+    if (!pid) {
+      prctl(PR_SET_DUMPABLE, 0);
+      if (i)
+        kill(getpid(), ways[i]);
+      _exit(ways[i] >> 8);
+    }
+    MUST((ended[i] = syscall(SYS_pidfd_open, pid, i ? 0 : O_NONBLOCK)) >= 0);
+    if (!i)
+      MUST((ended[3] = syscall(SYS_pidfd_open, pid, 0)) >= 0);
+    MUST(waitpid(pid, 0, 0) == pid);
+  }
+  int told[3];
+  for (int i = 0; i < 3; i++)
+    told[i] = how_ended(ended[i]);
   cut();
+  struct stat a, b;
+  for (int i = 0; i < 4; i++) {
+    struct pollfd p = {.fd = ended[i], .events = POLLIN};
+    EQUAL(poll(&p, 1, 0), 1);
+    EQUAL(syscall(SYS_pidfd_send_signal, ended[i], 0, 0, 0), -1);
+    EQUAL(errno, ESRCH);
+    EQUAL(how_ended(ended[i]), told[i % 3]);
+    CHECK(told[i % 3] == -1 || told[i % 3] == ways[i % 3]);
+    EQUAL(fcntl(ended[i], F_GETFL) & O_NONBLOCK, i ? 0 : O_NONBLOCK);
+  }
+  CHECK(!fstat(ended[0], &a) && !fstat(ended[3], &b) && a.st_ino == b.st_ino);
   EQUAL(syscall(SYS_pidfd_send_signal, fd, 0, 0, 0), 0);
   signal(SIGUSR1, SIG_IGN);
   EQUAL(syscall(SYS_pidfd_send_signal, fd, SIGUSR1, 0, 0), 0);

@@ -214,6 +214,16 @@ pub enum FileKind {
     /// fanotify group.
     #[n(21)]
     Fanotify(#[n(0)] Fanotify),
+    /// pidfd of a process (or thread, by the flags) that has ended, and been waited for.
+    #[n(22)]
+    Ended {
+        /// Inode number of the pidfd: the same for the same process.
+        #[n(0)]
+        process: u64,
+        /// How it ended, as `wait(2)` tells it; 0 where the kernel does not tell that any more.
+        #[n(1)]
+        status: u32,
+    },
 }
 
 /// State of a timerfd.

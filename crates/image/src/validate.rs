@@ -739,6 +739,7 @@ fn check_open_file(row: &Row, file: &OpenFile, image: &Image) -> Result<(), Inva
             row.must(group.flags & ASKED == 0, "it is asked for permission")?;
             group.marks.iter().try_for_each(|m| row.refers("file", m.path, image.paths.len()))
         }
+        FileKind::Ended { status, .. } => row.must(*status <= 0xffff, "its process ended in no way"),
         FileKind::Stdio(_)
         | FileKind::ControllingTerminal
         | FileKind::Event { .. }

@@ -64,6 +64,28 @@ pub fn pidfd_open(pid: u32, flags: u32) -> Result<OwnedFd> {
     }
 }
 
+/// How the process of a pidfd ended, as `wait(2)` tells it, be it waited for or not (`PIDFD_GET_INFO` of `pidfd_open(2)`, Linux 6.15); none if
+/// it has not, or the kernel does not tell.
+///
+/// # Errors
+/// That the kernel refuses to answer.
+pub fn exit_status(pidfd: impl AsFd) -> Result<Option<u32>> {
+    /// `struct pidfd_info` of the first size: mask, cgroup, eleven ids, status.
+    const WORDS: usize = 8;
+    const EXIT: u64 = 1 << 3; // PIDFD_INFO_EXIT
+    const REQUEST: u64 = 3 << 30 | (WORDS as u64 * 8) << 16 | 0xff << 8 | 11; // PIDFD_GET_INFO
+    let mut info = [EXIT, 0, 0, 0, 0, 0, 0, 0u64];
+    // SAFETY: the kernel fills in as many bytes as the request tells, which the array has.
+    let r = unsafe { libc::ioctl(pidfd.as_fd().as_raw_fd(), REQUEST as libc::Ioctl, info.as_mut_ptr()) };
+    match check(|| "ask a handle to a process how that ended".into(), r.into()) {
+        Ok(_) if info[0] & EXIT != 0 => Ok(Some((info[WORDS - 1] >> 32) as u32)),
+        Ok(_) => Ok(None),
+        // The kernel knows no such question, or nothing of a process that is no more.
+        Err(e) if matches!(e.errno(), Some(libc::ENOTTY | libc::EINVAL | libc::ESRCH)) => Ok(None),
+        Err(e) => Err(e),
+    }
+}
+
 const KCMP_FILE: i32 = 0;
 const KCMP_EPOLL_TFD: i32 = 7;
 

@@ -89,6 +89,71 @@ pub fn shell(ids: &[u32], flags: u64) -> Result<Shell> {
     Ok(Shell { pid: r as u32, pidfd: unsafe { OwnedFd::from_raw_fd(pidfd) } })
 }
 
+/// A process that has ended, and can be had handles to until it is buried.
+#[derive(Debug)]
+pub struct Corpse {
+    /// Its process id in our namespace.
+    pub pid: u32,
+}
+
+/// Makes a process that ends so, as `wait(2)` tells it. Nobody hears of it.
+///
+/// # Errors
+/// That no process can be made.
+pub fn corpse(status: u32) -> Result<Corpse> {
+    let args = CloneArgs::default();
+    // SAFETY: as in `shell`.
+    let r = unsafe { libc::syscall(libc::SYS_clone3, &raw const args, size_of::<CloneArgs>()) };
+    match r {
+        0 => end(status),
+        1.. => {
+            let corpse = Corpse { pid: r as u32 };
+            corpse.wait(libc::WEXITED | libc::WNOWAIT)?;
+            Ok(corpse)
+        }
+        _ => Err(Error::call("make a process that ends", std::io::Error::last_os_error())),
+    }
+}
+
+impl Corpse {
+    fn wait(&self, how: i32) -> Result<()> {
+        loop {
+            // SAFETY: the kernel is told nowhere to put what it finds out.
+            let r =
+                unsafe { libc::syscall(libc::SYS_waitid, libc::P_PID, self.pid, 0, how | libc::__WALL, 0) };
+            match std::io::Error::last_os_error() {
+                _ if r == 0 => return Ok(()),
+                e if e.kind() == std::io::ErrorKind::Interrupted => {}
+                e => return Err(Error::call("wait for a process that ends", e)),
+            }
+        }
+    }
+}
+
+impl Drop for Corpse {
+    fn drop(&mut self) {
+        let _ = self.wait(libc::WEXITED); // then there is none
+    }
+}
+
+/// Ends so, without a core.
+fn end(status: u32) -> ! {
+    let signal = u64::from(status & 0x7f);
+    let (default, none) = ([0u64; 4], 0u64);
+    // SAFETY: plain system calls, with pointers to what is on the stack.
+    unsafe {
+        if signal != 0 {
+            libc::syscall(libc::SYS_prctl, libc::PR_SET_DUMPABLE, 0, 0, 0, 0);
+            libc::syscall(libc::SYS_rt_sigaction, signal, default.as_ptr(), 0, 8);
+            libc::syscall(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &raw const none, 0, 8);
+            libc::syscall(libc::SYS_kill, libc::syscall(libc::SYS_getpid), signal);
+        }
+        loop {
+            libc::syscall(libc::SYS_exit_group, u64::from(status >> 8 & 0xff));
+        }
+    }
+}
+
 fn wait_in_shell(parent: u32, flags: u64) -> ! {
     let new_namespace = flags & libc::CLONE_NEWPID as u64 != 0;
     // SAFETY: plain system calls without pointers.

@@ -11,7 +11,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 use stillpoint_image::{EpollWatch, FileKind, InotifyWatch, PathFile, TimerFd, Usage};
-use stillpoint_linux::descriptors::{is_watched, readable};
+use stillpoint_linux::descriptors::{exit_status, is_watched, readable};
 use stillpoint_linux::fdinfo::{self, Detail, EpollLine, Inode, InotifyLine};
 use stillpoint_linux::proc::Proc;
 use stillpoint_linux::proc::mounts::unescaped;
@@ -134,7 +134,14 @@ fn pid_handle(scan: &mut Scan<'_>, d: &Description, pid: i64, inner: i64) -> Res
     let inner_id = |pid| if of_thread { scan.inner_id(pid) } else { scan.inner_pid(pid) };
     match own.and_then(inner_id) {
         Some(id) => Ok(Some(FileKind::Pid(id))),
-        _ if pid <= 0 => scan.refuse(d, "it is a handle to a process that ended", "let the program close it"),
+        _ if pid < 0 => {
+            let process = rustix::fs::fstat(&d.file).map_err(|e| Error::call("fstat", e))?.st_ino;
+            Ok(Some(FileKind::Ended { process, status: exit_status(&d.file)?.unwrap_or(0) }))
+        }
+        _ if pid == 0 => {
+            let why = "it is a handle to a process that cannot be seen from here";
+            scan.refuse(d, why, "close it before the checkpoint")
+        }
         _ => {
             let why = format!("it is a handle to process {inner}, which is not part of the program");
             scan.refuse(d, why, "close it before the checkpoint")

@@ -257,6 +257,7 @@ fn describe(image: &Image, kind: &FileKind) -> String {
         FileKind::Epoll(watches) => format!("epoll of {}", watches.len()),
         FileKind::Inotify(watches) => format!("inotify of {}", watches.len()),
         FileKind::Fanotify(group) => format!("fanotify of {}", group.marks.len()),
+        FileKind::Ended { .. } => "pidfd of a process that has ended".into(),
         FileKind::Pid(pid) => format!("pidfd of {pid}"),
     }
 }
