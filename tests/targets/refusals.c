@@ -1,6 +1,7 @@
 // Things that cannot be captured yet: each must be refused by name, and the program must go on unharmed.
 // The second part holds things that may be refused or captured, but never got wrong.
 #include "target.h"
+#include <asm/ldt.h>
 #include <linux/aio_abi.h>
 #include <linux/netlink.h>
 #include <linux/perf_event.h>
@@ -705,6 +706,26 @@ static void signed_tcp(void) { // packets without a signature are not for it
   cut();
 }
 
+static void local_descriptors(void) {
+  struct user_desc entry = {.base_addr = 0x12345000, .limit = 0xfffff, .seg_32bit = 1, .limit_in_pages = 1, .useable = 1};
+  char before[8] = {0}, after[8] = {0};
+  if (syscall(SYS_modify_ldt, 1, &entry, sizeof entry))
+    SKIP("modify_ldt: %s", strerror(errno));
+  MUST(syscall(SYS_modify_ldt, 0, before, sizeof before) == sizeof before);
+  cut();
+  EQUAL(syscall(SYS_modify_ldt, 0, after, sizeof after), sizeof after);
+  CHECK(!memcmp(before, after, sizeof after));
+}
+
+static void two_names(void) { // lead to one socket
+  int listener = socket(AF_UNIX, SOCK_STREAM, 0);
+  struct sockaddr_un name = {.sun_family = AF_UNIX, .sun_path = "one"}, other = {.sun_family = AF_UNIX, .sun_path = "two"};
+  MUST(!bind(listener, (void *)&name, sizeof name) && !listen(listener, 2) && !link("one", "two"));
+  cut();
+  for (int i = 0; i < 2; i++)
+    EQUAL(connect(socket(AF_UNIX, SOCK_STREAM, 0), (void *)(i ? &other : &name), sizeof name), 0);
+}
+
 static void sealed_memory(void) { // mseal(2): may not be unmapped, also not by whoever restores
   char *p = map_anon(4 * PAGE);
   fill(p, 4 * PAGE, 4);
@@ -774,6 +795,6 @@ SCENARIOS({"fifo_reader", fifo_reader}, {"bound_through_proc", bound_through_pro
           {"own_directory", own_directory}, {"in_flight", in_flight}, {"lease", lease},
           {"broken_lease", broken_lease}, {"directory_notes", directory_notes},
           {"unread_inotify", unread_inotify}, {"watched_mapping", watched_mapping}, {"watched_and_gone", watched_and_gone}, {"bound_udp", bound_udp}, {"unbound_tcp", unbound_tcp},
-          {"no_room", no_room}, {"sealed_memory", sealed_memory}, {"signed_tcp", signed_tcp}, {"droppable_memory", droppable_memory}, {"own_mounts", own_mounts},
+          {"no_room", no_room}, {"sealed_memory", sealed_memory}, {"local_descriptors", local_descriptors}, {"two_names", two_names}, {"signed_tcp", signed_tcp}, {"droppable_memory", droppable_memory}, {"own_mounts", own_mounts},
           {"own_host_name", own_host_name}, {"told_queue", told_queue}, {"full_queue", full_queue},
           {"semaphore_undo", semaphore_undo}, {"out_of_band", out_of_band}, {"sent_ahead", sent_ahead}, {"epoll_in_flight", epoll_in_flight})

@@ -123,6 +123,8 @@ refused! {
     broken_lease: "lease",
     directory_notes: "F_NOTIFY",
     signed_tcp: "TCP_MD5SIG",
+    local_descriptors: "modify_ldt",
+    two_names: "another one beside it",
 }
 
 /// What is asked about a descriptor is asked of somebody, also where nobody has it.

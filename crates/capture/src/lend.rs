@@ -12,6 +12,7 @@ use stillpoint_linux::memory::Memory;
 use stillpoint_linux::proc::Proc;
 use stillpoint_linux::program::{Outcome, Program};
 use stillpoint_linux::twin;
+use syscalls::Sysno;
 
 /// What lending a thread needs to know of the program.
 #[derive(Clone, Copy, Debug)]
@@ -183,7 +184,11 @@ fn permitted(
     let calls = calls.iter().map(|&(nr, args)| FilteredCall { nr, ip, args });
     let mut calls = calls.chain([home]);
     match calls.find(|call| !thread.seccomp.iter().all(|f| bpf::allows(&f.program.0, call))) {
-        Some(call) => Err(format!("its seccomp filter forbids system call {}", call.nr)),
+        Some(call) => {
+            let name = usize::try_from(call.nr).ok().and_then(Sysno::new);
+            let name = name.map_or_else(|| format!("system call {}", call.nr), |name| name.to_string());
+            Err(format!("its seccomp filter forbids {name}"))
+        }
         None => Ok(()),
     }
 }

@@ -3,6 +3,7 @@
 use crate::args::Periodic;
 use crate::failure::{Failure, Result};
 use crate::names::job_from;
+use crate::output;
 use rustix::process::{Pid, test_kill_process};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -313,12 +314,15 @@ fn process(store: &Store, text: &str) -> Result<Target> {
     })
 }
 
-/// How long a supervisor may take to let go of the name of a job whose process has ended.
-const PATIENCE: Duration = Duration::from_secs(5);
+/// How long a supervisor may take to let go of the name of a job whose process has ended, on a machine that is busy, and after what time the
+/// user is told.
+const PATIENCE: Duration = Duration::from_secs(30);
+const SILENCE: Duration = Duration::from_secs(2);
 
 /// Takes the name of a job that is not running.
 pub fn claim(store: &Store, job: &str) -> Result<Claim> {
     let begin = Instant::now();
+    let mut is_told = false;
     loop {
         if let Some(record) = running(store, job)? {
             return Err(Failure::usage(format!("job {job} is running, as process {}", record.pid)));
@@ -327,6 +331,10 @@ pub fn claim(store: &Store, job: &str) -> Result<Claim> {
             Ok(claim) => return Ok(claim),
             // Its process has ended, and its supervisor is about to; or another job of this name is just starting.
             Err(stillpoint_store::Error::NameTaken { .. }) if begin.elapsed() < PATIENCE => {
+                if !is_told && begin.elapsed() > SILENCE {
+                    output::note(&format!("waiting for whoever supervised job {job} to be done with it"));
+                    is_told = true;
+                }
                 std::thread::sleep(Duration::from_millis(5));
             }
             Err(e) => return Err(store_failure(e)),

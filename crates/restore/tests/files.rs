@@ -217,6 +217,8 @@ fn tell(image: &Image, pid: u32) -> Vec<String> {
             // Ids are those of another process afterwards.
             pty.session = pty.session.map(|session| u32::from(session == pid));
             pty.foreground = pty.foreground.map(|group| u32::from(group == pid));
+            // Somebody else may have taken its number meanwhile.
+            pty.number = 0;
             format!("{kind:?} {pty:?}")
         }
         FileKind::Epoll(list) => {

@@ -796,6 +796,10 @@ pub(crate) fn open_inside(target: &Target, frozen: &mut Frozen, mode: Mode) -> R
     let (nr, arguments) = open(user_mode_only);
     lender.main_thread(frozen, &[(nr, arguments), close], |_, visit| {
         let fd = visit.call_with_undo(nr, arguments, close)?;
+        if fd == -i64::from(libc::EMFILE) {
+            let why = "it has as many descriptors open as it may have (RLIMIT_NOFILE), and one more is needed for a moment";
+            return Err(Error::Failed(why.into()));
+        }
         if fd < 0 {
             let why = std::io::Error::from_raw_os_error(-fd as i32);
             return Err(Error::Failed(format!("no userfaultfd can be made in it: {why}")));

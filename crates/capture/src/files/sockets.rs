@@ -401,6 +401,13 @@ fn name(
     let found = rustix::fs::lstat(scan.builder.views.reach(namespace, path.as_os_str().as_bytes()));
     match found {
         Ok(stat) if diag.vfs.is_some_and(|(ino, _)| ino == stat.st_ino as u32) => {
+            if stat.st_nlink > 1 {
+                let why = format!(
+                    "its name {} has another one beside it (link(2)), which would lead nowhere after a restore",
+                    path.display()
+                );
+                return scan.refuse::<()>(d, why, "remove one of both").map(|_| false);
+            }
             let made_anew = scan.builder.views.is_made_anew(stat.st_dev);
             let row = paths::describe(path.as_os_str().as_bytes(), &stat, Usage::Path);
             socket.path = Some(scan.builder.path(PathFile { namespace, made_anew, ..row }).0);
