@@ -1,7 +1,6 @@
 //! Snapshots of running programs, and rollback: programs that check themselves all the time are sent back and forth at random, and
 //! must find all as they left it, whoever is killed meanwhile.
 
-use rustix::process::{Pid, Resource, Rlimit, getrlimit, prlimit};
 use serde_json::Value;
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -712,22 +711,6 @@ fn limits_that_leave_no_memory_harm_nobody() {
     if back.code() != 0 {
         back.fails(3, &["CAP_SYS_RESOURCE"]);
     }
-    branched.finish("after all");
-}
-
-/// To follow what it writes it has one descriptor more for a moment.
-#[test]
-fn a_program_without_a_descriptor_to_spare_is_told() {
-    let Some(branched) = Branched::start("memory", "anonymous", Build::Dynamic) else { return };
-    let pid = Pid::from_raw(branched.running.pid as i32).expect("a process id");
-    let is_free = |fd: &u64| !Path::new(&format!("/proc/{}/fd/{fd}", branched.pid())).exists();
-    let free = (0..).find(is_free).expect("a number");
-    // It has the limits that we have.
-    let most = Rlimit { current: Some(free), ..getrlimit(Resource::Nofile) };
-    let before = prlimit(Some(pid), Resource::Nofile, most).expect("prlimit");
-    branched.stillpoint.run(&["snapshot", &branched.pid()]).fails(3, &["RLIMIT_NOFILE"]);
-    prlimit(Some(pid), Resource::Nofile, before).expect("prlimit");
-    branched.snapshot();
     branched.finish("after all");
 }
 

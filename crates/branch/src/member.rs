@@ -82,16 +82,9 @@ impl Member {
     /// Follows the writes of a process from now on.
     ///
     /// # Errors
-    /// [`Error::Refused`] if the process itself stands against being followed.
+    /// That it cannot be followed.
     pub fn follow(who: u64, target: &Arc<Target>, mut recalled: Recalled) -> Result<Self> {
-        let (mut tracking, _) = Tracking::begin_with(target, &mut recalled.earlier).map_err(|e| match e {
-            stillpoint_capture::Error::Failed(why) => Error::Refused(vec![Refusal {
-                what: format!("process {}", target.pid),
-                why: format!("what it writes cannot be followed: {why}"),
-                hint: String::new(),
-            }]),
-            other => other.into(),
-        })?;
+        let (mut tracking, _) = Tracking::begin_with(target, &mut recalled.earlier)?;
         let maps = target.process.maps()?;
         tracking.look(target, || Ok(spans_of_maps(&maps)), Look::Ahead)?;
         let tracking = Arc::new(Mutex::new(tracking));

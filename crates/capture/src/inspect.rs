@@ -30,7 +30,7 @@ use stillpoint_linux::layout;
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::pager::{self, Role};
 use stillpoint_linux::proc::{Proc, Vma};
-use stillpoint_linux::ptrace::{RseqConfiguration, Stopped};
+use stillpoint_linux::ptrace::{RseqConfiguration, Stop, Stopped};
 
 /// Whether all files of so many threads may stay open from one time that they are looked at to the next.
 fn may_stay_open(threads: usize) -> bool {
@@ -609,7 +609,9 @@ fn look(builder: &mut Builder, frozen: &Frozen, known: &Known, newer: &[u32]) ->
     process.stopped = frozen.stopped_by();
     if process.stopped.is_some() {
         // What wait(2) tells of a stop is no more there afterwards. It is shown for the process as a whole, and not for its threads.
-        process.stop_told = Some(known.target.process.stat()?.exit_code == 0);
+        // As long as not all of its threads have stopped, nobody can have been told.
+        let have_all = frozen.threads.iter().all(|thread| matches!(thread.stop(), Stop::Group(_)));
+        process.stop_told = Some(have_all && known.target.process.stat()?.exit_code == 0);
     }
     process.pending = pending(&frozen.threads[0], true)?;
     attributes::thread::complete_pending(threads[0].look.status.shared_pending, &mut process.pending);

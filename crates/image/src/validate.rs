@@ -739,7 +739,11 @@ fn check_open_file(row: &Row, file: &OpenFile, image: &Image) -> Result<(), Inva
             row.must(group.flags & ASKED == 0, "it is asked for permission")?;
             group.marks.iter().try_for_each(|m| row.refers("file", m.path, image.paths.len()))
         }
-        FileKind::Ended { status, .. } => row.must(*status <= 0xffff, "its process ended in no way"),
+        FileKind::Ended { status, .. } => {
+            // SIGSTOP, SIGTSTP, SIGTTIN and SIGTTOU end nobody.
+            let is_end = *status <= 0xffff && !(19..=22).contains(&(status & 0x7f));
+            row.must(is_end, "its process ended in no way")
+        }
         FileKind::Stdio(_)
         | FileKind::ControllingTerminal
         | FileKind::Event { .. }

@@ -96,7 +96,7 @@ fn queue(p: &mut Program, process: &Process, pending: &[Bytes], tid: Option<u32>
     let (pid, timers) = (process.own_pid(), &process.timers);
     for info in pending {
         let signal = layout::half(&info.0, 0);
-        if is_late(signal) || periodic(timers, info) {
+        if is_late(process, signal) || periodic(timers, info) {
             continue;
         }
         let mut info = info.0.clone();
@@ -130,9 +130,14 @@ pub(super) fn is_expiry_of(timer: &PosixTimer, info: &Bytes) -> bool {
 }
 
 /// Signals that cannot be blocked while programs run in the process: `SIGKILL`, `SIGSTOP`, and `SIGTRAP`, which ends
-/// each program.
-fn is_late(signal: u32) -> bool {
-    matches!(signal as i32, libc::SIGKILL | libc::SIGSTOP | libc::SIGTRAP)
+/// each program; and those that a stop, or its end, takes away, where the process is to be stopped and told to go on
+/// ([`crate::job_control`]).
+fn is_late(process: &Process, signal: u32) -> bool {
+    match signal as i32 {
+        libc::SIGKILL | libc::SIGSTOP | libc::SIGTRAP => true,
+        libc::SIGCONT | libc::SIGTSTP | libc::SIGTTIN | libc::SIGTTOU => process.continued,
+        _ => false,
+    }
 }
 
 /// Pending signals that [`program`] leaves out, to be sent from outside when the threads have their own signal masks:
@@ -140,7 +145,7 @@ fn is_late(signal: u32) -> bool {
 pub fn late_signals(process: &Process) -> Vec<(Option<u32>, u32)> {
     let late = |pending: &[Bytes], tid| {
         let signals = pending.iter().map(|info| layout::half(&info.0, 0));
-        signals.filter(|&s| is_late(s)).map(|s| (tid, s)).collect::<Vec<_>>()
+        signals.filter(|&s| is_late(process, s)).map(|s| (tid, s)).collect::<Vec<_>>()
     };
     let mut all = late(&process.pending, None);
     for thread in &process.threads {

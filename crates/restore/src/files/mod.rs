@@ -45,7 +45,7 @@ use objects::Recreated;
 use std::collections::{HashMap, HashSet};
 use std::io::Read;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Instant;
 use stillpoint_image::{Backing, FileKind, Image, Mapping, OpenFile, Owner, Range};
 use stillpoint_linux::proc::Proc;
@@ -146,10 +146,8 @@ pub fn open(
         .files
         .notes
         .extend(shared.iter().filter_map(|(row, writer)| cutback::told(called, image, *row, writer)));
-    match policy {
-        // Where files stay as they are, they are those of a program that runs on.
-        FilesPolicy::Keep => opening.watched = watched(image),
-        _ => opening.files.write_backs = cutback::write_backs(image),
+    if policy != FilesPolicy::Keep {
+        opening.files.write_backs = cutback::write_backs(image);
     }
     paths::remake(&mut opening, &findings.lost)?;
     paths::open(&mut opening)?;
@@ -186,19 +184,7 @@ struct Opening<'a> {
     began: Instant,
     /// What they lie in, where that is gone; goes after them.
     detour: Detour,
-    /// Folders that the program watches which runs on, if one does.
-    watched: HashSet<PathBuf>,
     files: OpenFiles,
-}
-
-/// Folders that a program watches.
-fn watched(image: &Image) -> HashSet<PathBuf> {
-    let watches = image.files.iter().filter_map(|file| match &file.kind {
-        FileKind::Inotify(watches) => Some(watches),
-        _ => None,
-    });
-    let rows = watches.flatten().filter_map(|watch| image.paths.get(watch.path as usize));
-    rows.map(|row| row.path.as_path().to_owned()).collect()
 }
 
 impl<'a> Opening<'a> {
@@ -230,8 +216,8 @@ impl<'a> Opening<'a> {
             kept: None,
         };
         let began = Instant::now();
-        let (deleted, detour, watched) = (HashMap::new(), Detour::default(), HashSet::new());
-        Ok(Opening { image, contents, tcp, stdio, deleted, began, detour, watched, files })
+        let (deleted, detour) = (HashMap::new(), Detour::default());
+        Ok(Opening { image, contents, tcp, stdio, deleted, began, detour, files })
     }
 
     /// Rows of open files for which `pick` gives something.

@@ -168,21 +168,14 @@ impl Recreated {
     }
 }
 
-/// How a deleted file is made anew.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Manner {
-    /// It was made without a name (`O_TMPFILE`), and can be given one as long as it has had none.
-    pub is_nameless: bool,
-    /// Somebody who runs on would hear of what is made where it was.
-    pub is_watched: bool,
-}
-
 /// Makes a deleted file anew. The name that it has meanwhile is removed when the result is dropped; what it lies in is there by
-/// the detour, if it is gone. Where nothing can be made in its file system, it is made in another one, of which a note tells.
+/// the detour, if it is gone. Where nothing can be made in its
+/// file system, it is made in another one, of which a note tells. `is_nameless`: it was made without a name (`O_TMPFILE`), and can be given
+/// one as long as it has had none.
 pub(super) fn recreate(
     row: u32,
     file: &PathFile,
-    manner: Manner,
+    is_nameless: bool,
     contents: &dyn Contents,
     detour: &mut Detour,
     notes: &mut Vec<String>,
@@ -199,9 +192,6 @@ pub(super) fn recreate(
         }
         FileType::RegularFile => {
             let mut at_its_place = || {
-                if manner.is_watched {
-                    return Err(Error::Failed("its folder is watched".into()));
-                }
                 detour.lead_to(path)?;
                 nameless(path).or_else(|_| named(path))
             };
@@ -209,19 +199,15 @@ pub(super) fn recreate(
                 let elsewhere = std::env::temp_dir().join(path.file_name().unwrap_or_default());
                 let made = nameless(&elsewhere).map_err(|_| e)?;
                 let there = elsewhere.parent().unwrap_or(Path::new("/")).display();
-                let why = match manner.is_watched {
-                    true => "the program that runs on watches its folder",
-                    false => "it cannot be at its place",
-                };
                 notes.push(format!(
-                    "{}: is deleted, and open: it is made anew in {there}, as {why}",
+                    "{}: is deleted, and open: it is made anew in {there}, as it cannot be at its place",
                     path.display()
                 ));
                 Ok::<_, Error>(made)
             })?;
             rustix::fs::ftruncate(&made.file, file.size).map_err(|e| Kernel::file(path, e))?;
             fill(&made.file, Owner::File(row), file.size, 0, contents)?;
-            Ok(if manner.is_nameless { made } else { give_name(made) })
+            Ok(if is_nameless { made } else { give_name(made) })
         }
         _ => Err(Error::Failed(format!("{path:?}: a deleted file of a kind that cannot be made anew"))),
     }

@@ -92,10 +92,8 @@ fn open_row(opening: &mut Opening<'_>, row: u32, flags: u32) -> Result<OwnedFd> 
     if !opening.deleted.contains_key(&row) {
         let is_of_row = |f: &&OpenFile| f.kind == FileKind::Path(row);
         let is_nameless = opening.image.files.iter().filter(is_of_row).any(|f| f.flags & TMPFILE != 0);
-        let is_watched = file.path.as_path().parent().is_some_and(|folder| opening.watched.contains(folder));
-        let manner = objects::Manner { is_nameless, is_watched };
         let Opening { contents, detour, files, .. } = &mut *opening;
-        let made = objects::recreate(row, file, manner, *contents, detour, &mut files.notes)?;
+        let made = objects::recreate(row, file, is_nameless, *contents, detour, &mut files.notes)?;
         opening.deleted.insert(row, made);
     }
     opening.deleted[&row].open(flags)
