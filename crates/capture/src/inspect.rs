@@ -487,11 +487,21 @@ pub(crate) struct Portrait {
     pub space: AddressSpace,
     /// What `/proc` tells of its threads, in the order in which they were frozen.
     pub threads: Vec<Seen>,
-    /// Its children that are captured with it and run, by their ids as it sees them.
-    pub children: Vec<u32>,
-    /// Those of them that go on after a stop of which it has not been told, and whether there are any.
-    pub continued: Vec<u32>,
+    /// Its children that are captured with it and run.
+    pub children: Vec<Child>,
+    /// Whether a child of it goes on after a stop of which it has not been told.
     pub has_continued_child: bool,
+    /// The places of those that do.
+    pub continued: Vec<usize>,
+}
+
+/// A child of a process.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Child {
+    /// Its place among those that are captured.
+    pub place: usize,
+    /// Its id, as its parent sees it.
+    pub pid: u32,
 }
 
 /// Describes frozen processes, of these mappings, in the builder; not yet their descriptors and relatives. Returns for each what
@@ -626,35 +636,26 @@ fn look(builder: &mut Builder, frozen: &Frozen, known: &Known, newer: &[u32]) ->
     })
 }
 
-/// The id of a process, as its parent sees it.
-fn id_for(parent: &Seen, child: &Seen) -> u32 {
-    child.look.status.pid_at(parent.look.status.ns_tgid.len().saturating_sub(1))
-}
-
 /// Notes of each process which of the others are its children, and run.
 fn note_children(portraits: &mut [Portrait]) {
-    for (parent, child) in families(portraits) {
-        let id = id_for(&portraits[parent].threads[0], &portraits[child].threads[0]);
-        if portraits[child].process.stopped.is_none() {
-            portraits[parent].children.push(id);
-        }
+    let stat = |portrait: &Portrait| (portrait.threads[0].look.stat.pid, portrait.threads[0].look.stat.ppid);
+    let places: HashMap<u32, usize> = portraits.iter().enumerate().map(|(i, p)| (stat(p).0, i)).collect();
+    for place in 0..portraits.len() {
+        let child = &portraits[place];
+        let parent = places.get(&stat(child).1).filter(|_| child.process.stopped.is_none());
+        let Some(&parent) = parent else { continue };
+        let level = portraits[parent].threads[0].look.status.ns_tgid.len().saturating_sub(1);
+        let pid = child.threads[0].look.status.pid_at(level);
+        portraits[parent].children.push(Child { place, pid });
     }
 }
 
 /// Notes of each process whether its parent is still to be told that it goes on.
 fn note_continued(portraits: &mut [Portrait]) {
-    for (parent, child) in families(portraits) {
-        let id = id_for(&portraits[parent].threads[0], &portraits[child].threads[0]);
-        portraits[child].process.continued = portraits[parent].continued.contains(&id);
+    let continued = portraits.iter_mut().flat_map(|parent| std::mem::take(&mut parent.continued));
+    for child in continued.collect::<Vec<_>>() {
+        portraits[child].process.continued = true;
     }
-}
-
-/// Who is whose child, by their places: parent and child.
-fn families(portraits: &[Portrait]) -> Vec<(usize, usize)> {
-    let stat = |portrait: &Portrait| (portrait.threads[0].look.stat.pid, portrait.threads[0].look.stat.ppid);
-    let places: HashMap<u32, usize> = portraits.iter().enumerate().map(|(i, p)| (stat(p).0, i)).collect();
-    let parent = |portrait: &Portrait| places.get(&stat(portrait).1).copied();
-    portraits.iter().enumerate().filter_map(|(child, p)| Some((parent(p)?, child))).collect()
 }
 
 /// Looks at what does not change while the threads answer.

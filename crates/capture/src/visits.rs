@@ -8,7 +8,7 @@ use crate::attributes::expiries;
 use crate::attributes::inside::{Asks, ProcessQuery, ThreadQuery, page_to_lock, tells_of_one, who_continued};
 use crate::attributes::target::Seen;
 use crate::freeze::Frozen;
-use crate::inspect::{Known, Portrait, lowest_pointer};
+use crate::inspect::{Child, Known, Portrait, lowest_pointer};
 use crate::target::gadgets;
 use crate::{Builder, Error, Result};
 use std::collections::VecDeque;
@@ -92,7 +92,7 @@ impl<'a> Visits<'a> {
         let may_ask = |pid| may_call(libc::SYS_waitid, ask_for_child(pid, 0));
         let child = portrait.children.first();
         let asks = Asks {
-            children: child.is_some_and(|&child| may_ask(None) && may_ask(Some(child))),
+            children: child.is_some_and(|child| may_ask(None) && may_ask(Some(child.pid))),
             descriptors: may_call(libc::SYS_modify_ldt, [0; 6]),
         };
         let of_process = ProcessQuery::new(&threads[0].look.status, &timers, probed, asks);
@@ -335,16 +335,16 @@ fn ask_for_child(pid: Option<u32>, at: u64) -> [u64; 6] {
     [kind, pid, at, told, 0, 0]
 }
 
-/// Those of its children that go on after a stop of which it has not been told.
-fn continued(visit: &mut Visit<'_>, site: &Site<'_>, children: &[u32]) -> Result<Vec<u32>> {
+/// The places of those of its children that go on after a stop of which it has not been told.
+fn continued(visit: &mut Visit<'_>, site: &Site<'_>, children: &[Child]) -> Result<Vec<usize>> {
     let (mut found, at) = (Vec::new(), site.data());
-    for &pid in children {
+    for &Child { place, pid } in children {
         let mut told = [0; layout::SIGINFO];
         site.memory().write(at, &told)?;
         visit.call(libc::SYS_waitid, ask_for_child(Some(pid), at.0))?;
         site.memory().read(at, &mut told)?;
         if tells_of_one(&told) {
-            found.push(pid);
+            found.push(place);
         }
     }
     Ok(found)
