@@ -32,6 +32,7 @@ pub mod stillpoint;
 pub mod target;
 pub mod terminal;
 pub mod tier;
+pub mod tmpfs;
 pub mod turn;
 pub mod verdict;
 

@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 use stillpoint_tests::programs::source;
-use stillpoint_tests::{Scratch, Stillpoint, kernel, right, right_eq, skipped, tier};
+use stillpoint_tests::tmpfs::Tmpfs;
+use stillpoint_tests::{Scratch, Stillpoint, kernel, right, right_eq, skipped, tier, wait_for};
 
 const PATIENCE: Duration = Duration::from_secs(120);
 
@@ -107,6 +108,58 @@ fn a_job_of_ten_times_its_limit_comes_to_the_same() {
     let binary = built("writers", &scratch);
     let arguments = ["80", "3", "1000"];
     let job = begin(&scratch.stillpoint(), "8MiB", &binary, &arguments);
+    right_eq!(end(job), said(&binary, &arguments));
+}
+
+/// What the job is told of its memory that is paged.
+fn trouble(stillpoint: &Stillpoint) -> Option<String> {
+    Some(listed(stillpoint)?["running"]["paging"].as_str()?.to_owned())
+}
+
+/// Nothing is dropped: where there is no room for what is to leave, it waits, and goes on when there is some.
+#[test]
+fn a_job_without_room_stands_still_until_there_is_some() {
+    let Some((scratch, stillpoint, binary)) = paged("writers") else { return };
+    let Some(small) = Tmpfs::new(scratch.directory("small"), "40m") else {
+        return skipped("not permitted to mount a file system");
+    };
+    let stillpoint = stillpoint.with_store(&small.0.join("store"));
+    let arguments = ["80", "3", "1000"];
+    let mut job = begin(&stillpoint, "8MiB", &binary, &arguments);
+    let is_full = || {
+        assert!(job.try_wait().expect("wait").is_none(), "it has ended, though there is no room for it");
+        trouble(&stillpoint).filter(|what| what.contains("no room"))
+    };
+    wait_for("the store to be full", Duration::from_secs(120), is_full);
+    small.resize("200m");
+    right_eq!(end(job), said(&binary, &arguments));
+}
+
+/// Slots that only a checkpoint had are room for memory again when it is removed, though the file system has none.
+#[test]
+fn slots_of_checkpoints_that_are_removed_are_room() {
+    let Some((scratch, stillpoint, binary)) = paged("writers") else { return };
+    let Some(small) = Tmpfs::new(scratch.directory("small"), "110m") else {
+        return skipped("not permitted to mount a file system");
+    };
+    let stillpoint = stillpoint.with_store(&small.0.join("store"));
+    let arguments = ["80", "3", "4000"];
+    let mut job = begin(&stillpoint, "8MiB", &binary, &arguments);
+    let mut goes_on = || assert!(job.try_wait().expect("wait").is_none(), "it has ended already");
+    wait_for("most of it to be paged out", PATIENCE, || {
+        goes_on();
+        let room = rustix::fs::statvfs(&small.0).expect("statvfs");
+        ((room.f_blocks - room.f_bfree) * room.f_frsize > 60 << 20).then_some(())
+    });
+    stillpoint.run(&["checkpoint", "it"]).ok();
+    wait_for("the store to be full", PATIENCE, || {
+        goes_on();
+        trouble(&stillpoint).filter(|what| what.contains("no room"))
+    });
+    stillpoint.run(&["rm", "it@1"]).ok();
+    // What that has given back is taken by somebody else.
+    let mut other = std::fs::File::create(small.0.join("other")).expect("a file");
+    while std::io::Write::write_all(&mut other, &[0; 4096]).is_ok() {}
     right_eq!(end(job), said(&binary, &arguments));
 }
 

@@ -5,25 +5,8 @@ use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use stillpoint_tests::target::Running;
+use stillpoint_tests::tmpfs::Tmpfs;
 use stillpoint_tests::{Build, Scratch, Target, kernel, right, right_eq, skipped, undisturbed_only};
-
-/// A small file system in memory, unmounted in the end.
-struct Tmpfs(PathBuf);
-
-impl Tmpfs {
-    fn new(at: PathBuf, size: &str) -> Option<Self> {
-        let options = format!("size={size}");
-        let done =
-            Command::new("mount").args(["-t", "tmpfs", "-o", &options, "tmpfs"]).arg(&at).output().ok()?;
-        done.status.success().then_some(Tmpfs(at))
-    }
-}
-
-impl Drop for Tmpfs {
-    fn drop(&mut self) {
-        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
-    }
-}
 
 fn start(scratch: &Scratch, scenario: &str) -> Running {
     let target = Target::new("files", scenario, Build::Dynamic).expect("cc");

@@ -146,12 +146,7 @@ impl Taker<'_, '_> {
                 self.growth.left_in(began.elapsed());
             }
             Ok(None) => pause(AGAIN),
-            Err(e) if e.is_full() => {
-                self.server.busy.store(true, Ordering::SeqCst);
-                let waited = self.wait_for_room(&e);
-                self.server.busy.store(false, Ordering::SeqCst);
-                waited?;
-            }
+            Err(e) if e.is_full() => self.wait_for_room(&e)?,
             Err(Error::Store(e)) => {
                 // It may pass. Until then it takes more than its limit, which is better than to lose something.
                 (work.heard)(Some(&format!("its memory cannot be paged: {e}")));
@@ -200,29 +195,39 @@ impl Taker<'_, '_> {
         let work = self.server.work;
         (work.heard)(Some(&format!("it is paused, as there is no room for its memory to be paged: {why}")));
         work.cells.set(Word::Exceeded, 0);
-        while !self.server.leave.load(Ordering::Relaxed) {
-            let Some(target) = &self.target else { break };
-            let has_room = std::cell::Cell::new(false);
-            self.server.stopping.store(true, Ordering::SeqCst);
-            let stopped = stop_briefly(target, &mut self.earlier, |_| {
-                let until = Instant::now() + FULL;
-                while Instant::now() < until && !self.server.leave.load(Ordering::Relaxed) {
-                    if self.server.make_room().is_ok() {
-                        has_room.set(true);
-                        break;
-                    }
-                    std::thread::sleep(FULL / 10);
-                }
-                Ok(())
-            });
-            self.server.stopping.store(false, Ordering::SeqCst);
-            if has_room.get() || stopped.is_err() {
-                break;
+        while !self.server.leave.load(Ordering::Relaxed) && self.target.is_some() {
+            // A checkpoint may come between two stops, and make room by one that is not kept.
+            match self.in_turn(Self::stand_still) {
+                Ok(Some(true)) => break,
+                Ok(_) => std::thread::sleep(AGAIN),
+                // It has ended, or is stopped by somebody else.
+                Err(Error::Capture(_) | Error::Kernel(_)) => break,
+                Err(e) => return Err(e),
             }
-            std::thread::sleep(AGAIN);
         }
         (work.heard)(None);
         Ok(())
+    }
+
+    /// Stops the program until there is room, for a while; tells whether there is.
+    fn stand_still(&mut self) -> Result<bool> {
+        let server = self.server;
+        let Some(target) = &self.target else { return Ok(false) };
+        let mut has_room = false;
+        server.stopping.store(true, Ordering::SeqCst);
+        let stopped = stop_briefly(target, &mut self.earlier, |_| {
+            let until = Instant::now() + FULL;
+            while !has_room && Instant::now() < until && !server.leave.load(Ordering::Relaxed) {
+                has_room = server.make_room().is_ok();
+                if !has_room {
+                    std::thread::sleep(FULL / 10);
+                }
+            }
+            Ok(())
+        });
+        server.stopping.store(false, Ordering::SeqCst);
+        stopped.map_err(Error::Capture)?;
+        Ok(has_room)
     }
 
     /// Works unless the program is not to be stopped now, for the sake of a checkpoint.

@@ -3,6 +3,7 @@
 use crate::Result;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 use stillpoint_linux::shared::SharedWords;
 use stillpoint_store::Working;
 
@@ -12,6 +13,8 @@ const MOST: usize = 1 << 26;
 const GROWS: u64 = 4096;
 /// … which is one in so many.
 const PART: u64 = 8;
+/// Where the segment cannot grow, it is looked for free slots again after so long.
+const LOOKS: Duration = Duration::from_millis(200);
 
 /// What is known of slots in memory that outlives each process that serves: how many there are, then their checksums.
 #[derive(Debug)]
@@ -57,6 +60,8 @@ struct State {
     next: u64,
     /// Slots that became used since it was found out which are not.
     since: u64,
+    /// When that was.
+    looked: Option<Instant>,
 }
 
 fn is_set(bits: &[u64], n: u64) -> bool {
@@ -99,7 +104,7 @@ impl<'a> Slots<'a> {
     ///
     /// # Errors
     /// That there is no room for more.
-    pub fn make_room<K>(&self, slots: u64, known: impl FnOnce() -> (Vec<u64>, K)) -> Result<()> {
+    pub fn make_room<K>(&self, slots: u64, known: impl Fn() -> (Vec<u64>, K)) -> Result<()> {
         if self.state().free >= slots {
             return Ok(());
         }
@@ -108,34 +113,61 @@ impl<'a> Slots<'a> {
             let state = self.state();
             state.since >= (self.count() / PART).max(GROWS / 2)
         };
-        if is_due && let Some(permanent) = self.working.permanent()? {
-            let count = self.count();
-            let (known, _kept) = known();
-            let mut state = self.state();
-            (state.used, state.permanent) = (Vec::new(), Vec::new());
-            for slot in permanent {
-                set(&mut state.permanent, slot, true);
-                set(&mut state.used, slot, true);
-            }
-            known.into_iter().for_each(|slot| set(&mut state.used, slot, true));
-            let used: u64 = state.used.iter().map(|word| u64::from(word.count_ones())).sum();
-            (state.free, state.since) = (count.saturating_sub(used), 0);
+        if is_due {
+            self.find_free(&known)?;
         }
         while self.state().free < slots {
-            let count = self.count();
-            let more = (count / PART).clamp(GROWS, 16 * GROWS);
-            if count + more > MOST as u64 {
-                return Err(crate::Error::Failed("more is paged out than there may be slots".into()));
+            match self.grow(slots) {
+                // Checkpoints may have been removed since, for the very reason that there is no room.
+                Err(e) if e.is_full() && self.may_look() => {
+                    self.find_free(&known)?;
+                    if self.state().free < slots {
+                        return Err(e);
+                    }
+                }
+                grown => grown?,
             }
-            // Where there is no room for many there may be some for few.
-            let reserved = self.working.reserve(count, count + more).map(|()| more);
-            let more = match reserved {
-                Err(e) if e.is_full() => self.working.reserve(count, count + slots).map(|()| slots)?,
-                other => other?,
-            };
-            self.sums.count().store(count + more, Ordering::Release);
-            self.state().free += more;
         }
+        Ok(())
+    }
+
+    /// Whether it is long enough since it was looked for free ones.
+    fn may_look(&self) -> bool {
+        self.state().looked.is_none_or(|at| at.elapsed() >= LOOKS)
+    }
+
+    /// Finds out which are free, unless a checkpoint is being written.
+    fn find_free<K>(&self, known: &impl Fn() -> (Vec<u64>, K)) -> Result<()> {
+        self.state().looked = Some(Instant::now());
+        let Some(permanent) = self.working.permanent()? else { return Ok(()) };
+        let count = self.count();
+        let (known, _kept) = known();
+        let mut state = self.state();
+        (state.used, state.permanent) = (Vec::new(), Vec::new());
+        for slot in permanent {
+            set(&mut state.permanent, slot, true);
+            set(&mut state.used, slot, true);
+        }
+        known.into_iter().for_each(|slot| set(&mut state.used, slot, true));
+        let used: u64 = state.used.iter().map(|word| u64::from(word.count_ones())).sum();
+        (state.free, state.since) = (count.saturating_sub(used), 0);
+        Ok(())
+    }
+
+    /// Adds slots to the segment: many, or so few if there is no room for more.
+    fn grow(&self, slots: u64) -> Result<()> {
+        let count = self.count();
+        let more = (count / PART).clamp(GROWS, 16 * GROWS);
+        if count + more > MOST as u64 {
+            return Err(crate::Error::Failed("more is paged out than there may be slots".into()));
+        }
+        let reserved = self.working.reserve(count, count + more).map(|()| more);
+        let more = match reserved {
+            Err(e) if e.is_full() => self.working.reserve(count, count + slots).map(|()| slots)?,
+            other => other?,
+        };
+        self.sums.count().store(count + more, Ordering::Release);
+        self.state().free += more;
         Ok(())
     }
 
