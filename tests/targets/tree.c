@@ -1433,6 +1433,52 @@ static void told_stops(void) {
     await(pids[i], 0);
 }
 
+// Goes on after a stop with signals of job control that it has not yet taken, of the process or of its main thread.
+static void goes_on_with(long kind) {
+  int pending[] = {SIGCONT, SIGTSTP, SIGTTIN};
+  int waits = pending[kind % 3];
+  sigset_t set;
+  sigemptyset(&set);
+  sigaddset(&set, waits);
+  MUST(!sigprocmask(SIG_BLOCK, &set, 0));
+  until_word(0);
+  siginfo_t info;
+  struct timespec at_once = {0, 0};
+  EQUAL(sigtimedwait(&set, &info, &at_once), waits);
+  EQUAL(info.si_pid, getppid());
+  CHECK(sigtimedwait(&set, &info, &at_once) < 0 && errno == EAGAIN);
+}
+
+// More children than are asked about at a time; some of them go on after a stop of which nobody has been told.
+static void told_of_many(void) {
+  enum { MANY = 70 };
+  open_board();
+  pid_t pids[MANY];
+  siginfo_t about;
+  for (int i = 0; i < MANY; i++)
+    pids[i] = child(goes_on_with, i);
+  await_arrivals(MANY);
+  for (int i = 0; i < MANY; i++) {
+    if (i % 2) {
+      MUST(!kill(pids[i], SIGSTOP) && !waitid(P_PID, pids[i], &about, WSTOPPED));
+      MUST(!kill(pids[i], SIGCONT) && !waitid(P_PID, pids[i], &about, WCONTINUED | (i % 4 == 1 ? WNOWAIT : 0)));
+    } else if (i % 3 == 0) {
+      MUST(!kill(pids[i], SIGCONT));
+    }
+    if (i % 3)
+      MUST(!kill(pids[i], i % 3 == 1 ? SIGTSTP : SIGTTIN));
+  }
+  cut();
+  for (int i = 0; i < MANY; i++) {
+    about.si_pid = 0;
+    EQUAL(waitid(P_PID, pids[i], &about, WSTOPPED | WCONTINUED | WNOHANG), 0);
+    EQUAL(about.si_pid, i % 4 == 1 ? pids[i] : 0);
+  }
+  __atomic_store_n(&board->words[0], 1, __ATOMIC_SEQ_CST);
+  for (int i = 0; i < MANY; i++)
+    await(pids[i], 0);
+}
+
 // --- waiting for each other
 
 static void waits(void) {
@@ -1759,7 +1805,7 @@ SCENARIOS({"pair", pair}, {"shared_contexts", shared_contexts}, {"half_shared", 
           {"lost_session", lost_session}, {"dead_session", dead_session}, {"left_session", left_session}, {"generations", generations}, {"many", many}, {"programs", programs}, {"ended", ended},
           {"ended_pending", ended_pending}, {"exit_signals", exit_signals}, {"nobody_waits", nobody_waits},
           {"sessions", sessions}, {"groups", groups}, {"leaderless", leaderless}, {"dead_leader", dead_leader},
-          {"orphans", orphans}, {"stopped", stopped}, {"stopped_by_signals", stopped_by_signals}, {"told_stops", told_stops}, {"shared_memory", shared_memory},
+          {"orphans", orphans}, {"stopped", stopped}, {"stopped_by_signals", stopped_by_signals}, {"told_stops", told_stops}, {"told_of_many", told_of_many}, {"shared_memory", shared_memory},
           {"shared_object", shared_object}, {"shared_file", shared_file}, {"copied_on_write", copied_on_write}, {"inherited", inherited},
           {"pipes", pipes}, {"socket_pairs", socket_pairs}, {"accepted", accepted}, {"shared_offset", shared_offset},
           {"locks", locks}, {"lock_waiter", lock_waiter}, {"objects", objects}, {"handles", handles},

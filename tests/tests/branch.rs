@@ -1175,6 +1175,36 @@ fn changes<const N: usize>(all: [(&str, &[&str]); N]) -> std::collections::BTree
     all.into_iter().map(|(name, how)| (name.to_owned(), words(how))).collect()
 }
 
+/// By what it is, and not by a mishap that another try would not meet.
+#[test]
+fn programs_that_cannot_be_followed_are_told_why() {
+    let full = r#"
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+act = lambda: None
+try:
+    while True: os.dup(0)
+except OSError: pass
+"#;
+    let filtered = r#"
+import ctypes, struct
+calls, errno, allow = 323, 0x50001, 0x7fff0000
+code = [(0x20, 0, 0, 0), (0x15, 0, 1, calls), (0x06, 0, 0, errno), (0x06, 0, 0, allow)]
+code = b"".join(struct.pack("HBBI", *one) for one in code)
+held = ctypes.create_string_buffer(code, len(code))
+filter = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", 4, ctypes.addressof(held)))
+libc = ctypes.CDLL(None)
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, filter) == 0
+"#;
+    for (what, why) in [(full, "RLIMIT_NOFILE"), (filtered, "seccomp filter forbids userfaultfd")] {
+        let Some(told) = Told::start(what) else { return };
+        let pid = told.branched.pid();
+        told.branched.run(&["snapshot", &pid]).fails(3, &[why]);
+        told.branched.run(&["checkpoint", &pid]).ok();
+        told.end();
+    }
+}
+
 #[test]
 fn files_that_were_written_since_are_named() {
     let open = r#"

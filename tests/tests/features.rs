@@ -234,6 +234,7 @@ mod trees {
         stopped,
         stopped_by_signals,
         told_stops,
+        told_of_many,
         shared_memory,
         shared_object,
         shared_file,

@@ -84,7 +84,10 @@ impl Member {
     /// # Errors
     /// That it cannot be followed.
     pub fn follow(who: u64, target: &Arc<Target>, mut recalled: Recalled) -> Result<Self> {
-        let (mut tracking, _) = Tracking::begin_with(target, &mut recalled.earlier)?;
+        let (mut tracking, _) = Tracking::begin_with(target, &mut recalled.earlier).map_err(|e| match e {
+            stillpoint_capture::Error::Incapable(refusal) => Error::Refused(vec![refusal]),
+            e => Error::Capture(e),
+        })?;
         let maps = target.process.maps()?;
         tracking.look(target, || Ok(spans_of_maps(&maps)), Look::Ahead)?;
         let tracking = Arc::new(Mutex::new(tracking));
@@ -303,6 +306,7 @@ pub fn twin(target: &Target, still: &mut Still) -> Result<(Option<Twin>, Vec<Ran
         // Its filters may forbid it, or memory may be short: then all is copied.
         Err(
             stillpoint_capture::Error::Failed(_)
+            | stillpoint_capture::Error::Incapable(_)
             | stillpoint_capture::Error::Kernel(stillpoint_linux::Error::Remote { .. }),
         ) => Ok((None, Vec::new())),
         Err(e) => Err(e.into()),

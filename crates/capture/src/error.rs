@@ -9,6 +9,9 @@ pub enum Error {
     /// The target holds something that cannot be captured (exit code 3).
     #[error("{}", list(.0))]
     Refused(Vec<Refusal>),
+    /// It is not able to make the system calls that this way takes; another may not take them (exit code 3).
+    #[error("{0}")]
+    Incapable(Refusal),
     /// There is no such target, or it cannot be a target (exit code 2): a zombie, a kernel thread, ourselves, …
     #[error("{0}")]
     Target(String),

@@ -2,7 +2,7 @@
 
 use crate::freeze::Frozen;
 use crate::target::gadgets;
-use crate::{Error, Result, attributes};
+use crate::{Error, Refusal, Result, attributes};
 use stillpoint_image::Thread;
 use stillpoint_linux::arch::{self, Gadgets};
 use stillpoint_linux::batch::{self, Departure, Origin, Place, Signal};
@@ -32,7 +32,7 @@ impl Lender<'_> {
     /// of the program's memory is as before when it returns, and the thread is back among the frozen ones.
     ///
     /// # Errors
-    /// [`Error::Failed`] with the reason if the thread cannot make these calls and come home; those of `work`.
+    /// [`Error::Incapable`] if the thread may not make these calls and come home, [`Error::Failed`] if it cannot; those of `work`.
     pub fn main_thread<T>(
         &self,
         frozen: &mut Frozen,
@@ -50,7 +50,7 @@ impl Lender<'_> {
         let gadgets = gadgets(self.gadgets, planted.as_ref(), self.memory, &maps);
         let gadgets = gadgets.ok_or_else(|| no("it has no way to make a system call"))?;
         let stack = find(b"[stack]").ok_or_else(|| no("its stack is unmapped"))?;
-        permitted(self.process, frozen, gadgets, calls).map_err(|why| no(&why))?;
+        permitted(self.process, frozen, gadgets, calls)?;
         let sp = self.lowest.map_or_else(|| leader.regs().map(|regs| regs.sp()), Ok)?;
         let stack = Stack { start: stack.start, end: stack.end, sp };
         let xstate_len = leader.xstate()?.len();
@@ -102,7 +102,7 @@ impl Lender<'_> {
         let gadgets = gadgets(self.gadgets, planted.as_ref(), self.memory, &maps);
         let gadgets = gadgets.ok_or_else(|| no("it has no way to make a system call"))?;
         let stack = find(b"[stack]").ok_or_else(|| no("its stack is unmapped"))?;
-        permitted(self.process, frozen, gadgets, calls).map_err(|why| no(&why))?;
+        permitted(self.process, frozen, gadgets, calls)?;
         let sp = leader.regs()?.sp();
         let stack = Stack { start: stack.start, end: stack.end, sp };
         let xstate = leader.xstate()?;
@@ -162,22 +162,21 @@ impl Bench<'_> {
 
 /// Whether the thread's seccomp filters let it make the calls and come home: if we died meanwhile, a filter would
 /// kill it.
-fn permitted(
-    process: &Proc,
-    frozen: &Frozen,
-    gadgets: Gadgets,
-    calls: &[(i64, [u64; 6])],
-) -> Result<(), String> {
-    let status = process.status().map_err(|e| e.to_string())?;
+fn permitted(process: &Proc, frozen: &Frozen, gadgets: Gadgets, calls: &[(i64, [u64; 6])]) -> Result<()> {
+    let status = process.status()?;
+    let incapable = |why: String, hint: &str| {
+        let what = attributes::target::named(process.pid());
+        Error::Incapable(Refusal { what, why, hint: hint.into() })
+    };
     if status.seccomp == 1 {
-        return Err("it is in strict seccomp mode".into());
+        return Err(incapable("it is in strict seccomp mode and can make no system call for us".into(), ""));
     }
     let mut builder = crate::Builder::new();
     let mut thread = Thread::default();
     let told = attributes::thread::stopped(&mut builder, &frozen.threads[0], status.seccomp, &mut thread);
-    told.map_err(|e| e.to_string())?;
-    if let Some(refusal) = builder.refusals.first() {
-        return Err(refusal.why.clone());
+    told?;
+    if let Some(refusal) = builder.refusals.pop() {
+        return Err(Error::Incapable(refusal));
     }
     let ip = gadgets.call.0 + 2;
     let home = FilteredCall { nr: libc::SYS_rt_sigreturn, ip: gadgets.sigreturn.0, args: [0; 6] };
@@ -187,7 +186,8 @@ fn permitted(
         Some(call) => {
             let name = usize::try_from(call.nr).ok().and_then(Sysno::new);
             let name = name.map_or_else(|| format!("system call {}", call.nr), |name| name.to_string());
-            Err(format!("its seccomp filter forbids {name}"))
+            let why = format!("its seccomp filter forbids {name}, which it is to call for us");
+            Err(incapable(why, "allow that call in the filter"))
         }
         None => Ok(()),
     }

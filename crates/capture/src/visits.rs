@@ -5,10 +5,12 @@
 //! alone, with two stops for each call ([`stillpoint_linux::inject`]).
 
 use crate::attributes::expiries;
-use crate::attributes::inside::{Asks, ProcessQuery, ThreadQuery, page_to_lock, tells_of_one, who_continued};
+use crate::attributes::inside::{
+    Asks, ChildrenQuery, ProcessQuery, ThreadQuery, page_to_lock, who_continued,
+};
 use crate::attributes::target::Seen;
 use crate::freeze::Frozen;
-use crate::inspect::{Child, Known, Portrait, lowest_pointer};
+use crate::inspect::{Known, Portrait, lowest_pointer};
 use crate::target::gadgets;
 use crate::{Builder, Error, Result};
 use std::collections::VecDeque;
@@ -18,7 +20,6 @@ use stillpoint_linux::arch::{self, Gadgets, Regs};
 use stillpoint_linux::batch::{self, Away, Departure, Origin, Place, Signal};
 use stillpoint_linux::bpf::{self, FilteredCall};
 use stillpoint_linux::inject::{Planted, Site, Stack, Visit};
-use stillpoint_linux::layout;
 use stillpoint_linux::pagemap::{Category, Query};
 use stillpoint_linux::proc::{Status, Vma};
 use stillpoint_linux::program::{Outcome, Program};
@@ -89,7 +90,10 @@ impl<'a> Visits<'a> {
         // One that may not ask so can hardly be told of it, or have made such a table.
         let may_call =
             |nr, args| allows(&process.threads[0], &FilteredCall { nr, ip: gadgets.call.0 + 2, args });
-        let may_ask = |pid| may_call(libc::SYS_waitid, ask_for_child(pid, 0));
+        let may_ask = |pid| {
+            let [kind, pid, _, told] = who_continued(pid);
+            may_call(libc::SYS_waitid, [kind, pid, 0, told, 0, 0])
+        };
         let child = portrait.children.first();
         let asks = Asks {
             children: child.is_some_and(|child| may_ask(None) && may_ask(Some(child.pid))),
@@ -216,25 +220,35 @@ impl<'a> Round<'a> {
     /// Sets threads off, with the slots from `first` on.
     fn send(&mut self, portrait: &Portrait, group: &[usize], first: usize) -> Result<Group<'a>> {
         let visits = self.visits;
+        let place = |slot, i| if i == 0 { Place::SlotAndData(slot) } else { Place::Slot(slot) };
+        let all = group.iter().enumerate().map(|(n, &i)| (i, place(first + n, i), visits.program(i)));
+        let away = self.send_through(portrait, &all.collect::<Vec<_>>())?;
+        Ok(group.iter().copied().zip(away).collect())
+    }
+
+    /// Sets threads off, each through a program that lies in that place.
+    fn send_through<'p>(
+        &mut self,
+        portrait: &Portrait,
+        all: &[(usize, Place, &'p Program)],
+    ) -> Result<Vec<Away<'p>>> {
+        let visits = self.visits;
         let missing = || Error::Failed("a thread was to be asked that is not there".into());
         let planted = visits.planted.as_ref().ok_or_else(missing)?;
-        let mut regs = Vec::with_capacity(group.len());
-        for &i in group {
+        let mut regs = Vec::with_capacity(all.len());
+        for &(i, ..) in all {
             regs.push(registers(&portrait.process.threads[i])?);
         }
-        let mut departures = Vec::with_capacity(group.len());
-        for (slot, (&i, regs)) in group.iter().zip(&regs).enumerate() {
+        let mut departures = Vec::with_capacity(all.len());
+        for (&(i, place, program), regs) in all.iter().zip(&regs) {
             let (Way::Batch(signal), Some(stopped)) = (visits.ways[i], self.threads[i].take()) else {
                 return Err(missing());
             };
             let thread = &portrait.process.threads[i];
             let origin = Origin { regs, xstate: &thread.xstate.0, mask: thread.sigmask };
-            let slot = first + slot;
-            let place = if i == 0 { Place::SlotAndData(slot) } else { Place::Slot(slot) };
-            departures.push(Departure { thread: stopped, origin, place, signal, program: visits.program(i) });
+            departures.push(Departure { thread: stopped, origin, place, signal, program });
         }
-        let away = visits.site.send(planted, departures)?;
-        Ok(group.iter().copied().zip(away).collect())
+        Ok(visits.site.send(planted, departures)?)
     }
 
     /// Waits for all threads and notes their answers.
@@ -252,7 +266,8 @@ impl<'a> Round<'a> {
             }
             self.set_off(portrait)?;
         }
-        self.alone(builder, portrait)
+        self.alone(builder, portrait)?;
+        if portrait.has_continued_child { self.children(portrait) } else { Ok(()) }
     }
 
     fn note(&self, i: usize, outcome: &Outcome, builder: &mut Builder, portrait: &mut Portrait) {
@@ -270,7 +285,7 @@ impl<'a> Round<'a> {
         let visits = self.visits;
         for i in 0..visits.ways.len() {
             let by_itself = matches!(visits.ways[i], Way::Alone);
-            if !by_itself && (i > 0 || visits.free.is_none() && !portrait.has_continued_child) {
+            if !by_itself && (i > 0 || visits.free.is_none()) {
                 continue;
             }
             let Some(stopped) = self.threads[i].take() else { continue };
@@ -279,20 +294,52 @@ impl<'a> Round<'a> {
                 let outcome = visits.site.run(&mut visit, visits.program(i))?;
                 self.note(i, &outcome, builder, portrait);
             }
-            if i == 0 {
-                if visits.free.is_some() {
-                    portrait.space.lock_future = lock_future(&mut visit, visits.known, visits.free)?;
-                }
-                if portrait.has_continued_child {
-                    portrait.continued = continued(&mut visit, &visits.site, &portrait.children)?;
-                }
+            if i == 0 && visits.free.is_some() {
+                portrait.space.lock_future = lock_future(&mut visit, visits.known, visits.free)?;
             }
-            let stopped = visit.leave()?;
-            // From here on the thread goes on as the image says.
-            stopped.set_regs(&registers(&portrait.process.threads[i])?)?;
-            self.threads[i] = Some(stopped);
+            self.leave(i, visit, portrait)?;
         }
         Ok(())
+    }
+
+    /// Sends a thread home that was visited alone. From here on it goes on as the image says.
+    fn leave(&mut self, i: usize, visit: Visit<'_>, portrait: &Portrait) -> Result<()> {
+        let stopped = visit.leave()?;
+        stopped.set_regs(&registers(&portrait.process.threads[i])?)?;
+        self.threads[i] = Some(stopped);
+        Ok(())
+    }
+
+    /// Asks which of its children go on after a stop of which it has not been told: as many at a time as there is room for.
+    fn children(&mut self, portrait: &mut Portrait) -> Result<()> {
+        let most = ChildrenQuery::most(self.visits.site.data_len());
+        for some in std::mem::take(&mut portrait.children).chunks(most) {
+            let query = ChildrenQuery::new(some.iter().map(|child| child.pid));
+            let Some(outcome) = self.ask_main(query.program(), portrait)? else { continue };
+            let continued = some.iter().zip(query.decode(&outcome)).filter(|(_, continued)| *continued);
+            portrait.continued.extend(continued.map(|(child, _)| child.place));
+        }
+        Ok(())
+    }
+
+    /// Asks the main thread once more, after all others have come home.
+    fn ask_main(&mut self, program: &Program, portrait: &Portrait) -> Result<Option<Outcome>> {
+        let site = &self.visits.site;
+        if matches!(self.visits.ways[0], Way::Batch(_)) {
+            let away = self.send_through(portrait, &[(0, Place::SlotAndData(0), program)])?;
+            let mut answers = Vec::with_capacity(away.len());
+            for away in away {
+                let (stopped, answer) = away.wait(&registers(&portrait.process.threads[0])?)?;
+                self.threads[0] = Some(stopped);
+                answers.push(answer);
+            }
+            return Ok(site.outcomes(&answers)?.pop());
+        }
+        let Some(stopped) = self.threads[0].take() else { return Ok(None) };
+        let mut visit = site.visit(0, stopped)?;
+        let outcome = site.run(&mut visit, program)?;
+        self.leave(0, visit, portrait)?;
+        Ok(Some(outcome))
     }
 }
 
@@ -327,27 +374,6 @@ fn lock_future(visit: &mut Visit<'_>, known: &Known, free: Option<u64>) -> Resul
     } else {
         1
     })
-}
-
-/// The arguments of `waitid` that answers there.
-fn ask_for_child(pid: Option<u32>, at: u64) -> [u64; 6] {
-    let [kind, pid, _, told] = who_continued(pid);
-    [kind, pid, at, told, 0, 0]
-}
-
-/// The places of those of its children that go on after a stop of which it has not been told.
-fn continued(visit: &mut Visit<'_>, site: &Site<'_>, children: &[Child]) -> Result<Vec<usize>> {
-    let (mut found, at) = (Vec::new(), site.data());
-    for &Child { place, pid } in children {
-        let mut told = [0; layout::SIGINFO];
-        site.memory().write(at, &told)?;
-        visit.call(libc::SYS_waitid, ask_for_child(Some(pid), at.0))?;
-        site.memory().read(at, &mut told)?;
-        if tells_of_one(&told) {
-            found.push(place);
-        }
-    }
-    Ok(found)
 }
 
 /// The calls by which [`lock_future`] asks: a mapping is made, and unmapped.

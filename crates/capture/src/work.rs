@@ -478,7 +478,7 @@ impl<'a> Work<'a> {
             }
             match self.prepare(index) {
                 Ok(()) => return Ok(()),
-                Err(e @ (Error::Kernel(_) | Error::Failed(_))) if !first => {
+                Err(e @ (Error::Kernel(_) | Error::Failed(_) | Error::Incapable(_))) if !first => {
                     self.tell(index, format!("{name} is not possible: {e}"));
                 }
                 Err(Error::Lost(why)) => {
@@ -500,8 +500,8 @@ impl<'a> Work<'a> {
                 self.tell(index, format!("{name} would not do: {why}"));
                 Ok(false)
             }
-            Err(Error::Failed(why)) if self.options.engine == Engine::Auto => {
-                self.tell(index, format!("{name} is not possible any more: {why}"));
+            Err(e @ (Error::Failed(_) | Error::Incapable(_))) if self.options.engine == Engine::Auto => {
+                self.tell(index, format!("{name} is not possible any more: {e}"));
                 Ok(false)
             }
             Err(_) if index > 0 && self.has_left(index) => Ok(true),

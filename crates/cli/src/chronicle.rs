@@ -73,7 +73,10 @@ impl Taking {
             Err(e) => What::Failed(Failed {
                 wanted: self.why,
                 reason: e.to_string(),
-                refused: matches!(e, stillpoint_capture::Error::Refused(_)),
+                refused: matches!(
+                    e,
+                    stillpoint_capture::Error::Refused(_) | stillpoint_capture::Error::Incapable(_)
+                ),
                 ..Failed::default()
             }),
         };

@@ -188,6 +188,9 @@ pub fn failure(error: Error, verb: &str, target: &str) -> Failure {
             let list = stillpoint_capture::list(&refusals);
             Failure::refused(format!("cannot {what}, which runs on unharmed:\n{list}"))
         }
+        Error::Incapable(refusal) => {
+            Failure::refused(format!("cannot {what}, which runs on unharmed:\n{refusal}"))
+        }
         Error::Target(what) | Error::Busy(what) => Failure::usage(what),
         Error::Store(e) => jobs::store_failure(e).within(&what),
         Error::Kernel(e) => Failure::from(e).within(&what),

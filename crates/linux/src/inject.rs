@@ -105,7 +105,7 @@ impl<'a> Site<'a> {
     }
 
     /// Length of the data area, bytes.
-    pub(crate) fn data_len(&self) -> usize {
+    pub fn data_len(&self) -> usize {
         self.data_len
     }
 

@@ -10,6 +10,7 @@ use linux_raw_sys::prctl::{
 use stillpoint_image::{
     AddressSpace, AltStack, IntervalTimer, PAGE, PosixTimer, Process, SignalAction, Thread,
 };
+use stillpoint_linux::batch;
 use stillpoint_linux::proc::{PosixTimerInfo, Status, TimerNotify};
 use stillpoint_linux::program::{Arg, Outcome, Program, Step};
 use stillpoint_linux::{features, layout};
@@ -106,11 +107,7 @@ impl ProcessQuery {
         let args = [MEMBARRIER_CMD_GET_REGISTRATIONS.into()];
         let membarrier = p.attempt("membarrier", libc::SYS_membarrier, args);
         let locking = free.map(|at| ask_locking(&mut p, at));
-        let continued = asks.children.then(|| {
-            let (room, [kind, _, _, told]) = (p.room(layout::SIGINFO), who_continued(None).map(Arg::Value));
-            p.attempt("waitid", libc::SYS_waitid, [kind, 0.into(), room, told, 0.into()]);
-            room
-        });
+        let continued = asks.children.then(|| ask_continued(&mut p, None));
         let descriptors = asks.descriptors.then(|| {
             let args = [0.into(), p.room(DESCRIPTOR), (DESCRIPTOR as u64).into()];
             p.attempt("modify_ldt", libc::SYS_modify_ldt, args)
@@ -126,7 +123,7 @@ impl ProcessQuery {
 
     /// Whether a child goes on after a stop of which it has not been told.
     pub fn has_continued_child(&self, outcome: &Outcome) -> bool {
-        self.continued.is_some_and(|at| tells_of_one(outcome.bytes(at, layout::SIGINFO)))
+        self.continued.is_some_and(|at| tells_of_one(outcome, at))
     }
 
     /// The program to run in the main thread.
@@ -177,15 +174,53 @@ impl ProcessQuery {
     }
 }
 
+/// Asks a process which of some children go on after a stop of which it has not been told.
+#[derive(Debug)]
+pub(crate) struct ChildrenQuery {
+    program: Program,
+    told: Vec<Arg>,
+}
+
+impl ChildrenQuery {
+    /// How many can be asked for at a time where a program and its data may take so many bytes: one at least, as this is less than
+    /// a [`ProcessQuery`] takes.
+    pub fn most(room: usize) -> usize {
+        (room / (batch::ENTRY + layout::SIGINFO)).saturating_sub(1).max(1)
+    }
+
+    /// The questions for children with these ids, as their parent sees them.
+    pub fn new(children: impl Iterator<Item = u32>) -> Self {
+        let mut program = Program::new();
+        let told = children.map(|pid| ask_continued(&mut program, Some(pid))).collect();
+        ChildrenQuery { program, told }
+    }
+
+    /// The program to run in the main thread.
+    pub fn program(&self) -> &Program {
+        &self.program
+    }
+
+    /// Of each whether it does.
+    pub fn decode<'a>(&'a self, outcome: &'a Outcome) -> impl Iterator<Item = bool> + 'a {
+        self.told.iter().map(|&at| tells_of_one(outcome, at))
+    }
+}
+
 /// The first arguments of `waitid`, but for where it answers: whether a child, or any, goes on after a stop. That stays to be told.
 pub(crate) fn who_continued(pid: Option<u32>) -> [u64; 4] {
     let told = libc::WCONTINUED | libc::WNOHANG | libc::WNOWAIT | libc::__WALL;
     [pid.map_or(libc::P_ALL, |_| libc::P_PID).into(), pid.unwrap_or(0).into(), 0, told as u64]
 }
 
-/// Whether that tells of one.
-pub(crate) fn tells_of_one(siginfo: &[u8]) -> bool {
-    layout::half(siginfo, 0) == libc::SIGCHLD as u32
+fn ask_continued(p: &mut Program, pid: Option<u32>) -> Arg {
+    let (room, [kind, pid, _, told]) = (p.room(layout::SIGINFO), who_continued(pid).map(Arg::Value));
+    p.attempt("waitid", libc::SYS_waitid, [kind, pid, room, told]);
+    room
+}
+
+/// Whether what `waitid` has put there tells of a child.
+fn tells_of_one(outcome: &Outcome, at: Arg) -> bool {
+    layout::half(outcome.bytes(at, layout::SIGINFO), 0) == libc::SIGCHLD as u32
 }
 
 fn ask_action(p: &mut Program, signal: u32) -> Arg {

@@ -162,7 +162,7 @@ impl MemoryEngine for Fork {
                 }
                 self.twin = Some(twin);
             }
-            Err(e @ (Error::Failed(_) | Error::Kernel(Kernel::Remote { .. }))) => {
+            Err(e @ (Error::Failed(_) | Error::Incapable(_) | Error::Kernel(Kernel::Remote { .. }))) => {
                 return Ok(Cut::Impossible(e.to_string()));
             }
             Err(e) => return Err(e),

@@ -7,7 +7,7 @@ use crate::freeze::Frozen;
 use crate::lend::Lender;
 use crate::regions::{Span, range, spans_of_maps, within};
 use crate::target::Target;
-use crate::{Error, Result, ours};
+use crate::{Error, Refusal, Result, attributes, ours};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -797,8 +797,11 @@ pub(crate) fn open_inside(target: &Target, frozen: &mut Frozen, mode: Mode) -> R
     lender.main_thread(frozen, &[(nr, arguments), close], |_, visit| {
         let fd = visit.call_with_undo(nr, arguments, close)?;
         if fd == -i64::from(libc::EMFILE) {
-            let why = "it has as many descriptors open as it may have (RLIMIT_NOFILE), and one more is needed for a moment";
-            return Err(Error::Failed(why.into()));
+            return Err(Error::Incapable(Refusal {
+                what: attributes::target::named(target.pid),
+                why: "it has as many descriptors open as it may have (RLIMIT_NOFILE), and one more is needed for a moment".into(),
+                hint: "raise its limit: prlimit --nofile".into(),
+            }));
         }
         if fd < 0 {
             let why = std::io::Error::from_raw_os_error(-fd as i32);
