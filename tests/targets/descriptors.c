@@ -1136,6 +1136,80 @@ static void proc_files(void) {
   EQUAL(faccessat(dir, name, F_OK, 0), 0);
 }
 
+static void *until_told(void *pipe) {
+  char byte;
+  CHECK(read(*(int *)pipe, &byte, 1) == 0);
+  return 0;
+}
+
+// Those of a child and of a thread that are no more.
+static void ended_proc_files(void) {
+  static const char *const below[] = {"/stat", "/mem", "/task", "", "/ns", "/task/%d/status", "/oom_score_adj"};
+  enum { FILES = sizeof below / sizeof *below, ALL = FILES + 2 };
+  int ends[2], fd[ALL], kinds[ALL];
+  char path[256], name[128], link[2][ALL][128];
+  pthread_t thread;
+  MUST(!pipe(ends));
+  pid_t pid = fork();
+  if (!pid)
+    for (;;)
+      pause();
+  for (int i = 0; i < FILES; i++) {
+    snprintf(name, sizeof name, below[i], pid);
+    snprintf(path, sizeof path, "/proc/%d%s", pid, name);
+    MUST((fd[i] = open(path, O_RDONLY)) >= 0);
+  }
+  lseek(fd[1], 4096, SEEK_SET);
+  MUST(!kill(pid, SIGKILL) && waitpid(pid, 0, 0) == pid);
+  MUST(!pthread_create(&thread, 0, until_told, &ends[0]));
+  DIR *tasks = opendir("/proc/self/task");
+  struct dirent *entry;
+  pid_t tid = 0;
+  while ((entry = readdir(tasks)))
+    if (atoi(entry->d_name) > 0 && atoi(entry->d_name) != getpid())
+      tid = atoi(entry->d_name);
+  closedir(tasks);
+  for (int i = FILES; i < ALL; i++) {
+    snprintf(path, sizeof path, "/proc/self/task/%d%s", tid, i > FILES ? "/stat" : "");
+    MUST((fd[i] = open(path, O_RDONLY)) >= 0);
+  }
+  close(ends[1]);
+  MUST(!pthread_join(thread, 0));
+  while (!access(path, F_OK))
+    nap(0.001);
+  for (int turn = 0; turn < 2; turn++) {
+    for (int i = 0; i < ALL; i++) {
+      struct stat stat;
+      snprintf(path, sizeof path, "/proc/self/fd/%d", fd[i]);
+      ssize_t len = readlink(path, link[turn][i], sizeof link[turn][i] - 1);
+      CHECK(len > 0);
+      link[turn][i][len > 0 ? len : 0] = 0;
+      CHECK(!strncmp(link[turn][i], "/proc/", 6));
+      // All but the number, which somebody else may have by now.
+      memmove(link[turn][i], link[turn][i] + 6, sizeof link[turn][i] - 6);
+      memmove(link[turn][i], link[turn][i] + strspn(link[turn][i], "0123456789"), 64);
+      EQUAL(fstat(fd[i], &stat), 0);
+      if (!turn)
+        kinds[i] = stat.st_mode;
+      EQUAL(stat.st_mode, kinds[i]);
+      if (i == 1)
+        EQUAL(OFFSET(fd[i]), 4096);
+      if (S_ISDIR(stat.st_mode)) {
+        EQUAL(faccessat(fd[i], "stat", F_OK, 0), -1);
+      } else {
+        EQUAL(read(fd[i], name, sizeof name), i == 1 ? 0 : -1);
+        if (i != 1)
+          EQUAL(errno, ESRCH);
+      }
+    }
+    if (!turn)
+      cut();
+  }
+  for (int i = 0; i < FILES; i++)
+    if (i != 5)
+      CHECK(!strcmp(link[0][i], link[1][i]));
+}
+
 static void many_descriptors(void) {
   int fd[900];
   close(create("shared-by-many", O_RDWR, "some text"));
@@ -1155,5 +1229,5 @@ SCENARIOS({"regular", regular}, {"duplicates", duplicates}, {"deleted", deleted}
           {"half_closed_pair", half_closed_pair}, {"listening_tcp4", listening_tcp4},
           {"listening_tcp6", listening_tcp6}, {"listening_unix", listening_unix}, {"eventfds", eventfds},
           {"signalfds", signalfds}, {"epolls", epolls}, {"inotifys", inotifys}, {"watched_closely", watched_closely}, {"memfd_programs", memfd_programs}, {"lock_owner", lock_owner}, {"deleted_folders", deleted_folders}, {"shared_port", shared_port}, {"fanotifys", fanotifys}, {"pidfds", pidfds}, {"ptys", ptys}, {"pty_modes", pty_modes}, {"pty_unread", pty_unread}, {"leases", leases},
-          {"devices", devices}, {"locks", locks}, {"signal_driven", signal_driven}, {"proc_files", proc_files},
+          {"devices", devices}, {"locks", locks}, {"signal_driven", signal_driven}, {"proc_files", proc_files}, {"ended_proc_files", ended_proc_files},
           {"many_descriptors", many_descriptors})

@@ -151,4 +151,33 @@ static void every_option(void) {
     compare(&all[i]);
 }
 
-SCENARIOS({"every_option", every_option})
+static void expect_number(int fd, int name, int value) {
+  EQUAL(*(int *)value_of(fd, SOL_SOCKET, name).bytes, value);
+}
+
+// Time stamps, in both forms, and of a connection by number; the processor that packets are to come by, of whom has no connection.
+static void stamps_and_processors(void) {
+  enum { STAMPS = 1 << 1 | 1 << 4, NUMBERED = STAMPS | 1 << 7, NEW = 65 };
+  int stamps = STAMPS, numbered = NUMBERED, processor = 0;
+  int server = listening(AF_INET), client = socket(AF_INET, SOCK_STREAM, 0), udp = socket(AF_INET, SOCK_DGRAM, 0), newer = socket(AF_INET, SOCK_DGRAM, 0);
+  struct sockaddr_in address;
+  socklen_t length = sizeof address;
+  MUST(!getsockname(server, (void *)&address, &length) && !connect(client, (void *)&address, length));
+  int accepted = accept(server, 0, 0);
+  MUST(accepted >= 0 && !setsockopt(client, SOL_SOCKET, SO_TIMESTAMPING, &numbered, 4));
+  MUST(!setsockopt(udp, SOL_SOCKET, SO_TIMESTAMPING, &stamps, 4) && !setsockopt(newer, SOL_SOCKET, NEW, &numbered, 4));
+  MUST(!setsockopt(server, SOL_SOCKET, SO_INCOMING_CPU, &processor, 4) && !setsockopt(udp, SOL_SOCKET, SO_INCOMING_CPU, &processor, 4));
+  cut();
+  expect_number(client, SO_TIMESTAMPING, NUMBERED);
+  expect_number(client, NEW, 0);
+  expect_number(udp, SO_TIMESTAMPING, STAMPS);
+  expect_number(udp, NEW, 0);
+  expect_number(newer, NEW, NUMBERED);
+  expect_number(server, SO_INCOMING_CPU, 0);
+  expect_number(udp, SO_INCOMING_CPU, 0);
+  char byte;
+  EQUAL(write(client, "x", 1), 1);
+  EQUAL(read(accepted, &byte, 1), 1);
+}
+
+SCENARIOS({"every_option", every_option}, {"stamps_and_processors", stamps_and_processors})

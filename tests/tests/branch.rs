@@ -701,6 +701,16 @@ fn mistakes_are_told() {
     branched.finish("after all");
 }
 
+/// Nothing would lead back.
+#[test]
+fn no_snapshot_is_of_a_program_that_is_stopped() {
+    let Some(branched) = Branched::start("tree", "stopped", Build::Dynamic) else { return };
+    let pid = branched.pid();
+    branched.stillpoint.run(&["snapshot", &pid]).fails(3, &["job control has stopped it"]);
+    branched.stillpoint.run(&["snapshots", &pid]).fails(2, &["there are no snapshots"]);
+    branched.finish("after all");
+}
+
 /// Whoever may lift its limits brings it back; to others it is refused, and not begun.
 #[test]
 fn limits_that_leave_no_memory_harm_nobody() {

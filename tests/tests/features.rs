@@ -78,6 +78,7 @@ mod descriptors {
         locks,
         signal_driven,
         proc_files,
+        ended_proc_files.ignoring(&["fd"]), // their numbers may be somebody else's by now
         many_descriptors,
     );
 }
@@ -344,6 +345,7 @@ mod timers {
 mod options {
     scenarios!("options":
         every_option,
+        stamps_and_processors,
     );
 }
 

@@ -265,7 +265,7 @@ fn why_not(one: &Found) -> Result<Option<(&'static str, &'static str)>> {
     } else if events & libc::POLLPRI != 0 {
         Some(("it has urgent data that was not yet read", AGAIN))
     } else if events & libc::POLLERR != 0 {
-        Some(("it has an error that the program has not yet been told", AGAIN))
+        Some(("it has an error, or something in its error queue, that the program has not yet read", AGAIN))
     } else if option(SOL_SOCKET, libc::SO_PEEK_OFF)?.is_some_and(|at| at >= 0) {
         Some(("the program peeks at it by SO_PEEK_OFF", ""))
     } else {

@@ -350,6 +350,7 @@ impl Program {
     }
 
     fn remember(&mut self, id: Id, name: Option<String>, together: &mut Together) -> Result<(State, u64)> {
+        refuse_stopped(together)?;
         let views: Vec<View<'_>> = self
             .members
             .iter()
@@ -476,6 +477,19 @@ fn until_it_has_passed<T>(mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
 /// Whether what passes is waited for once more.
 fn may_pass(began: Instant, tries: usize) -> bool {
     began.elapsed() < PASSING || tries < TRIES
+}
+
+/// Refuses a program of which somebody was stopped before we did that: there would be no way back.
+fn refuse_stopped(together: &Together) -> Result<()> {
+    let processes = together.all.iter().flat_map(|(still, _)| &still.image.processes);
+    let stopped = processes.filter(|process| process.stopped.is_some());
+    let refusal = |process: &stillpoint_image::Process| Refusal {
+        what: format!("process {} ({})", process.pid, String::from_utf8_lossy(&process.threads[0].name.0)),
+        why: "job control has stopped it, and nothing leads back to a time when it was".into(),
+        hint: "let it go on: kill -CONT".into(),
+    };
+    let refused: Vec<Refusal> = stopped.map(refusal).collect();
+    if refused.is_empty() { Ok(()) } else { Err(Error::Refused(refused)) }
 }
 
 /// Whether it is about a moment: somebody is between `vfork(2)` and `execve(2)`, or something is on its way.

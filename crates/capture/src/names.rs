@@ -60,7 +60,7 @@ fn nameless(image: &Image) -> Vec<(usize, u32, &'static str)> {
     for (row, file) in image.files.iter().enumerate() {
         let Some(&(process, fd)) = home.get(&(row as u32)) else { continue };
         match &file.kind {
-            FileKind::Proc(_) if has_other_proc(process) => {
+            FileKind::Proc(_) | FileKind::EndedProc(_) if has_other_proc(process) => {
                 all.push((process, fd, "it is a file of another procfs than that on its /proc"));
             }
             FileKind::Pid(pid) if !sees(process, *pid) => {

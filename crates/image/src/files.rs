@@ -2,6 +2,7 @@
 
 use crate::Bytes;
 use minicbor::{Decode, Encode};
+use std::path::{Component, Path};
 
 /// A file in the file system, told by path and identity.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
@@ -73,6 +74,15 @@ impl PathFile {
     /// Whether it is memory rather than a file: it has no name any more, or that of POSIX shared memory (`shm_open(3)`, `sem_open(3)`).
     pub fn is_memory(&self) -> bool {
         self.deleted || self.path.0.starts_with(b"/dev/shm/")
+    }
+
+    /// Of a file of procfs about a process: the number of that, and what lies below its folder.
+    pub fn of_process(&self) -> Option<(u32, &Path)> {
+        let mut parts = self.path.as_path().strip_prefix("/proc").ok()?.components();
+        let Some(Component::Normal(first)) = parts.next() else { return None };
+        let below = parts.as_path();
+        let is_plain = parts.all(|part| matches!(part, Component::Normal(_)));
+        Some((first.to_str()?.parse().ok()?, below)).filter(|_| is_plain)
     }
 
     /// Whether all of its contents were mapped for writing, and so are part of the checkpoint.
@@ -224,6 +234,9 @@ pub enum FileKind {
         #[n(1)]
         status: u32,
     },
+    /// A file of procfs about a process (or thread) that has ended, and been waited for: index into [`crate::Image::paths`].
+    #[n(23)]
+    EndedProc(#[n(0)] u32),
 }
 
 /// State of a timerfd.

@@ -721,6 +721,11 @@ fn check_object(row: &Row, object: &MemoryObject) -> Result<(), Invalid> {
 fn check_open_file(row: &Row, file: &OpenFile, image: &Image) -> Result<(), Invalid> {
     match &file.kind {
         FileKind::Path(i) | FileKind::Proc(i) => row.refers("file", *i, image.paths.len()),
+        FileKind::EndedProc(i) => {
+            row.refers("file", *i, image.paths.len())?;
+            let names_one = image.paths[*i as usize].of_process().is_some();
+            row.must(names_one, "it is about no process")
+        }
         FileKind::Pipe(i) => row.refers("pipe", *i, image.pipes.len()),
         FileKind::Socket(i) => row.refers("socket", *i, image.sockets.len()),
         FileKind::Queue(i) => row.refers("message queue", *i, image.queues.len()),

@@ -136,6 +136,33 @@ impl Drop for Corpse {
     }
 }
 
+/// A process that does nothing until this is dropped, when it is ended and buried.
+#[derive(Debug)]
+pub struct Doomed(Corpse);
+
+/// Makes a process with this id, if it is free and we may ([`shell`]), or any. Nobody hears of it but by `SIGCHLD`.
+///
+/// # Errors
+/// That no process can be made.
+pub fn doomed(id: u32) -> Result<Doomed> {
+    let made = shell(&[id], 0).or_else(|_| shell(&[], 0))?;
+    Ok(Doomed(Corpse { pid: made.pid }))
+}
+
+impl Doomed {
+    /// Its process id in our namespace.
+    pub fn pid(&self) -> u32 {
+        self.0.pid
+    }
+}
+
+impl Drop for Doomed {
+    fn drop(&mut self) {
+        // SAFETY: plain numbers. It is a child of ours that nobody has waited for, so the number is its own.
+        unsafe { libc::kill(self.0.pid as i32, libc::SIGKILL) };
+    }
+}
+
 /// Ends so, without a core.
 fn end(status: u32) -> ! {
     let signal = u64::from(status & 0x7f);

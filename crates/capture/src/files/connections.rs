@@ -157,7 +157,7 @@ fn complete_all(builder: &mut Builder, found: &mut [Found], defaults: &mut Defau
     let mut guard = None;
     for &(a, b) in &pairs {
         if let Some(failed) = [a, b].into_iter().find(|&i| found[i].failed) {
-            let why = "it has an error that the program has not yet been told";
+            let why = "it has an error, or something in its error queue, that the program has not yet read";
             builder.refuse(&found[failed].name, why, "try again when the program has read it");
             continue;
         }

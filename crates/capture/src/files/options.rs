@@ -48,6 +48,9 @@ const SOCKET: &[i32] = &[
     43, // SO_NOFCS
     63, // SO_TIMESTAMP_NEW
     64, // SO_TIMESTAMPNS_NEW
+    libc::SO_TIMESTAMPING,
+    65, // SO_TIMESTAMPING_NEW
+    libc::SO_INCOMING_CPU,
     75, // SO_RCVMARK
     82, // SO_RCVPRIORITY
     83, // SO_PASSRIGHTS
@@ -225,7 +228,11 @@ impl Defaults {
         for (level, name) in known(sort) {
             let Some(value) = sockets::option(&socket, level, name)? else { continue };
             let is_default = fresh.get(&(level, name)).is_some_and(|default| *default == value);
-            if !is_default && can_be_set(level, name, &value) {
+            // Of a connection it tells who received the last packet.
+            let is_passing = (level, name) == (SOL_SOCKET, libc::SO_INCOMING_CPU as u32)
+                && !is_default
+                && sockets::peer_address(&socket)?.is_some();
+            if !is_default && !is_passing && can_be_set(level, name, &value) {
                 options.push(SocketOption { level, name, value: Bytes(value) });
             }
         }

@@ -16,6 +16,8 @@ use std::path::Path;
 use stillpoint_image::{Bytes, FileKind, Owner, PathFile, Usage};
 use stillpoint_linux::Error;
 use stillpoint_linux::fdinfo::Folders;
+use stillpoint_linux::mounts;
+use stillpoint_linux::proc::Proc;
 
 const PROC: u64 = 0x9fa0;
 const MQUEUE: u64 = 0x1980_0202;
@@ -169,12 +171,25 @@ pub fn path_file(
     } else if rustix::fs::stat(builder.views.reach(namespace, link)).err() == Some(rustix::io::Errno::ACCESS)
     {
         ("you may not enter a directory above it", "ask for it as root, or as somebody who may")
+    } else if is_mounted_nowhere(builder, &file)? {
+        let why =
+            "it lies in a mount that is attached nowhere (open_tree(2), fsmount(2), or unmounted since)";
+        (why, "let the program close it, or attach the mount")
     } else {
         let why = "its path leads to another file now, or to none";
         (why, "it may be in another mount namespace, or hidden below a mount")
     };
     builder.refuse(what, why, hint);
     Ok(None)
+}
+
+/// Whether the mount of a file is neither one of ours nor of the program's.
+fn is_mounted_nowhere(builder: &Builder, file: impl AsFd) -> Result<bool> {
+    if builder.views.of_file(&file)?.is_some() {
+        return Ok(false);
+    }
+    let mount = mounts::number(&file)?;
+    Ok(Proc::process(std::process::id())?.mounts()?.iter().all(|one| one.id != mount))
 }
 
 /// Another name of a file whose name is gone, in the directory where that was: what is made under a name of its own and then linked
@@ -281,40 +296,76 @@ pub(crate) fn describe(path: &[u8], stat: &Stat, usage: Usage) -> PathFile {
     }
 }
 
-/// A file of procfs: global ones and those about the target's own processes.
+/// A file of procfs: global ones, those about the target's own processes, and those about processes that have ended.
 fn proc_file(scan: &mut Scan<'_>, d: &Description) -> Result<Option<FileKind>> {
     if scan.builder.foreign.contains(&d.stat.st_dev) {
         return scan.refuse(d, FOREIGN.0, FOREIGN.1);
     }
     let link = String::from_utf8_lossy(&d.link).into_owned();
-    let rest = link.strip_prefix("/proc").unwrap_or(&link);
-    let (first, below) =
-        rest.trim_start_matches('/').split_once('/').unwrap_or((rest.trim_start_matches('/'), ""));
-    let path = match first.parse::<u32>() {
-        _ if !link.starts_with("/proc") || link.ends_with(" (deleted)") => {
+    let (name, deleted) = match link.strip_suffix(" (deleted)") {
+        Some(name) => (name, true),
+        None => (link.as_str(), false),
+    };
+    let described = |path: &str| describe(path.as_bytes(), &d.stat, Usage::Path);
+    let file = described(name);
+    let of = file.of_process();
+    let ended = match of {
+        Some((pid, _)) => deleted || is_of_an_ended(pid, name, &d.stat),
+        None => false,
+    };
+    let path = match of {
+        Some((_, below)) if ended && below.components().any(|part| part.as_os_str() == "net") => {
+            let why = "it tells of the network of a process that has ended";
+            return scan.refuse(d, why, "close it before the checkpoint");
+        }
+        // Some of what it was read from may lie in the kernel, to be read on.
+        Some((_, below)) if ended && d.info.pos != 0 && is_regular(&d.stat) && below != Path::new("mem") => {
+            let why = "it is about a process that has ended, and was read in part";
+            return scan.refuse(d, why, "close it before the checkpoint");
+        }
+        Some(_) if ended => return Ok(Some(FileKind::EndedProc(scan.builder.path(file).0))),
+        _ if !name.starts_with("/proc") || deleted => {
             let why = "it is a file of procfs that cannot be reached by its path";
             return scan.refuse(d, why, "close it before the checkpoint");
         }
-        Err(_) => link.clone(),
-        Ok(pid) if scan.inner_pid(pid).is_some() => own_proc_path(scan, d, pid, below),
-        Ok(pid) => {
+        None => file,
+        Some((pid, below)) if scan.inner_pid(pid).is_some() => described(&own_proc_path(scan, d, pid, below)),
+        Some((pid, _)) => {
             let why = format!("it is about process {pid}, which is not part of the program");
             return scan.refuse(d, why, "close it before the checkpoint");
         }
     };
-    let row = scan.builder.path(describe(path.as_bytes(), &d.stat, Usage::Path)).0;
-    Ok(Some(FileKind::Proc(row)))
+    Ok(Some(FileKind::Proc(scan.builder.path(path).0)))
+}
+
+fn is_regular(stat: &Stat) -> bool {
+    FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
+}
+
+/// Whether this file of procfs, about a process of that number, is about one that has ended (or a thread that has): there is nothing by
+/// that name any more, or something else.
+fn is_of_an_ended(pid: u32, name: &str, stat: &Stat) -> bool {
+    match rustix::fs::lstat(name) {
+        Ok(found) => (found.st_dev, found.st_ino) != (stat.st_dev, stat.st_ino),
+        // Whoever may not see a process finds nothing either.
+        Err(rustix::io::Errno::NOENT | rustix::io::Errno::SRCH) => {
+            let is_there = rustix::process::Pid::from_raw(pid as i32)
+                .is_some_and(|pid| rustix::process::test_kill_process(pid) != Err(rustix::io::Errno::SRCH));
+            !is_there || Path::new(&format!("/proc/{pid}")).exists()
+        }
+        Err(_) => false,
+    }
 }
 
 /// `/proc/PID/task/TID/…` with the ids as the program sees them; `/proc/self/…` is about the first process that holds the
 /// description, which opens it again.
-fn own_proc_path(scan: &Scan<'_>, d: &Description, pid: u32, below: &str) -> String {
+fn own_proc_path(scan: &Scan<'_>, d: &Description, pid: u32, below: &Path) -> String {
     let mut path = match scan.inner_pid(pid).filter(|_| pid != d.pid()) {
         Some(pid) => format!("/proc/{pid}"),
         None => String::from("/proc/self"),
     };
     let mut after_task = false;
-    for part in below.split('/').filter(|p| !p.is_empty()) {
+    for part in below.iter().filter_map(OsStr::to_str) {
         let inner = part.parse().ok().and_then(|tid| scan.inner_id(tid));
         match inner {
             Some(tid) if after_task => path.push_str(&format!("/{tid}")),

@@ -111,7 +111,11 @@ fn name_of_sort((family, kind, protocol): (i32, i32, i32)) -> String {
 /// A row with what all sockets have; `None` if refused.
 pub(super) fn common(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)) -> Result<Option<Socket>> {
     if poll_now(&d.file, libc::POLLIN)? & libc::POLLERR != 0 {
-        return scan.refuse(d, "it has an error that the program has not yet been told", WAIT);
+        return scan.refuse(
+            d,
+            "it has an error, or something in its error queue, that the program has not yet read",
+            WAIT,
+        );
     }
     let mut options = match scan.options.differing(&d.file, sort) {
         // What is special about it is told by one that is new.

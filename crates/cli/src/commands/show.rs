@@ -237,6 +237,10 @@ fn describe(image: &Image, kind: &FileKind) -> String {
             Some(queue) => format!("message queue /{}", queue.name),
             None => "message queue".into(),
         },
+        FileKind::EndedProc(p) => match image.paths.get(*p as usize) {
+            Some(file) => format!("{} of a process that has ended", file.path),
+            None => "?".into(),
+        },
         FileKind::Path(p) | FileKind::Proc(p) => match image.paths.get(*p as usize) {
             Some(file) if file.deleted => format!("{} (deleted)", file.path),
             Some(file) => file.path.to_string(),

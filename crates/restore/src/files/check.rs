@@ -125,7 +125,7 @@ fn own_copy(path: &Path, digest: &[u8], size: u64) -> Result<(PathBuf, Stat), &'
 /// Files of procfs, FIFOs and names of sockets have rules of their own.
 fn checked_elsewhere(image: &Image) -> HashSet<u32> {
     let proc = image.files.iter().filter_map(|f| match f.kind {
-        FileKind::Proc(row) => Some(row),
+        FileKind::Proc(row) | FileKind::EndedProc(row) => Some(row),
         _ => None,
     });
     let fifos = image.pipes.iter().filter_map(|p| p.fifo);

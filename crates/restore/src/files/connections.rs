@@ -64,7 +64,7 @@ fn begin(
     connection: &Connection,
 ) -> Result<(OwnedFd, Option<String>)> {
     let (fd, name) = (new(socket)?, name(opening.image, socket));
-    options::apply(&fd, socket, &name)?;
+    options::apply_some(&fd, socket, &name, |level, name| !options::stamps(level, name))?;
     let moved = match bind_address(socket, &fd) {
         Ok(()) => None,
         // It is most often the kernel that has chosen it.
@@ -84,7 +84,10 @@ fn begin(
             make_ended(&fd, socket.family as i32, &[], Over::Reset)?;
             Ok((fd, moved))
         }
-        _ => Ok((fd, moved)),
+        _ => {
+            options::apply_some(&fd, socket, &name, options::stamps)?;
+            Ok((fd, moved))
+        }
     }
 }
 
@@ -156,7 +159,9 @@ pub(super) fn apply_early(fd: &OwnedFd, socket: &Socket, what: &str) -> Result<(
 fn is_late(level: u32, name: u32) -> bool {
     const LATE: [i32; 3] = [libc::SO_SNDBUF, libc::SO_RCVBUF, libc::SO_REUSEADDR];
     let cork = (libc::IPPROTO_TCP as u32, libc::TCP_CORK as u32);
-    (level == SOL_SOCKET && LATE.contains(&(name as i32))) || (level, name) == cork
+    (level == SOL_SOCKET && LATE.contains(&(name as i32)))
+        || (level, name) == cork
+        || options::stamps(level, name)
 }
 
 fn end<'a>(fd: &'a OwnedFd, socket: &'a Socket) -> End<'a> {

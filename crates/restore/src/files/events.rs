@@ -3,13 +3,11 @@
 
 use super::{Opening, missing};
 use crate::{Error, Result};
-use std::collections::HashMap;
-use std::collections::hash_map::Entry;
 use std::os::fd::{AsFd, AsRawFd};
 use stillpoint_image::{FanotifyMark, FanotifyPlace, FileKind, OpenFile};
 use stillpoint_linux::fanotify::On;
 use stillpoint_linux::fdinfo::{self, Detail, FanotifyLine, Marked};
-use stillpoint_linux::{descriptors, fanotify, mounts, spawn, watches};
+use stillpoint_linux::{fanotify, mounts, watches};
 
 /// Makes all of them but inotify and fanotify.
 pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
@@ -22,21 +20,6 @@ pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
             _ => continue,
         };
         opening.put(row, fd)?;
-    }
-    Ok(())
-}
-
-/// Makes handles to processes that have ended: to others that end likewise.
-pub(super) fn open_ended(opening: &mut Opening<'_>) -> Result<()> {
-    let mut ended = HashMap::new();
-    for (row, file) in opening.image.files.iter().enumerate() {
-        let FileKind::Ended { process, status } = file.kind else { continue };
-        let corpse = match ended.entry(process) {
-            Entry::Occupied(known) => known.into_mut(),
-            Entry::Vacant(place) => place.insert(spawn::corpse(status)?),
-        };
-        let handle = descriptors::pidfd_open(corpse.pid, file.flags & libc::O_EXCL as u32)?;
-        opening.put(row, handle)?;
     }
     Ok(())
 }

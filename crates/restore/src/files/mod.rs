@@ -14,6 +14,7 @@ mod created;
 mod cutback;
 mod datagrams;
 mod detour;
+mod ended;
 mod events;
 mod install;
 mod kept;
@@ -162,7 +163,8 @@ pub fn open(
     standard::open(&mut opening)?;
     terminals::open(&mut opening)?;
     events::open(&mut opening)?;
-    events::open_ended(&mut opening)?;
+    ended::open_handles(&mut opening)?;
+    ended::open_files(&mut opening)?;
     paths::open_for_mappings(&mut opening)?;
     opening.finish_objects()?;
     opening.files.namespaces.settle(image)?;

@@ -10,6 +10,14 @@ const SNDBUF: u32 = libc::SO_SNDBUF as u32;
 const RCVBUF: u32 = libc::SO_RCVBUF as u32;
 const FILTER: u32 = libc::SO_ATTACH_FILTER as u32;
 
+/// Whether an option asks for time stamps, which a TCP socket may be asked for by number (`SOF_TIMESTAMPING_OPT_ID`) only when it is being
+/// connected.
+pub(super) fn stamps(level: u32, name: u32) -> bool {
+    /// `SO_TIMESTAMPING_NEW`
+    const NEW: u32 = 65;
+    level == SOL_SOCKET && [libc::SO_TIMESTAMPING as u32, NEW].contains(&name)
+}
+
 /// Sets all options of a socket.
 pub(super) fn apply(fd: impl AsFd, socket: &Socket, what: &str) -> Result<()> {
     apply_some(fd, socket, what, |_, _| true)
