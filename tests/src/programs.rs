@@ -95,17 +95,17 @@ impl Program {
 
         // On a shared machine a run may be much faster than the one before: then it ends before all is done to it, and the
         // next attempt does less before the first kill, and waits for less.
-        for attempt in 1.. {
+        for attempt in 1i32.. {
             match self.disturbed(
                 &scratch,
                 &scratch.directory(&format!("disturbed.{attempt}")),
-                typical / attempt,
+                typical.mul_f64(0.7f64.powi(attempt - 1)),
                 &expected,
                 3 - attempt.min(3) as usize,
             ) {
                 Ok(()) => break,
                 Err(history) => assert!(
-                    attempt < 8,
+                    attempt < 14,
                     "it ended too early to be killed and restored; typical {typical:?}; {history:#?}"
                 ),
             }

@@ -1126,14 +1126,62 @@ static void signal_driven(void) { // O_ASYNC with owner and signal
 
 static void proc_files(void) {
   int fd = open("/proc/self/stat", O_RDONLY), dir = open("/proc/self/task", O_RDONLY | O_DIRECTORY);
+  int namespaces[3];
+  static const char *const kinds[] = {"net", "pid", "pid_for_children"};
   char before[4096] = {0}, after[4096] = {0};
   MUST(fd >= 0 && dir >= 0 && pread(fd, before, sizeof before - 1, 0) > 0);
+  for (int i = 0; i < 3; i++) {
+    snprintf(after, sizeof after, "/proc/self/ns/%s", kinds[i]);
+    MUST((namespaces[i] = open(after, O_RDONLY)) >= 0);
+  }
   cut();
+  for (int i = 0; i < 3; i++) {
+    struct stat held, own;
+    snprintf(after, sizeof after, "/proc/self/ns/%s", kinds[i]);
+    CHECK(!fstat(namespaces[i], &held) && !stat(after, &own) && held.st_ino == own.st_ino && held.st_dev == own.st_dev);
+  }
+  memset(after, 0, sizeof after);
   CHECK(pread(fd, after, sizeof after - 1, 0) > 0);
   EQUAL(atoi(after), getpid());
   char name[32];
   snprintf(name, sizeof name, "%d", getpid());
   EQUAL(faccessat(dir, name, F_OK, 0), 0);
+}
+
+// Slaves whose master is closed, one of them a standard stream.
+static void hung_up(void) {
+  int master = open("/dev/ptmx", O_RDWR | O_NOCTTY), unlock = 0, number = -1;
+  MUST(master >= 0 && ioctl(master, TIOCSPTLCK, &unlock) == 0 && ioctl(master, TIOCGPTN, &number) == 0);
+  char name[64], byte;
+  snprintf(name, sizeof name, "/dev/pts/%d", number);
+  int slave = open(name, O_RDWR | O_NOCTTY), writes = open(name, O_WRONLY | O_NOCTTY | O_NONBLOCK), was = dup(0);
+  MUST(slave >= 0 && writes >= 0 && dup2(slave, 0) == 0);
+  close(master);
+  for (int turn = 0; turn < 2; turn++) {
+    struct pollfd p = {.fd = slave, .events = POLLIN};
+    EQUAL(read(slave, &byte, 1), 0);
+    EQUAL(read(0, &byte, 1), 0);
+    EQUAL(write(writes, "x", 1), -1);
+    EQUAL(errno, EIO);
+    EQUAL(poll(&p, 1, 0), 1);
+    CHECK(p.revents & POLLHUP);
+    EQUAL(isatty(slave), 0);
+    EQUAL(fcntl(slave, F_GETFL) & O_ACCMODE, O_RDWR);
+    EQUAL(fcntl(writes, F_GETFL) & (O_ACCMODE | O_NONBLOCK), O_WRONLY | O_NONBLOCK);
+    if (!turn)
+      cut();
+  }
+  dup2(was, 0);
+}
+
+// What is opened by a name in there is shown as deleted as soon as anybody looks the name up once more.
+static void network_files(void) {
+  int devices = open("/proc/net/dev", O_RDONLY), sockets = open("/proc/self/net/unix", O_RDONLY);
+  char text[4096] = {0};
+  MUST(devices >= 0 && sockets >= 0 && !access("/proc/net/dev", F_OK));
+  cut();
+  CHECK(pread(devices, text, sizeof text - 1, 0) > 0 && strstr(text, "Receive"));
+  CHECK(pread(sockets, text, sizeof text - 1, 0) > 0 && strstr(text, "RefCount"));
 }
 
 static void *until_told(void *pipe) {
@@ -1228,6 +1276,6 @@ SCENARIOS({"regular", regular}, {"duplicates", duplicates}, {"deleted", deleted}
           {"pipes", pipes}, {"fifo", fifo}, {"fifo_in_common", fifo_in_common}, {"stream_pair", stream_pair}, {"credentials_pair", credentials_pair}, {"message_pairs", message_pairs},
           {"half_closed_pair", half_closed_pair}, {"listening_tcp4", listening_tcp4},
           {"listening_tcp6", listening_tcp6}, {"listening_unix", listening_unix}, {"eventfds", eventfds},
-          {"signalfds", signalfds}, {"epolls", epolls}, {"inotifys", inotifys}, {"watched_closely", watched_closely}, {"memfd_programs", memfd_programs}, {"lock_owner", lock_owner}, {"deleted_folders", deleted_folders}, {"shared_port", shared_port}, {"fanotifys", fanotifys}, {"pidfds", pidfds}, {"ptys", ptys}, {"pty_modes", pty_modes}, {"pty_unread", pty_unread}, {"leases", leases},
-          {"devices", devices}, {"locks", locks}, {"signal_driven", signal_driven}, {"proc_files", proc_files}, {"ended_proc_files", ended_proc_files},
+          {"signalfds", signalfds}, {"epolls", epolls}, {"inotifys", inotifys}, {"watched_closely", watched_closely}, {"memfd_programs", memfd_programs}, {"lock_owner", lock_owner}, {"deleted_folders", deleted_folders}, {"shared_port", shared_port}, {"fanotifys", fanotifys}, {"pidfds", pidfds}, {"ptys", ptys}, {"pty_modes", pty_modes}, {"hung_up", hung_up}, {"pty_unread", pty_unread}, {"leases", leases},
+          {"devices", devices}, {"locks", locks}, {"signal_driven", signal_driven}, {"proc_files", proc_files}, {"network_files", network_files}, {"ended_proc_files", ended_proc_files},
           {"many_descriptors", many_descriptors})

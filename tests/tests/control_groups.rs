@@ -67,6 +67,41 @@ fn tree_in(group: &Group, scratch: &Scratch) -> Option<Running> {
     Some(running)
 }
 
+/// A file that is written once more when this goes, whatever comes of a test: what is frozen cannot be killed.
+struct Thaw(PathBuf, &'static str);
+
+impl Drop for Thaw {
+    fn drop(&mut self) {
+        let _ = fs::write(&self.0, self.1);
+    }
+}
+
+/// Nobody waits for what is paused, and it goes on where it was when it is thawed.
+#[test]
+fn what_is_frozen_is_told_to_be() {
+    if undisturbed_only() {
+        return;
+    }
+    let kinds =
+        [("freezer", "freezer.state", ["FROZEN", "THAWED"]), ("unified", "cgroup.freeze", ["1", "0"])];
+    for (hierarchy, file, [frozen, thawed]) in kinds {
+        let Some(group) = Group::new(hierarchy, "frozen", (file, thawed)) else { continue };
+        let scratch = Scratch::new();
+        let Some(running) = tree_in(&group, &scratch) else { return };
+        let (stillpoint, pid) = (scratch.stillpoint(), running.pid.to_string());
+        let thaw = Thaw(group.0.join(file), thawed);
+        fs::write(&thaw.0, frozen).expect("frozen");
+        for command in ["checkpoint", "snapshot", "fork"] {
+            stillpoint.run(&[command, &pid]).fails(3, &["is frozen", "thaw it first"]);
+        }
+        drop(thaw);
+        stillpoint.run(&["checkpoint", &pid]).ok();
+        running.finish("thawed");
+        group.remove();
+        scratch.nothing_is_left("in the end");
+    }
+}
+
 #[test]
 fn a_group_that_is_gone_is_made_again_with_its_limits() {
     if undisturbed_only() {

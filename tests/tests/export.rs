@@ -56,12 +56,13 @@ impl Undisturbed {
 
     #[track_caller]
     fn killed_with(&self, stillpoint: &Stillpoint, part: f64, options: &[&str]) -> (PathBuf, u32) {
-        for attempt in 0..4 {
+        // How long it took alone says little on a busy machine: less and less of its life is waited for.
+        for attempt in 0..8 {
             let directory = self.scratch.directory(&format!("disturbed.{attempt}"));
             (self.program.prepare)(&directory);
             let mut child = self.program.start(&directory, self.scratch.path());
             let pid = child.id();
-            std::thread::sleep(self.typical.mul_f64(part / f64::from(attempt + 1)));
+            std::thread::sleep(self.typical.mul_f64(part * 0.6f64.powi(attempt)));
             let pid_text = pid.to_string();
             let arguments = ["checkpoint", &pid_text, "--name", "job", "--kill", "--json"];
             let output = stillpoint.run(&[&arguments, options].concat());

@@ -72,12 +72,14 @@ mod descriptors {
         pidfds,
         ptys.in_turn(turn::TERMINALS),
         pty_modes.in_turn(turn::TERMINALS),
+        hung_up.in_turn(turn::TERMINALS).ignoring(&["fd"]),
         pty_unread.in_turn(turn::TERMINALS).ignoring(&["thread", "map", "fd"]),
         leases,
         devices.ignoring(&["map"]), // a private mapping of /dev/zero is anonymous memory by another name
         locks,
         signal_driven,
         proc_files,
+        network_files.ignoring(&["fd"]),
         ended_proc_files.ignoring(&["fd"]), // their numbers may be somebody else's by now
         many_descriptors,
     );

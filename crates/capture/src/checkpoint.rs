@@ -234,7 +234,11 @@ impl Session {
         }
         result.map_err(|e| match e {
             // Whatever could not be read or done, this is why.
-            Error::Kernel(_) | Error::Failed(_) | Error::Refused(_) | Error::Replaced
+            Error::Kernel(_)
+            | Error::Failed(_)
+            | Error::Refused(_)
+            | Error::Incapable(_)
+            | Error::Replaced
                 if attributes::target::has_ended(pid) =>
             {
                 Error::Failed(format!("process {pid} ended before its checkpoint was complete"))
@@ -341,7 +345,11 @@ impl Session {
         }
         let done = result.map_err(|e| match e {
             // Whatever did not fit together, this is why.
-            Error::Kernel(_) | Error::Failed(_) | Error::Lost(_) | Error::Refused(_)
+            Error::Kernel(_)
+            | Error::Failed(_)
+            | Error::Lost(_)
+            | Error::Refused(_)
+            | Error::Incapable(_)
                 if targets[0].is_replaced() =>
             {
                 Error::Replaced

@@ -4,11 +4,12 @@
 //! it still traces. A checkpoint therefore runs on a thread of its own.
 
 use crate::attributes::target;
-use crate::{Error, Result};
+use crate::{Error, Refusal, Result};
 use std::cell::Cell;
 use std::collections::HashSet;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
+use stillpoint_linux::cgroups::{self, Group};
 use stillpoint_linux::proc::Proc;
 use stillpoint_linux::ptrace::{Ended, Seized, Stop, Stopped, Waited, options};
 use stillpoint_linux::sched::{self, SchedAttr};
@@ -32,6 +33,7 @@ pub struct Frozen {
 impl Frozen {
     /// Stops all threads of a process. On failure none stays stopped.
     pub fn freeze(process: &Arc<Proc>) -> Result<Self> {
+        refuse_frozen(process)?;
         let mut stopping = Stopping::begin(process)?;
         let mut wait = Wait::new();
         while !stopping.advance(&wait)? {
@@ -133,6 +135,24 @@ impl Drop for Hurry {
         // It was allowed to be less in a hurry before.
         let _ = self.before.map(|before| sched::set_attributes(0, &before));
     }
+}
+
+/// Refuses a process that a control group holds frozen (`docker pause`): it would make no call for us before somebody thaws it, and
+/// whoever waits for it would wait as long. Before anything is stopped, as it takes a while to find out.
+pub(crate) fn refuse_frozen(process: &Proc) -> Result<()> {
+    static MOUNTS: OnceLock<String> = OnceLock::new();
+    let mounts = MOUNTS.get_or_init(|| cgroups::mounts().unwrap_or_default());
+    let lines = process.cgroup().unwrap_or_default();
+    let freezes =
+        |controllers: &str| controllers.is_empty() || controllers.split(',').any(|c| c == "freezer");
+    let groups = lines.iter().filter_map(|line| cgroups::parse(line)).filter(|(of, _)| freezes(of));
+    let mut found = groups.filter_map(|(of, path)| Group::find(of, path, mounts));
+    let Some(group) = found.find(Group::is_frozen) else { return Ok(()) };
+    Err(Error::Refused(vec![Refusal {
+        what: target::named(process.pid()),
+        why: format!("its control group {} is frozen", group.folder.display()),
+        hint: "thaw it first".into(),
+    }]))
 }
 
 /// Seizes the threads that are not yet known.

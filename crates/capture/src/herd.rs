@@ -1,7 +1,7 @@
 //! All processes of a tree: found while they run, and brought to rest together.
 
 use crate::attributes::target::{Has, VFORK, has_ended, named, of_another, waits_for_child};
-use crate::freeze::{Frozen, Stopping, Wait, call_off, see_ends};
+use crate::freeze::{Frozen, Stopping, Wait, call_off, refuse_frozen, see_ends};
 use crate::home::Home;
 use crate::target::Target;
 use crate::{Error, Refusal, Result};
@@ -109,6 +109,7 @@ impl FrozenTree {
         let Some((root, home)) = known.first().map(|t| (t.pid, t.home.clone())) else {
             return Err(Error::Failed("there is nothing to be stopped".into()));
         };
+        known.iter().try_for_each(|target| refuse_frozen(&target.process))?;
         let mut stopping = Vec::with_capacity(known.len());
         for target in known {
             match Stopping::begin(&target.process) {

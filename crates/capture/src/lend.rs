@@ -163,7 +163,8 @@ impl Bench<'_> {
 /// Whether the thread's seccomp filters let it make the calls and come home: if we died meanwhile, a filter would
 /// kill it.
 fn permitted(process: &Proc, frozen: &Frozen, gadgets: Gadgets, calls: &[(i64, [u64; 6])]) -> Result<()> {
-    let status = process.status()?;
+    let failed = |e: &dyn std::fmt::Display| Error::Failed(format!("its main thread cannot be asked: {e}"));
+    let status = process.status().map_err(|e| failed(&e))?;
     let incapable = |why: String, hint: &str| {
         let what = attributes::target::named(process.pid());
         Error::Incapable(Refusal { what, why, hint: hint.into() })
@@ -174,7 +175,7 @@ fn permitted(process: &Proc, frozen: &Frozen, gadgets: Gadgets, calls: &[(i64, [
     let mut builder = crate::Builder::new();
     let mut thread = Thread::default();
     let told = attributes::thread::stopped(&mut builder, &frozen.threads[0], status.seccomp, &mut thread);
-    told?;
+    told.map_err(|e| failed(&e))?;
     if let Some(refusal) = builder.refusals.pop() {
         return Err(Error::Incapable(refusal));
     }

@@ -486,6 +486,10 @@ impl<'a> Work<'a> {
                     self.members[index].outpaced = PACE_KEPT;
                 }
                 Err(Error::Failed(why)) => return Err(impossible(name, &why)),
+                Err(Error::Incapable(refusal)) => {
+                    let hint = format!("the engine {name} is not possible; auto takes another");
+                    return Err(Error::Incapable(Refusal { hint, ..refusal }));
+                }
                 Err(e) => return Err(e),
             }
         }

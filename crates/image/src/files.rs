@@ -237,6 +237,9 @@ pub enum FileKind {
     /// A file of procfs about a process (or thread) that has ended, and been waited for: index into [`crate::Image::paths`].
     #[n(23)]
     EndedProc(#[n(0)] u32),
+    /// A pseudo-terminal's slave that was hung up: there is nothing to read, and nothing can be written.
+    #[n(24)]
+    HungUp,
 }
 
 /// State of a timerfd.

@@ -751,6 +751,7 @@ fn check_open_file(row: &Row, file: &OpenFile, image: &Image) -> Result<(), Inva
         }
         FileKind::Stdio(_)
         | FileKind::ControllingTerminal
+        | FileKind::HungUp
         | FileKind::Event { .. }
         | FileKind::Timer(_)
         | FileKind::Signal(_)

@@ -108,6 +108,7 @@ impl Group {
         tells("freezer.state", "FROZEN")
             || tells("freezer.state", "FREEZING")
             || tells("cgroup.events", "frozen 1")
+            || tells("cgroup.freeze", "1")
     }
 
     /// The file to which whoever joins it writes his number, or 0.

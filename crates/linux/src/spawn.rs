@@ -158,8 +158,8 @@ impl Doomed {
 
 impl Drop for Doomed {
     fn drop(&mut self) {
-        // SAFETY: plain numbers. It is a child of ours that nobody has waited for, so the number is its own.
-        unsafe { libc::kill(self.0.pid as i32, libc::SIGKILL) };
+        // It is a child of ours that nobody has waited for, so the number is its own.
+        let _ = kill(self.0.pid, libc::SIGKILL);
     }
 }
 
@@ -209,6 +209,18 @@ pub fn go_on_after(id: u32) -> Result<()> {
 }
 
 const LAST: &str = "/proc/sys/kernel/ns_last_pid";
+
+/// Sends a signal to a process.
+pub fn kill(pid: u32, signal: i32) -> Result<()> {
+    // SAFETY: plain numbers.
+    match unsafe { libc::kill(pid as i32, signal) } {
+        0.. => Ok(()),
+        _ => {
+            let what = format!("send signal {signal} to process {pid}");
+            Err(Error::call(what, std::io::Error::last_os_error()))
+        }
+    }
+}
 
 /// Sends a signal to one thread.
 pub fn tgkill(pid: u32, tid: u32, signal: i32) -> Result<()> {

@@ -791,7 +791,7 @@ impl Server<'_> {
         let known = || {
             // What is moved meanwhile, from behind where we look to where we have looked, would be overlooked.
             let gate = self.gate();
-            let mut slots = Vec::new();
+            let mut slots: Vec<u64> = gate.unsettled.slots().collect();
             for number in std::iter::once(0).chain(self.copies()) {
                 self.table.all(number, |_, entry| slots.extend(entry.slot()));
             }

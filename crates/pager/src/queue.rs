@@ -5,9 +5,8 @@
 //! remembered as a ghost for as long as as many others as there are in memory have followed it. What comes back while it is
 //! remembered goes to the main queue, from which it is taken out in turn.
 //!
-//! The kernel of this machine does not tell which pages were read. What counts as use is what the kernel does tell: that a unit has
-//! come back, and that it was written since it was put in; that is looked at where a unit would be taken out, as the two bits that
-//! the original keeps.
+//! Which pages in memory are used a pager is not told. What counts as use is that a unit is asked for: that it has come back, or that
+//! another page of it has.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 

@@ -161,6 +161,11 @@ impl Unsettled {
         self.displaced.extract_if(.., |(address, _)| (start..end).contains(&*address)).collect()
     }
 
+    /// Slots of what is in no table at the time.
+    pub fn slots(&self) -> impl Iterator<Item = u64> {
+        self.displaced.iter().filter_map(|(_, entry)| entry.slot())
+    }
+
     /// What of it is in a cell is in a slot from now on; tells whether there was such.
     pub fn flushed(&mut self, cell: u64, slot: u64) -> bool {
         let stored = Entry::Stored { at: At::Slot(slot), is_in: false };

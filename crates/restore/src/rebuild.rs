@@ -280,7 +280,10 @@ pub fn restore(
     drop(open);
     for row in &rows {
         for (tid, signal) in last::late_signals(row.process) {
-            spawn::tgkill(row.pid, tid.unwrap_or(row.pid), signal as i32)?;
+            match tid {
+                Some(tid) => spawn::tgkill(row.pid, tid, signal as i32)?,
+                None => spawn::kill(row.pid, signal as i32)?,
+            }
         }
     }
     let_go(ready_to_run)?;

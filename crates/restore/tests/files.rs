@@ -534,6 +534,7 @@ fcntl.fcntl(r, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
 #[test]
 fn files_of_procfs() {
     round_trip("f = os.open('/proc/self/limits', 0); os.read(f, 10); m = os.open('/proc/meminfo', 0)");
+    round_trip("u = os.open('/proc/self/ns/net', 0)");
     assert_refused("f = os.open('/proc/1/status', 0)", "it is about process 1");
 }
 
@@ -542,7 +543,10 @@ fn what_cannot_be_captured_is_named() {
     assert_refused("u = libc.syscall(425, 8, ctypes.create_string_buffer(200)); assert u >= 0", "io_uring");
     assert_refused("u = libc.syscall(323, 1)", "userfaultfd");
     assert_refused("u = libc.syscall(300, 4, 0)", "fanotify");
-    assert_refused("u = os.open('/proc/self/ns/net', 0)", "a handle to a namespace");
+    assert_refused(
+        "u = os.open('/proc/self/ns/uts', 0); assert libc.unshare(0x04000000) == 0",
+        "a handle to a namespace that none of its processes is in",
+    );
     assert_refused("u = os.pidfd_open(1)", "a handle to process 1");
     assert_refused("u = os.open('/dev/kmsg', 0)", "it is the device 1:11");
     assert_refused(

@@ -15,6 +15,9 @@ const UDP: u32 = libc::IPPROTO_UDP as u32;
 /// `SO_BUF_LOCK`: which buffer sizes were set by hand.
 const SO_BUF_LOCK: u32 = 72;
 
+/// `SO_TIMESTAMPING_NEW`
+const TIMESTAMPING_NEW: u32 = 65;
+
 /// Options of `SOL_SOCKET`, in the order to set them.
 const SOCKET: &[i32] = &[
     libc::SO_REUSEADDR,
@@ -49,7 +52,7 @@ const SOCKET: &[i32] = &[
     63, // SO_TIMESTAMP_NEW
     64, // SO_TIMESTAMPNS_NEW
     libc::SO_TIMESTAMPING,
-    65, // SO_TIMESTAMPING_NEW
+    TIMESTAMPING_NEW as i32,
     libc::SO_INCOMING_CPU,
     75, // SO_RCVMARK
     82, // SO_RCVPRIORITY
@@ -228,12 +231,9 @@ impl Defaults {
         for (level, name) in known(sort) {
             let Some(value) = sockets::option(&socket, level, name)? else { continue };
             let is_default = fresh.get(&(level, name)).is_some_and(|default| *default == value);
-            // Of a connection it tells who received the last packet.
-            let is_passing = (level, name) == (SOL_SOCKET, libc::SO_INCOMING_CPU as u32)
-                && !is_default
-                && sockets::peer_address(&socket)?.is_some();
-            if !is_default && !is_passing && can_be_set(level, name, &value) {
-                options.push(SocketOption { level, name, value: Bytes(value) });
+            if !is_default && can_be_set(level, name, &value) && !is_passing(&socket, sort, level, name)? {
+                let value = Bytes(settable(&socket, sort, (level, name), value)?);
+                options.push(SocketOption { level, name, value });
             }
         }
         // It follows from the type of service when that is set.
@@ -245,6 +245,28 @@ impl Defaults {
         }
         Ok(options)
     }
+}
+
+/// Whether an option tells of the moment: of a connection which processor received the last packet.
+fn is_passing(socket: impl AsFd, (family, ..): Sort, level: u32, name: u32) -> Result<bool> {
+    let is_internet = matches!(family, libc::AF_INET | libc::AF_INET6);
+    let tells = is_internet && (level, name) == (SOL_SOCKET, libc::SO_INCOMING_CPU as u32);
+    Ok(tells && sockets::peer_address(socket)?.is_some())
+}
+
+/// A value as it can be set: a TCP socket that is not connected (any more) cannot be asked for time stamps by number.
+fn settable(socket: impl AsFd, sort: Sort, option: (u32, u32), mut value: Vec<u8>) -> Result<Vec<u8>> {
+    /// `SOF_TIMESTAMPING_OPT_ID` and `SOF_TIMESTAMPING_OPT_ID_TCP`
+    const NUMBERED: u32 = 1 << 7 | 1 << 16;
+    let stamps = [libc::SO_TIMESTAMPING as u32, TIMESTAMPING_NEW].map(|name| (SOL_SOCKET, name));
+    if stamps.contains(&option)
+        && sort.1 == libc::SOCK_STREAM
+        && sockets::peer_address(socket)?.is_none()
+        && let Some(flags) = value.first_chunk_mut::<4>()
+    {
+        *flags = (u32::from_ne_bytes(*flags) & !NUMBERED).to_ne_bytes();
+    }
+    Ok(value)
 }
 
 /// Whether a socket may have been given a value, which else is one of the machine's (`net.ipv4.tcp_rto_min_us`) at the time when it was made,

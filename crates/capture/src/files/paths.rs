@@ -22,6 +22,7 @@ use stillpoint_linux::proc::Proc;
 const PROC: u64 = 0x9fa0;
 const MQUEUE: u64 = 0x1980_0202;
 const FUSE: u64 = 0x6573_5546;
+const NAMESPACES: u64 = 0x6e73_6673;
 
 /// File systems whose files are views of the kernel: a path is all there is to them.
 const VIEWS: [u64; 5] = [
@@ -40,7 +41,7 @@ pub fn is_view(magic: u64) -> bool {
 
 /// File systems whose files hold state that cannot be given back, with their names.
 const STATEFUL: [(u64, &str); 6] = [
-    (0x6e73_6673, "a handle to a namespace"),
+    (NAMESPACES, "a handle to a namespace that none of its processes is in"),
     (0x7472_6163, "a file of tracefs"),
     (0xcafe_4a11, "an object of bpffs"),
     (0x5345_434d, "secret memory (memfd_secret)"),
@@ -58,12 +59,38 @@ pub(crate) fn capture(scan: &mut Scan<'_>, d: &Description) -> Result<Option<Fil
     if magic == MQUEUE {
         return queues::capture(scan, d);
     }
+    if magic == NAMESPACES
+        && let Some(path) = own_namespace(scan, d)
+    {
+        let row = describe(path.as_bytes(), &d.stat, Usage::Path);
+        return Ok(Some(FileKind::Proc(scan.builder.path(row).0)));
+    }
     if let Some((_, what)) = STATEFUL.iter().find(|s| s.0 == magic) {
         return scan.refuse(d, format!("it is {what}"), "close it before the checkpoint");
     }
     let usage = usage(&d.stat, magic, d.can_write());
     let row = path_file(scan.builder, &d.link, &d.file, usage, &d.name())?;
     Ok(row.map(FileKind::Path))
+}
+
+/// The name below `/proc`, as who has it open finds it there, of a namespace that a process of the program is in.
+fn own_namespace(scan: &Scan<'_>, d: &Description) -> Option<String> {
+    // Who opens it again may be in a root without a procfs.
+    std::fs::symlink_metadata(format!("/proc/{}/root/proc/self", d.pid())).ok()?;
+    let link = String::from_utf8_lossy(&d.link);
+    let (kind, _) = link.split_once(':')?;
+    let names = [kind.to_owned(), format!("{kind}_for_children")];
+    let others = scan.target.holders.iter().map(|holder| holder.pid).filter(|pid| *pid != d.pid());
+    for pid in std::iter::once(d.pid()).chain(others) {
+        let is_it = |name: &&String| {
+            let found = rustix::fs::stat(format!("/proc/{pid}/ns/{name}"));
+            found.is_ok_and(|found| (found.st_dev, found.st_ino) == (d.stat.st_dev, d.stat.st_ino))
+        };
+        let Some(name) = names.iter().find(is_it) else { continue };
+        let whose = if pid == d.pid() { "self".into() } else { scan.inner_pid(pid)?.to_string() };
+        return Some(format!("/proc/{whose}/ns/{name}"));
+    }
+    None
 }
 
 /// What a file or directory is to be looked at for.
@@ -298,6 +325,7 @@ pub(crate) fn describe(path: &[u8], stat: &Stat, usage: Usage) -> PathFile {
 
 /// A file of procfs: global ones, those about the target's own processes, and those about processes that have ended.
 fn proc_file(scan: &mut Scan<'_>, d: &Description) -> Result<Option<FileKind>> {
+    const CLOSE: &str = "close it before the checkpoint";
     if scan.builder.foreign.contains(&d.stat.st_dev) {
         return scan.refuse(d, FOREIGN.0, FOREIGN.1);
     }
@@ -308,53 +336,128 @@ fn proc_file(scan: &mut Scan<'_>, d: &Description) -> Result<Option<FileKind>> {
     };
     let described = |path: &str| describe(path.as_bytes(), &d.stat, Usage::Path);
     let file = described(name);
-    let of = file.of_process();
-    let ended = match of {
-        Some((pid, _)) => deleted || is_of_an_ended(pid, name, &d.stat),
-        None => false,
+    let Some((pid, below)) = file.of_process() else {
+        if !name.starts_with("/proc") || deleted {
+            return scan.refuse(d, "it is a file of procfs that cannot be reached by its path", CLOSE);
+        }
+        return Ok(Some(FileKind::Proc(scan.builder.path(file).0)));
     };
-    let path = match of {
-        Some((_, below)) if ended && below.components().any(|part| part.as_os_str() == "net") => {
-            let why = "it tells of the network of a process that has ended";
-            return scan.refuse(d, why, "close it before the checkpoint");
+    // A name in `net` leads nowhere any more as soon as somebody looks it up, to the same file once more.
+    let is_of_network = below.iter().any(|part| part == "net");
+    let is = match is_of_network {
+        true if scan.inner_pid(pid).is_some() => Of::Living,
+        true => Of::Another,
+        false => what_it_is_of(pid, name, deleted, &d.stat),
+    };
+    let path = match is {
+        Of::Living if scan.inner_pid(pid).is_some() => described(&own_proc_path(scan, d, pid, below)),
+        Of::Living => {
+            let why = format!("it is about process {pid}, which is not part of the program");
+            return scan.refuse(d, why, CLOSE);
+        }
+        Of::Ended if !is_dead(d, below) => {
+            return scan.refuse(
+                d,
+                "it is about a process (or thread) that has ended, and tells of it still",
+                CLOSE,
+            );
         }
         // Some of what it was read from may lie in the kernel, to be read on.
-        Some((_, below)) if ended && d.info.pos != 0 && is_regular(&d.stat) && below != Path::new("mem") => {
-            let why = "it is about a process that has ended, and was read in part";
-            return scan.refuse(d, why, "close it before the checkpoint");
+        Of::Ended if d.info.pos != 0 && is_regular(&d.stat) && !below.ends_with("mem") => {
+            return scan.refuse(d, "it is about a process that has ended, and was read in part", CLOSE);
         }
-        Some(_) if ended => return Ok(Some(FileKind::EndedProc(scan.builder.path(file).0))),
-        _ if !name.starts_with("/proc") || deleted => {
-            let why = "it is a file of procfs that cannot be reached by its path";
-            return scan.refuse(d, why, "close it before the checkpoint");
-        }
-        None => file,
-        Some((pid, below)) if scan.inner_pid(pid).is_some() => described(&own_proc_path(scan, d, pid, below)),
-        Some((pid, _)) => {
-            let why = format!("it is about process {pid}, which is not part of the program");
-            return scan.refuse(d, why, "close it before the checkpoint");
+        Of::Ended => return Ok(Some(FileKind::EndedProc(scan.builder.path(file).0))),
+        Of::Another => {
+            return scan.refuse(d, "it is a file of procfs that cannot be reached by its path", CLOSE);
         }
     };
     Ok(Some(FileKind::Proc(scan.builder.path(path).0)))
 }
 
-fn is_regular(stat: &Stat) -> bool {
-    FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
+/// Whom a file of procfs is about.
+enum Of {
+    Living,
+    Ended,
+    /// It is one of another procfs than that on our `/proc`, or whoever it is about may not be seen.
+    Another,
 }
 
-/// Whether this file of procfs, about a process of that number, is about one that has ended (or a thread that has): there is nothing by
-/// that name any more, or something else.
-fn is_of_an_ended(pid: u32, name: &str, stat: &Stat) -> bool {
+/// Whom a file of procfs with the number of a process in its name is about: of one that has ended there is nothing by that name any more,
+/// or another file.
+fn what_it_is_of(pid: u32, name: &str, deleted: bool, stat: &Stat) -> Of {
+    let is_there = || {
+        rustix::process::Pid::from_raw(pid as i32)
+            .is_some_and(|pid| rustix::process::test_kill_process(pid) != Err(rustix::io::Errno::SRCH))
+    };
     match rustix::fs::lstat(name) {
-        Ok(found) => (found.st_dev, found.st_ino) != (stat.st_dev, stat.st_ino),
+        Ok(found) if found.st_dev != stat.st_dev => Of::Another,
+        Ok(found) if found.st_ino == stat.st_ino && !deleted => Of::Living,
+        Ok(_) => Of::Ended,
         // Whoever may not see a process finds nothing either.
-        Err(rustix::io::Errno::NOENT | rustix::io::Errno::SRCH) => {
-            let is_there = rustix::process::Pid::from_raw(pid as i32)
-                .is_some_and(|pid| rustix::process::test_kill_process(pid) != Err(rustix::io::Errno::SRCH));
-            !is_there || Path::new(&format!("/proc/{pid}")).exists()
+        Err(rustix::io::Errno::NOENT | rustix::io::Errno::SRCH)
+            if !is_there() || Path::new(&format!("/proc/{pid}")).exists() =>
+        {
+            Of::Ended
         }
-        Err(_) => false,
+        Err(_) => Of::Another,
     }
+}
+
+/// Whether nothing can be learnt by it any more, as by one of any other process that has ended. What lies in the memory of somebody who
+/// lives on can, and what a process had open, mapped or mounted is not there of another.
+fn is_dead(d: &Description, below: &Path) -> bool {
+    const OF_TASKS: [&str; 29] = [
+        "autogroup",
+        "cgroup",
+        "cmdline",
+        "comm",
+        "coredump_filter",
+        "cpuset",
+        "io",
+        "limits",
+        "loginuid",
+        "maps",
+        "numa_maps",
+        "oom_adj",
+        "oom_score",
+        "oom_score_adj",
+        "personality",
+        "sched",
+        "schedstat",
+        "sessionid",
+        "smaps",
+        "smaps_rollup",
+        "stack",
+        "stat",
+        "statm",
+        "status",
+        "syscall",
+        "timens_offsets",
+        "timerslack_ns",
+        "wchan",
+        "clear_refs",
+    ];
+    const FOLDERS: [&str; 5] = ["attr", "fd", "fdinfo", "ns", "task"];
+    let mut parts = below.iter().filter_map(OsStr::to_str);
+    let mut name = parts.next().unwrap_or_default();
+    if name == "task"
+        && let Some(_thread) = parts.next()
+    {
+        name = parts.next().unwrap_or_default();
+    }
+    if parts.next().is_some() {
+        return false;
+    }
+    match name {
+        "" => true,
+        // Of memory that nobody has any more there is nothing.
+        "mem" | "environ" | "pagemap" => matches!(rustix::io::pread(&d.file, &mut [0; 8], 0), Ok(0)),
+        name => OF_TASKS.contains(&name) || FOLDERS.contains(&name),
+    }
+}
+
+fn is_regular(stat: &Stat) -> bool {
+    FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
 }
 
 /// `/proc/PID/task/TID/…` with the ids as the program sees them; `/proc/self/…` is about the first process that holds the

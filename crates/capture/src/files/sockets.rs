@@ -4,7 +4,8 @@
 use super::descriptions::Description;
 use super::{Scan, connections, datagrams, messages, paths, pending};
 use crate::{Error, Result};
-use rustix::fs::FileType;
+use rustix::fs::{FileType, Stat, major, minor};
+use std::ffi::OsStr;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
@@ -13,6 +14,8 @@ use stillpoint_image::{Bytes, FileKind, PathFile, Socket, SocketOption, Usage};
 use stillpoint_linux::Error as Kernel;
 use stillpoint_linux::descriptors::{poll_now, readable};
 use stillpoint_linux::fdinfo::Detail;
+use stillpoint_linux::proc::Proc;
+use stillpoint_linux::proc::mounts::Mount;
 use stillpoint_linux::sockets::{self, UnixSocket};
 use stillpoint_linux::tcp::{self, state};
 
@@ -410,7 +413,15 @@ fn name(
                     "its name {} has another one beside it (link(2)), which would lead nowhere after a restore",
                     path.display()
                 );
-                return scan.refuse::<()>(d, why, "remove one of both").map(|_| false);
+                return scan.refuse::<()>(d, why, "remove the other name").map(|_| false);
+            }
+            if let Some(point) = mounted_at(scan, namespace, &stat)? {
+                let why = format!(
+                    "its name {} is mounted at {} as well, which would lead nowhere after a restore",
+                    path.display(),
+                    point.display()
+                );
+                return scan.refuse::<()>(d, why, "unmount that, or mount the directory").map(|_| false);
             }
             let made_anew = scan.builder.views.is_made_anew(stat.st_dev);
             let row = paths::describe(path.as_os_str().as_bytes(), &stat, Usage::Path);
@@ -440,6 +451,25 @@ fn name(
         }
     }
     Ok(true)
+}
+
+/// Where the file of a socket is mounted by itself (`mount --bind`), as seen from a mount namespace of the program's.
+fn mounted_at(scan: &Scan<'_>, namespace: Option<u32>, file: &Stat) -> Result<Option<PathBuf>> {
+    let views = &scan.builder.views;
+    let ours = match namespace {
+        Some(_) => Vec::new(),
+        None => Proc::process(std::process::id())?.mounts()?,
+    };
+    let all = namespace.map_or(ours.as_slice(), |row| views.mounts(row));
+    let device = (major(file.st_dev), minor(file.st_dev));
+    // Files of an overlay may have the device number of what is below it.
+    let may_be = |mount: &&Mount| mount.root != b"/" && (mount.device == device || mount.kind == b"overlay");
+    let is_it = |mount: &&Mount| {
+        let found = rustix::fs::lstat(views.reach(namespace, &mount.point));
+        found.is_ok_and(|found| (found.st_dev, found.st_ino) == (file.st_dev, file.st_ino))
+    };
+    let found = all.iter().filter(may_be).find(is_it);
+    Ok(found.map(|mount| PathBuf::from(OsStr::from_bytes(&mount.point))))
 }
 
 /// What became of the file that a socket was bound to, if it is not where it was.

@@ -24,7 +24,8 @@ fn object(d: &Description) -> Option<Object> {
         return None;
     }
     match FileType::from_raw_mode(d.stat.st_mode) {
-        FileType::CharacterDevice if terminals::is_terminal(d) => {
+        // One that was hung up comes from nowhere.
+        FileType::CharacterDevice if terminals::is_terminal(d) && !terminals::is_hung_up(d) => {
             Some(Object::Terminal(terminals::system(d), d.stat.st_rdev))
         }
         FileType::Fifo | FileType::Socket => Some(Object::Inode(d.stat.st_dev, d.stat.st_ino)),

@@ -28,6 +28,9 @@ pub(crate) fn device(scan: &mut Scan<'_>, d: &Description) -> Result<Option<File
     if (major, minor) == (5, 0) {
         return controlling(scan, d);
     }
+    if is_hung_up(d) {
+        return Ok(Some(FileKind::HungUp));
+    }
     if is_master(d) {
         return master(scan, d);
     }
@@ -113,6 +116,12 @@ pub(crate) fn is_terminal(d: &Description) -> bool {
         && !is_master(d)
         && (5, 0) != (major(d.stat.st_rdev), minor(d.stat.st_rdev))
         && (tty::slave_number(d.stat.st_rdev).is_some() || tty::window(&d.file).is_ok())
+}
+
+/// Whether a slave leads to no terminal any more: its master is closed, or its session has ended.
+pub(crate) fn is_hung_up(d: &Description) -> bool {
+    let is_gone = |e: stillpoint_linux::Error| e.errno() == Some(libc::EIO);
+    tty::slave_number(d.stat.st_rdev).is_some() && tty::settings(&d.file).err().is_some_and(is_gone)
 }
 
 fn is_master(d: &Description) -> bool {

@@ -85,6 +85,11 @@ impl Desk {
         self.open.load(Ordering::Acquire) == 0
     }
 
+    /// Whether something waits for its turn, while something else is being done.
+    pub fn has_waiting(&self) -> bool {
+        self.open.load(Ordering::Acquire) > 1
+    }
+
     /// Asks for a checkpoint for somebody who waits for it.
     pub fn hand_in(&self, asked: Asked) -> Ticket {
         let (sender, answer) = channel();

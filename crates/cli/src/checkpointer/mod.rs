@@ -72,8 +72,8 @@ impl Work {
             if let Some(listener) = &self.listener {
                 clients.accept(listener, &desk);
             }
-            // One that is late is not made up for: the next is soon enough.
-            if clock.ticks(Instant::now())? && desk.is_idle() {
+            // One that comes while another is taken is taken after it; more than one is not made up for.
+            if clock.ticks(Instant::now())? && !desk.has_waiting() {
                 desk.tick(self.periodic_checkpoint());
             }
         }

@@ -250,6 +250,7 @@ fn describe(image: &Image, kind: &FileKind) -> String {
         FileKind::Stdio(1) => "standard output".into(),
         FileKind::Stdio(_) => "standard error".into(),
         FileKind::ControllingTerminal => "/dev/tty".into(),
+        FileKind::HungUp => "terminal that was hung up".into(),
         FileKind::Pipe(p) => format!("pipe {p}"),
         FileKind::Socket(s) => format!("socket {s}"),
         FileKind::PtyMaster(p) => format!("terminal {p}, master"),

@@ -85,7 +85,8 @@ fn begin(
             Ok((fd, moved))
         }
         _ => {
-            options::apply_some(&fd, socket, &name, options::stamps)?;
+            // If it has been refused already nothing is sent any more.
+            let _ = options::apply_some(&fd, socket, &name, options::stamps);
             Ok((fd, moved))
         }
     }

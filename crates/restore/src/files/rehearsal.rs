@@ -3,7 +3,7 @@
 use super::sockets::{name, refusal};
 use super::{check, connections, mapped_rows, objects, options};
 use crate::{Error, Result};
-use rustix::fs::{Access, AtFlags, FileType};
+use rustix::fs::{Access, AtFlags, FileType, StatxAttributes, StatxFlags};
 use std::collections::HashMap;
 use std::path::Path;
 use stillpoint_image::{FileKind, Image, MemoryObject, PathFile, Socket};
@@ -79,7 +79,13 @@ fn inaccessible(image: &Image) -> Result<Vec<String>> {
         }
     }
     let file = |row: u32| image.paths.get(row as usize).filter(|file| is_ours(file));
-    let mut against = Vec::new();
+    let mut against: Vec<String> = overwritten(image)
+        .filter_map(file)
+        .filter(|file| may_only_grow(file))
+        .map(|file| {
+            format!("{}: it may only be appended to (chattr +a), and the program can overwrite it", file.path)
+        })
+        .collect();
     for (file, access) in wanted.into_iter().filter_map(|(row, access)| Some((file(row)?, access))) {
         let path = file.path.as_path();
         match rustix::fs::accessat(
@@ -100,6 +106,27 @@ fn inaccessible(image: &Image) -> Result<Vec<String>> {
         }));
     against.extend(unix_names(image, &owned));
     Ok(against)
+}
+
+/// Files (rows of [`Image::paths`]) that the program writes to elsewhere than at their ends.
+fn overwritten(image: &Image) -> impl Iterator<Item = u32> {
+    let mapped = mapped_rows(image).into_iter().filter_map(|(row, write)| write.then_some(row));
+    let opened = image.files.iter().filter_map(|file| match file.kind {
+        FileKind::Path(row) => {
+            let flags = file.flags as i32;
+            let writes = flags & libc::O_PATH == 0 && flags & libc::O_ACCMODE != libc::O_RDONLY;
+            (writes && flags & libc::O_APPEND == 0).then_some(row)
+        }
+        _ => None,
+    });
+    mapped.chain(opened)
+}
+
+/// Whether a file has the attribute that lets it be opened for appending only.
+fn may_only_grow(file: &PathFile) -> bool {
+    let flags = AtFlags::SYMLINK_NOFOLLOW;
+    let told = rustix::fs::statx(rustix::fs::CWD, file.path.as_path(), flags, StatxFlags::TYPE);
+    told.is_ok_and(|told| told.stx_attributes.contains(StatxAttributes::APPEND))
 }
 
 /// Files with which we may do what their owners may.
@@ -155,7 +182,8 @@ fn make_socket(image: &Image, socket: &Socket, is_still: bool) -> Result<()> {
         let repaired = tcp::may_repair(&fd);
         return repaired.map_err(|e| failed(&format!("making its connection anew needs CAP_NET_ADMIN: {e}")));
     }
-    options::apply_some(&fd, socket, &what, |level, name| !takes_part(socket, level, name))?;
+    let is_tried = |level, name| !takes_part(socket, level, name);
+    options::apply_some(&fd, socket, &what, is_tried)?;
     // A program that runs may just be about to bind to it once more.
     if is_still { is_permitted_port(socket, &what) } else { Ok(()) }
 }

@@ -130,6 +130,12 @@ pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
     finish(opening, &made, &kept)?;
     tell_of_those_that_are_over(opening, &kept);
     datagrams::send_again(opening, &made);
+    // What was sent so far is nothing for time stamps.
+    let unstamped = |socket: &Socket| socket.peer.is_none() && !socket.orphan && socket.connection.is_none();
+    for (index, socket) in opening.image.sockets.iter().enumerate().filter(|(_, s)| unstamped(s)) {
+        let Some(fd) = made.get(&index).filter(|_| !kept.contains(&index)) else { continue };
+        options::apply_some(fd, socket, &name(opening.image, socket), options::stamps)?;
+    }
     for (index, socket) in opening.image.sockets.iter().enumerate().filter(|(_, s)| s.protocol == UDP) {
         made.get(&index).map_or(Ok(()), |fd| shut_down(fd, socket))?;
     }
@@ -231,7 +237,7 @@ fn bind_all(opening: &mut Opening<'_>, made: &mut HashMap<usize, OwnedFd>) -> Re
             continue;
         }
         let fd = sockets::socket(socket.family as i32, socket.kind as i32, socket.protocol as i32)?;
-        options::apply(&fd, socket, &name(opening.image, socket))?;
+        options::apply_some(&fd, socket, &name(opening.image, socket), |l, n| !options::stamps(l, n))?;
         match bind(opening, socket, &fd) {
             Ok(()) => {}
             Err(Error::Refused(lines)) => refusals.extend(lines),

@@ -1,4 +1,4 @@
-//! Pseudo-terminals whose master the program holds.
+//! Pseudo-terminals whose master the program holds, and those that were hung up.
 
 use super::{Opening, missing, open_flags};
 use crate::{Error, Result};
@@ -8,8 +8,24 @@ use std::path::Path;
 use stillpoint_image::{FileKind, Pty, TerminalOwner};
 use stillpoint_linux::{Error as Kernel, tty};
 
+/// Makes slaves that were hung up, as those of any master are when it is closed.
+fn open_hung_up(opening: &mut Opening<'_>) -> Result<()> {
+    let rows = opening.rows(|f| (f.kind == FileKind::HungUp).then_some(()));
+    if rows.is_empty() {
+        return Ok(());
+    }
+    let master = new_master(None)?;
+    tty::set_locked(&master, false)?;
+    for (row, file, ()) in rows {
+        let slave = tty::open_slave(&master, open_flags(file.flags))?;
+        opening.put(row, slave)?;
+    }
+    Ok(())
+}
+
 /// Makes all pseudo-terminals.
 pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
+    open_hung_up(opening)?;
     for (index, pty) in opening.image.ptys.iter().enumerate() {
         let index = index as u32;
         let own = pty
