@@ -595,12 +595,18 @@ pub fn set_back(target: &Target, still: &Still) -> Result<()> {
     Ok(now.threads.iter().try_for_each(|thread| outside::thread(thread.tid, thread))?)
 }
 
-/// From now on a process is killed with us: what is changed of it is neither then nor now.
+/// From now on a process is killed with us: what is changed of it is neither then nor now. So its calls, which are ours now, need not be
+/// dispatched to it until it is whole.
 pub fn bind(still: &Still) -> Result<()> {
-    let is_confined = process(&still.image)?.threads.iter().any(|t| !t.seccomp.is_empty());
+    let threads = &process(&still.image)?.threads;
+    let is_confined = threads.iter().any(|t| !t.seccomp.is_empty());
     let suspended = if is_confined { options::SUSPEND_SECCOMP } else { 0 };
     let flags = options::SYSCALL_GOOD | options::TRACE_CLONE | options::EXIT_KILL | suspended;
-    Ok(still.frozen.threads.iter().try_for_each(|thread| thread.set_options(flags))?)
+    still.frozen.threads.iter().try_for_each(|thread| thread.set_options(flags))?;
+    match threads.iter().any(|t| t.dispatch.is_some()) {
+        true => Ok(still.frozen.threads.iter().try_for_each(|thread| thread.set_dispatch(None))?),
+        false => Ok(()),
+    }
 }
 
 /// It is whole again.

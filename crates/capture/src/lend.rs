@@ -1,6 +1,7 @@
 //! One thread of a frozen program, lent for system calls.
 
 use crate::freeze::Frozen;
+use crate::gate::{Gate, Gates};
 use crate::target::gadgets;
 use crate::{Error, Refusal, Result, attributes};
 use stillpoint_image::Thread;
@@ -9,7 +10,7 @@ use stillpoint_linux::batch::{self, Departure, Origin, Place, Signal};
 use stillpoint_linux::bpf::{self, FilteredCall};
 use stillpoint_linux::inject::{Planted, Site, Stack, Visit, outside_critical_section};
 use stillpoint_linux::memory::Memory;
-use stillpoint_linux::proc::Proc;
+use stillpoint_linux::proc::{Proc, Vma};
 use stillpoint_linux::program::{Outcome, Program};
 use stillpoint_linux::twin;
 use syscalls::Sysno;
@@ -50,7 +51,7 @@ impl Lender<'_> {
         let gadgets = gadgets(self.gadgets, planted.as_ref(), self.memory, &maps);
         let gadgets = gadgets.ok_or_else(|| no("it has no way to make a system call"))?;
         let stack = find(b"[stack]").ok_or_else(|| no("its stack is unmapped"))?;
-        permitted(self.process, frozen, gadgets, calls)?;
+        let Gate { gadgets, .. } = self.gate(frozen, &maps, gadgets, calls)?;
         let sp = self.lowest.map_or_else(|| leader.regs().map(|regs| regs.sp()), Ok)?;
         let stack = Stack { start: stack.start, end: stack.end, sp };
         let xstate_len = leader.xstate()?.len();
@@ -102,17 +103,17 @@ impl Lender<'_> {
         let gadgets = gadgets(self.gadgets, planted.as_ref(), self.memory, &maps);
         let gadgets = gadgets.ok_or_else(|| no("it has no way to make a system call"))?;
         let stack = find(b"[stack]").ok_or_else(|| no("its stack is unmapped"))?;
-        permitted(self.process, frozen, gadgets, calls)?;
+        let gate = self.gate(frozen, &maps, gadgets, calls)?;
         let sp = leader.regs()?.sp();
         let stack = Stack { start: stack.start, end: stack.end, sp };
         let xstate = leader.xstate()?;
         let table = (CALLS + 1) * (batch::ENTRY + CALL_DATA);
         let data_len = table.max(twin::site_data_len(xstate.len()));
-        let site = Site::choose(self.memory, gadgets, stack, xstate.len(), 1, data_len)?;
+        let site = Site::choose(self.memory, gate.gadgets, stack, xstate.len(), 1, data_len)?;
         let is_filtered = self.process.status()?.seccomp != 0;
         let fits = |planted: &&Planted<'_>| {
             let ip = leader.regs().map_or(0, |regs| regs.ip());
-            arch::reaches_plain_memory(&xstate) && !planted.holds(ip)
+            arch::reaches_plain_memory(&xstate) && !planted.holds(ip) && gate.lets_through(planted.batch_ip())
         };
         let planted = planted.as_ref().filter(fits);
         let mut bench =
@@ -160,36 +161,49 @@ impl Bench<'_> {
     }
 }
 
-/// Whether the thread's seccomp filters let it make the calls and come home: if we died meanwhile, a filter would
-/// kill it.
-fn permitted(process: &Proc, frozen: &Frozen, gadgets: Gadgets, calls: &[(i64, [u64; 6])]) -> Result<()> {
-    let failed = |e: &dyn std::fmt::Display| Error::Failed(format!("its main thread cannot be asked: {e}"));
-    let status = process.status().map_err(|e| failed(&e))?;
-    let incapable = |why: String, hint: &str| {
-        let what = attributes::target::named(process.pid());
-        Error::Incapable(Refusal { what, why, hint: hint.into() })
-    };
-    if status.seccomp == 1 {
-        return Err(incapable("it is in strict seccomp mode and can make no system call for us".into(), ""));
-    }
-    let mut builder = crate::Builder::new();
-    let mut thread = Thread::default();
-    let told = attributes::thread::stopped(&mut builder, &frozen.threads[0], status.seccomp, &mut thread);
-    told.map_err(|e| failed(&e))?;
-    if let Some(refusal) = builder.refusals.pop() {
-        return Err(Error::Incapable(refusal));
-    }
-    let ip = gadgets.call.0 + 2;
-    let home = FilteredCall { nr: libc::SYS_rt_sigreturn, ip: gadgets.sigreturn.0, args: [0; 6] };
-    let calls = calls.iter().map(|&(nr, args)| FilteredCall { nr, ip, args });
-    let mut calls = calls.chain([home]);
-    match calls.find(|call| !thread.seccomp.iter().all(|f| bpf::allows(&f.program.0, call))) {
-        Some(call) => {
-            let name = usize::try_from(call.nr).ok().and_then(Sysno::new);
-            let name = name.map_or_else(|| format!("system call {}", call.nr), |name| name.to_string());
-            let why = format!("its seccomp filter forbids {name}, which it is to call for us");
-            Err(incapable(why, "allow that call in the filter"))
+impl Lender<'_> {
+    /// Where the main thread makes these calls, and comes home: its seccomp filters must let it, as, if we died meanwhile, a filter
+    /// would kill it. `common` is where others make some.
+    fn gate(
+        &self,
+        frozen: &Frozen,
+        maps: &[Vma],
+        common: Gadgets,
+        calls: &[(i64, [u64; 6])],
+    ) -> Result<Gate> {
+        let failed =
+            |e: &dyn std::fmt::Display| Error::Failed(format!("its main thread cannot be asked: {e}"));
+        let status = self.process.status().map_err(|e| failed(&e))?;
+        let what = attributes::target::named(self.process.pid());
+        let incapable = |why: String, hint: &str| {
+            Error::Incapable(Refusal { what: what.clone(), why, hint: hint.into() })
+        };
+        if status.seccomp == 1 {
+            return Err(incapable(
+                "it is in strict seccomp mode and can make no system call for us".into(),
+                "",
+            ));
         }
-        None => Ok(()),
+        let mut builder = crate::Builder::new();
+        let mut thread = Thread::default();
+        let told = attributes::thread::stopped(&mut builder, &frozen.threads[0], status.seccomp, &mut thread);
+        told.map_err(|e| failed(&e))?;
+        if let Some(refusal) = builder.refusals.pop() {
+            return Err(Error::Incapable(refusal));
+        }
+        let gate = Gates::new(self.memory, maps, common).of(&thread, &what).map_err(Error::Incapable)?;
+        let (ip, home) = (gate.gadgets.call_ip(), gate.gadgets.sigreturn_ip());
+        let home = FilteredCall { nr: libc::SYS_rt_sigreturn, ip: home, args: [0; 6] };
+        let calls = calls.iter().map(|&(nr, args)| FilteredCall { nr, ip, args });
+        let mut calls = calls.chain([home]);
+        match calls.find(|call| !thread.seccomp.iter().all(|f| bpf::allows(&f.program.0, call))) {
+            Some(call) => {
+                let name = usize::try_from(call.nr).ok().and_then(Sysno::new);
+                let name = name.map_or_else(|| format!("system call {}", call.nr), |name| name.to_string());
+                let why = format!("its seccomp filter forbids {name}, which it is to call for us");
+                Err(incapable(why, "allow that call in the filter"))
+            }
+            None => Ok(gate),
+        }
     }
 }

@@ -11,6 +11,7 @@ pub mod engine;
 pub mod error;
 pub mod files;
 pub mod freeze;
+mod gate;
 mod groups;
 pub mod herd;
 pub mod home;

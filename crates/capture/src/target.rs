@@ -50,17 +50,22 @@ pub(crate) fn gadgets(
     memory: &Memory,
     maps: &[Vma],
 ) -> Option<Gadgets> {
-    known.or(planted.map(|planted| planted.gadgets)).or_else(|| in_code(memory, maps))
+    known.or(planted.map(|planted| planted.gadgets)).or_else(|| in_code(memory, maps, &ANYWHERE))
 }
 
-/// Where in a program's code one can be made, if there is such a place.
-fn in_code(memory: &Memory, maps: &[Vma]) -> Option<Gadgets> {
+/// All addresses.
+const ANYWHERE: [(u64, u64); 1] = [(0, u64::MAX)];
+
+/// Where in a program's code one can be made, within some ranges of addresses, if there is such a place.
+pub(crate) fn in_code(memory: &Memory, maps: &[Vma], within: &[(u64, u64)]) -> Option<Gadgets> {
     let code = maps.iter().filter(|v| v.prot & libc::PROT_EXEC as u32 != 0);
     let mut code: Vec<_> = code.filter(|v| v.name != b"[vsyscall]").collect();
     // The C library has both.
     code.sort_by_key(|v| !v.name.windows(4).any(|w| w == b"libc"));
-    let code: Vec<_> = code.into_iter().map(|v| (v.start, v.end)).collect();
-    find_gadgets(memory, &code)
+    let parts = code
+        .into_iter()
+        .flat_map(|v| within.iter().map(|(start, end)| (v.start.max(*start), v.end.min(*end))));
+    find_gadgets(memory, &parts.filter(|(start, end)| start < end).collect::<Vec<_>>())
 }
 
 impl Target {
@@ -73,7 +78,7 @@ impl Target {
         let mut builder = Builder::new();
         files::refuse_questions(&mut builder, pid)?;
         builder.refuse_if_needed()?;
-        target.gadgets = in_code(&target.memory, &target.process.maps()?);
+        target.gadgets = in_code(&target.memory, &target.process.maps()?, &ANYWHERE);
         Ok(target)
     }
 

@@ -1,8 +1,8 @@
 //! Asking threads what only they themselves can be asked, by system calls that they make.
 //!
 //! All of them at once, in all processes, and each with a single stop ([`stillpoint_linux::batch`]). A thread with which that is not
-//! possible, because it handles every signal that could tell its return, or there is no room in the vdso, is visited
-//! alone, with two stops for each call ([`stillpoint_linux::inject`]).
+//! possible, because it handles every signal that could tell its return, there is no room in the vdso, or it dispatches calls from
+//! there to itself ([`crate::gate`]), is visited alone, with two stops for each call ([`stillpoint_linux::inject`]).
 
 use crate::attributes::expiries;
 use crate::attributes::inside::{
@@ -10,6 +10,7 @@ use crate::attributes::inside::{
 };
 use crate::attributes::target::Seen;
 use crate::freeze::Frozen;
+use crate::gate::{Gate, Gates};
 use crate::inspect::{Known, Portrait, lowest_pointer};
 use crate::target::gadgets;
 use crate::{Builder, Error, Result};
@@ -33,8 +34,8 @@ const SLOTS: usize = 16;
 enum Way {
     /// Together with others; it tells its return by this signal.
     Batch(Signal),
-    /// Alone.
-    Alone,
+    /// Alone, at a place of its own.
+    Alone(Gadgets),
 }
 
 /// What is to be asked of one process, and where in it.
@@ -82,14 +83,16 @@ impl<'a> Visits<'a> {
         };
         let sp = lowest_pointer(sharers, vma.start..vma.end);
         let stack = Stack { start: vma.start, end: vma.end, sp };
-        let ways = ways(process, threads, planted.as_ref())?;
+        let gates = Gates::new(&known.target.memory, maps, gadgets);
+        let Some(gates) = each_gate(builder, process, gates) else { return Ok(None) };
+        let ways = ways(process, threads, &gates, gadgets, planted.as_ref())?;
         let timers = known.target.process.timers()?;
         let free = free_page(maps);
         let together = matches!(ways[0], Way::Batch(_)) && process.threads[0].seccomp.is_empty();
         let (probed, free) = if together && free.is_some() { (free, None) } else { (None, free) };
         // One that may not ask so can hardly be told of it, or have made such a table.
-        let may_call =
-            |nr, args| allows(&process.threads[0], &FilteredCall { nr, ip: gadgets.call.0 + 2, args });
+        let main = gates[0].gadgets;
+        let may_call = |nr, args| allows(&process.threads[0], &FilteredCall { nr, ip: main.call_ip(), args });
         let may_ask = |pid| {
             let [kind, pid, _, told] = who_continued(pid);
             may_call(libc::SYS_waitid, [kind, pid, 0, told, 0, 0])
@@ -100,12 +103,12 @@ impl<'a> Visits<'a> {
             descriptors: may_call(libc::SYS_modify_ldt, [0; 6]),
         };
         let of_process = ProcessQuery::new(&threads[0].look.status, &timers, probed, asks);
-        check_filters(builder, &process.threads[0], of_process.program(), gadgets);
-        for thread in &process.threads[1..] {
-            check_filters(builder, thread, of_thread.program(), gadgets);
+        for (i, (thread, gate)) in process.threads.iter().zip(&gates).enumerate() {
+            let program = if i == 0 { of_process.program() } else { of_thread.program() };
+            check_filters(builder, thread, program, gate.gadgets);
         }
         let status = &threads[0].look.status;
-        let free = free.and_then(|at| may_ask_locking(builder, &process.threads[0], at, gadgets, status));
+        let free = free.and_then(|at| may_ask_locking(builder, &process.threads[0], at, main, status));
         if !builder.refusals.is_empty() {
             return Ok(None);
         }
@@ -118,13 +121,41 @@ impl<'a> Visits<'a> {
     fn program(&self, thread: usize) -> &Program {
         if thread == 0 { self.of_process.program() } else { self.of_thread.program() }
     }
+
+    /// Borrows a thread, to make calls one by one where it can.
+    fn visit(&self, thread: usize, stopped: Stopped) -> Result<Visit<'_>> {
+        Ok(match self.ways[thread] {
+            Way::Batch(_) => self.site.visit(0, stopped)?,
+            Way::Alone(gadgets) => self.site.visit_by(0, stopped, gadgets)?,
+        })
+    }
 }
 
-/// How each thread is to be asked.
-fn ways(process: &Process, threads: &[Seen], planted: Option<&Planted<'_>>) -> Result<Vec<Way>> {
-    let Some(planted) = planted else { return Ok(vec![Way::Alone; threads.len()]) };
+/// Where each thread makes calls. Refuses those that cannot.
+fn each_gate(builder: &mut Builder, process: &Process, mut gates: Gates<'_>) -> Option<Vec<Gate>> {
+    let mut all = Vec::with_capacity(process.threads.len());
+    for thread in &process.threads {
+        match gates.of(thread, &named(thread)) {
+            Ok(gate) => all.push(gate),
+            Err(refusal) => builder.refusals.push(refusal),
+        }
+    }
+    (all.len() == process.threads.len()).then_some(all)
+}
+
+/// How each thread is to be asked. `common` is where those make calls that are asked together.
+fn ways(
+    process: &Process,
+    threads: &[Seen],
+    gates: &[Gate],
+    common: Gadgets,
+    planted: Option<&Planted<'_>>,
+) -> Result<Vec<Way>> {
+    let Some(planted) = planted else {
+        return Ok(gates.iter().map(|gate| Way::Alone(gate.gadgets)).collect());
+    };
     let mut ways = Vec::with_capacity(threads.len());
-    for (thread, seen) in process.threads.iter().zip(threads) {
+    for ((thread, seen), gate) in process.threads.iter().zip(threads).zip(gates) {
         if planted.holds(registers(thread)?.ip()) {
             let why = "a checkpoint that was killed has left a thread in the middle of an answer; try again";
             return Err(Error::Failed(why.into()));
@@ -132,11 +163,14 @@ fn ways(process: &Process, threads: &[Seen], planted: Option<&Planted<'_>>) -> R
         let signal = Signal::choose(&seen.look.status, thread.sigmask);
         let can_tell = |signal: &Signal| {
             let (nr, args) = signal.call();
-            allows(thread, &FilteredCall { nr, ip: planted.batch_loop().0 + arch::batch_loop().1, args })
+            allows(thread, &FilteredCall { nr, ip: planted.batch_ip(), args })
         };
+        let may_join = gate.gadgets == common
+            && gate.lets_through(planted.batch_ip())
+            && arch::reaches_plain_memory(&thread.xstate.0);
         ways.push(match signal.filter(can_tell) {
-            Some(signal) if arch::reaches_plain_memory(&thread.xstate.0) => Way::Batch(signal),
-            _ => Way::Alone,
+            Some(signal) if may_join => Way::Batch(signal),
+            _ => Way::Alone(gate.gadgets),
         });
     }
     Ok(ways)
@@ -284,12 +318,12 @@ impl<'a> Round<'a> {
     fn alone(&mut self, builder: &mut Builder, portrait: &mut Portrait) -> Result<()> {
         let visits = self.visits;
         for i in 0..visits.ways.len() {
-            let by_itself = matches!(visits.ways[i], Way::Alone);
+            let by_itself = matches!(visits.ways[i], Way::Alone(_));
             if !by_itself && (i > 0 || visits.free.is_none()) {
                 continue;
             }
             let Some(stopped) = self.threads[i].take() else { continue };
-            let mut visit = visits.site.visit(0, stopped)?;
+            let mut visit = visits.visit(i, stopped)?;
             if by_itself {
                 let outcome = visits.site.run(&mut visit, visits.program(i))?;
                 self.note(i, &outcome, builder, portrait);
@@ -336,7 +370,7 @@ impl<'a> Round<'a> {
             return Ok(site.outcomes(&answers)?.pop());
         }
         let Some(stopped) = self.threads[0].take() else { return Ok(None) };
-        let mut visit = site.visit(0, stopped)?;
+        let mut visit = self.visits.visit(0, stopped)?;
         let outcome = site.run(&mut visit, program)?;
         self.leave(0, visit, portrait)?;
         Ok(Some(outcome))
@@ -391,13 +425,13 @@ fn may_ask_locking(
     gadgets: Gadgets,
     status: &Status,
 ) -> Option<u64> {
-    let ip = gadgets.call.0 + 2;
+    let ip = gadgets.call_ip();
     let is_allowed = |&(nr, args): &(i64, [u64; 6])| allows(thread, &FilteredCall { nr, ip, args });
     if locking_calls(at).iter().all(is_allowed) {
         return Some(at);
     }
     if status.locked > 0 {
-        let what = format!("thread {} ({})", thread.tid, thread.name);
+        let what = named(thread);
         let why = "it has memory that is locked, and its seccomp filter forbids mmap or munmap, by which is told whether what it maps later \
                    is to be locked, too";
         builder.refuse(what, why, "allow these calls in the filter");
@@ -408,14 +442,13 @@ fn may_ask_locking(
 /// Refuses a thread whose seccomp filters would not let it make these calls and come home: if we died while it is
 /// lent to us, its filter would kill it.
 fn check_filters(builder: &mut Builder, thread: &Thread, program: &Program, gadgets: Gadgets) {
-    let what = || format!("thread {} ({})", thread.tid, thread.name);
+    let what = || named(thread);
     if thread.seccomp_strict {
         builder.refuse(what(), "it is in strict seccomp mode and cannot be asked about its state", "");
         return;
     }
-    let ip = gadgets.call.0 + 2;
-    let home =
-        ("rt_sigreturn", FilteredCall { nr: libc::SYS_rt_sigreturn, ip: gadgets.sigreturn.0, args: [0; 6] });
+    let (ip, home) = (gadgets.call_ip(), gadgets.sigreturn_ip());
+    let home = ("rt_sigreturn", FilteredCall { nr: libc::SYS_rt_sigreturn, ip: home, args: [0; 6] });
     let calls = program.calls().map(|(what, nr, args)| (what, FilteredCall { nr, ip, args }));
     for (name, call) in calls.chain([home]) {
         if !allows(thread, &call) {
@@ -424,6 +457,11 @@ fn check_filters(builder: &mut Builder, thread: &Thread, program: &Program, gadg
             return;
         }
     }
+}
+
+/// What a thread is called in refusals.
+fn named(thread: &Thread) -> String {
+    format!("thread {} ({})", thread.tid, thread.name)
 }
 
 fn allows(thread: &Thread, call: &FilteredCall) -> bool {

@@ -308,6 +308,25 @@ pub struct Thread {
     #[n(22)]
     #[cbor(default)]
     pub choices: Vec<[u64; 3]>,
+    /// How it dispatches its system calls to itself, if it does.
+    #[n(23)]
+    pub dispatch: Option<Dispatch>,
+}
+
+/// System calls of a thread that the kernel hands back to it (`PR_SET_SYSCALL_USER_DISPATCH`), as `PTRACE_GET_SYSCALL_USER_DISPATCH_CONFIG`
+/// tells it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct Dispatch {
+    /// First address of the region from which calls go through.
+    #[n(0)]
+    pub offset: u64,
+    /// Its length, bytes; it may go on from the end of all addresses to their beginning.
+    #[n(1)]
+    pub len: u64,
+    /// Address of the byte that switches it (0: none).
+    #[n(2)]
+    pub selector: u64,
 }
 
 /// File-system context of a thread that has one apart from the main thread's (`unshare(CLONE_FS)`).

@@ -5,10 +5,10 @@
 
 use crate::pids::{DEEPEST, Pids, namespace_of};
 use crate::{
-    Backing, Bytes, Codec, Directories, Entry, FileKind, IPC_SETTINGS, IdRange, Image, Ipc, MADE_ANEW,
-    MAX_BLOCK_PAGES, Mapping, MemoryObject, Mounted, Mounts, Namespace, OVERLAY, OpenFile, Owner, PAGE,
-    PageMap, Place, Process, Propagation, Receives, Role, Setting, Socket, SystemV, are_within_each_other,
-    tree, users,
+    Backing, Bytes, Codec, Directories, Dispatch, Entry, FileKind, IPC_SETTINGS, IdRange, Image, Ipc,
+    MADE_ANEW, MAX_BLOCK_PAGES, Mapping, MemoryObject, Mounted, Mounts, Namespace, OVERLAY, OpenFile, Owner,
+    PAGE, PageMap, Place, Process, Propagation, Receives, Role, Setting, Socket, SystemV,
+    are_within_each_other, tree, users,
 };
 use std::collections::{HashMap, HashSet};
 
@@ -376,6 +376,9 @@ fn check_connection(row: &Row, socket: &Socket, image: &Image) -> Result<(), Inv
 /// Options of prctl(2) that may be among [`crate::Thread::choices`]: `PR_MCE_KILL`, `PR_SET_SPECULATION_CTRL`, `PR_SET_IO_FLUSHER`.
 const CHOICES: [u64; 3] = [33, 53, 57];
 
+/// Behind all addresses that a program can have (`TASK_SIZE_MAX` with five levels of page tables).
+const ADDRESSES: u64 = 1 << 56;
+
 fn check_process(row: &Row, process: &Process, image: &Image) -> Result<(), Invalid> {
     row.must(!process.threads.is_empty(), "it has no thread")?;
     row.must(process.threads[0].tid == process.pid, "its first thread is not its main one")?;
@@ -385,6 +388,11 @@ fn check_process(row: &Row, process: &Process, image: &Image) -> Result<(), Inva
     row.must(
         process.threads.iter().flat_map(|t| &t.choices).all(is_choice),
         "a thread in it has chosen what cannot be",
+    )?;
+    let is_dispatch = |d: &Dispatch| (d.offset == 0 || d.len > 0) && d.selector < ADDRESSES;
+    row.must(
+        process.threads.iter().flat_map(|t| &t.dispatch).all(is_dispatch),
+        "a thread in it dispatches its system calls as none can",
     )?;
     row.refers("address space", process.space, image.spaces.len())?;
     row.refers("descriptor table", process.table, image.tables.len())?;

@@ -171,7 +171,7 @@ fn connections_come_back_as_they_were() {
 
 #[test]
 fn references_are_validated() {
-    let wrong: [Spoiler<Image>; 77] = [
+    let wrong: [Spoiler<Image>; 79] = [
         ("space", |i| i.processes[0].space = 2),
         ("clocks of one with the same memory", |i| i.processes[1].space = 0),
         ("another program in the same memory", |i| {
@@ -197,6 +197,14 @@ fn references_are_validated() {
         ("ended child of a thread", |i| {
             let ended = Ended { pid: 77, parent_thread: Some(78), ..Ended::default() };
             i.processes[0].ended = Some(vec![ended]);
+        }),
+        ("dispatch of calls within no region", |i| {
+            let dispatch = Dispatch { offset: 4096, len: 0, selector: 0 };
+            i.processes[0].threads[0].dispatch = Some(dispatch);
+        }),
+        ("selector of the kernel's", |i| {
+            let dispatch = Dispatch { offset: 4096, len: 4096, selector: u64::MAX };
+            i.processes[0].threads[0].dispatch = Some(dispatch);
         }),
         ("directories of the main thread", |i| {
             i.processes[0].threads[0].directories = Some(Directories::default());

@@ -126,16 +126,22 @@ impl<'a> Site<'a> {
 
     /// Borrows a stopped thread; `slot` must not be in use by another visit.
     pub fn visit(&'a self, slot: usize, thread: Stopped) -> Result<Visit<'a>> {
+        self.visit_by(slot, thread, self.gadgets)
+    }
+
+    /// As [`Site::visit`], of a thread that makes its calls, and goes home, elsewhere than others do.
+    pub fn visit_by(&'a self, slot: usize, thread: Stopped, gadgets: Gadgets) -> Result<Visit<'a>> {
         debug_assert!(slot < self.slots);
         let original = outside_critical_section(self.memory, &thread, thread.regs()?)?;
         let mask = thread.sigmask()?;
         let base = self.start.0 + slot as u64 * self.slot_len;
         let xstate = thread.xstate()?;
-        let frame = arch::home_frame(base, &original.reissue(), &xstate, mask, self.gadgets.sigreturn);
+        let frame = arch::home_frame(base, &original.reissue(), &xstate, mask, gadgets.sigreturn);
         self.memory.write(RemoteAddr(base), &frame)?;
         let born = Vec::new();
         Ok(Visit {
             site: self,
+            gadgets,
             thread: Some(thread),
             original,
             xstate,
@@ -189,6 +195,7 @@ pub(crate) fn remote_error(call: &str, pid: u32, result: i64) -> Error {
 #[derive(Debug)]
 pub struct Visit<'a> {
     site: &'a Site<'a>,
+    gadgets: Gadgets,
     thread: Option<Stopped>,
     original: Regs,
     xstate: Vec<u8>,
@@ -214,7 +221,7 @@ impl Visit<'_> {
 
     /// Where its calls are made.
     pub fn gadgets(&self) -> Gadgets {
-        self.site.gadgets
+        self.gadgets
     }
 
     /// The registers it came with, and will leave with.
@@ -248,7 +255,7 @@ impl Visit<'_> {
     /// Writes a frame to `at` (64-byte aligned) through which a thread whose stack pointer that is makes a call, and
     /// then goes this thread's way home, if the call returns.
     pub fn place_call(&self, at: RemoteAddr, nr: i64, args: [u64; 6]) -> Result<()> {
-        let gadgets = self.site.gadgets;
+        let gadgets = self.gadgets;
         let regs = self.original.for_call(gadgets.call, self.base, nr, args);
         let frame = arch::home_frame(at.0, &regs, &self.xstate, u64::MAX, gadgets.sigreturn);
         self.site.memory.write(at, &frame)
@@ -276,7 +283,7 @@ impl Visit<'_> {
     /// As [`Visit::begin`], with the way home through the frame at `frame`.
     fn begin_from(&mut self, frame: u64, nr: i64, args: [u64; 6]) -> Result<()> {
         let thread = self.take()?;
-        let regs = self.original.for_call(self.site.gadgets.call, frame, nr, args);
+        let regs = self.original.for_call(self.gadgets.call, frame, nr, args);
         let r = thread
             .set_regs(&regs)
             .and_then(|()| if self.used { Ok(()) } else { thread.set_sigmask(u64::MAX) });
@@ -444,12 +451,18 @@ impl<'a> Planted<'a> {
         }
         let call = RemoteAddr(at.0 + code.len() as u64);
         let sigreturn = RemoteAddr(call.0 + arch::CALL_GADGET.len() as u64);
-        Ok(Some(Planted { memory, at, found, gadgets: Gadgets { call, sigreturn } }))
+        let gadgets = Gadgets { call, sigreturn, sigreturn_len: long.len() as u64 };
+        Ok(Some(Planted { memory, at, found, gadgets }))
     }
 
     /// The batch loop.
     pub fn batch_loop(&self) -> RemoteAddr {
         self.at
+    }
+
+    /// Where a thread that makes its calls stands for the kernel: behind the instruction.
+    pub fn batch_ip(&self) -> u64 {
+        self.at.0 + arch::batch_loop().1
     }
 
     /// Whether a thread stands in the code that an earlier stillpoint planted before it died.
@@ -480,12 +493,14 @@ pub fn find_gadgets(memory: &Memory, executable: &[(u64, u64)]) -> Option<Gadget
             }
             let find = |pattern: &[u8]| memmem::find(&code, pattern).map(|i| RemoteAddr(at + i as u64));
             call = call.or_else(|| find(arch::CALL_GADGET));
-            sigreturn = sigreturn.or_else(|| arch::SIGRETURN_GADGETS.iter().find_map(|p| find(p)));
+            let home = |pattern: &&[u8]| Some((find(pattern)?, pattern.len() as u64));
+            sigreturn = sigreturn.or_else(|| arch::SIGRETURN_GADGETS.iter().find_map(home));
             at += len.max(17) - 16; // a gadget may lie across two reads
             if len <= 16 {
                 break;
             }
         }
     }
-    Some(Gadgets { call: call?, sigreturn: sigreturn? })
+    let (sigreturn, sigreturn_len) = sigreturn?;
+    Some(Gadgets { call: call?, sigreturn, sigreturn_len })
 }

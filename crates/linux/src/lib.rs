@@ -11,6 +11,7 @@ pub mod cgroups;
 pub mod datagrams;
 pub mod descriptors;
 pub mod digest;
+pub mod dispatch;
 pub mod error;
 pub mod fanotify;
 pub mod fdinfo;

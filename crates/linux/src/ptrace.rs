@@ -5,8 +5,12 @@
 //! All calls for one thread must come from the OS thread that seized it; the types are therefore not `Send`.
 
 use crate::arch::Regs;
+use crate::dispatch::{self, Dispatch};
 use crate::proc::Proc;
 use crate::{Error, RemoteAddr, Result};
+use linux_raw_sys::ptrace::{
+    PTRACE_GET_SYSCALL_USER_DISPATCH_CONFIG, PTRACE_SET_SYSCALL_USER_DISPATCH_CONFIG,
+};
 use rustix::io::Errno;
 use std::marker::PhantomData;
 use std::time::{Duration, Instant};
@@ -333,6 +337,23 @@ impl Stopped {
         let mut program = vec![0u8; n * 8];
         read(program.as_mut_ptr() as usize)?;
         Ok(Some(program))
+    }
+
+    /// How it dispatches its system calls to itself, if it does.
+    pub fn dispatch(&self) -> Result<Option<Dispatch>> {
+        let mut config = dispatch::off();
+        let (size, data) = (size_of_val(&config), (&raw mut config) as usize);
+        ptrace(PTRACE_GET_SYSCALL_USER_DISPATCH_CONFIG, self.tid, size, data)
+            .map_err(|e| failed("system call dispatch of", self.tid, e))?;
+        Ok(Dispatch::of_config(&config))
+    }
+
+    /// Sets how it dispatches its system calls to itself; it makes no call for that.
+    pub fn set_dispatch(&self, dispatch: Option<Dispatch>) -> Result<()> {
+        let config = dispatch.map_or_else(dispatch::off, |dispatch| dispatch.config());
+        let (size, data) = (size_of_val(&config), (&raw const config) as usize);
+        let r = ptrace(PTRACE_SET_SYSCALL_USER_DISPATCH_CONFIG, self.tid, size, data);
+        r.map(drop).map_err(|e| failed("system call dispatch of", self.tid, e))
     }
 
     /// Sets [`options`].

@@ -439,6 +439,11 @@ fn hot(target: &Target, frozen: &Frozen) -> Captured<HashSet<u64>> {
         outside(&target.memory, section, leader.regs()?)?;
         around(section, 0, 32);
     }
+    // The kernel looks at it when the thread makes a call.
+    if let Some(dispatch) = leader.dispatch()?.filter(|dispatch| dispatch.selector != 0) {
+        let _ = target.memory.read(RemoteAddr(dispatch.selector), &mut [0]); // without it, it makes calls that do not ask for it
+        around(dispatch.selector, 0, 0);
+    }
     for gadget in target.gadgets.iter().flat_map(|gadgets| [gadgets.call, gadgets.sigreturn]) {
         target.memory.read(gadget, &mut [0])?;
     }

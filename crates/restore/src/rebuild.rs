@@ -23,7 +23,7 @@ use stillpoint_image::anew::Renamed;
 use stillpoint_image::pids::{Pids, namespace_of};
 use stillpoint_image::users::{self, users_of};
 use stillpoint_image::{
-    AddressSpace, Extent, Image, Mapping, Namespace, Owner, Process, Range, Thread, Users,
+    AddressSpace, Dispatch, Extent, Image, Mapping, Namespace, Owner, Process, Range, Thread, Users,
 };
 use stillpoint_linux::arch::{self, Interrupted, Regs};
 use stillpoint_linux::memory::Memory;
@@ -32,7 +32,7 @@ use stillpoint_linux::program::{Arg, Program, Run};
 use stillpoint_linux::ptrace::{Seized, Stopped};
 use stillpoint_linux::remote::Remote;
 use stillpoint_linux::spawn;
-use stillpoint_linux::{RemoteAddr, host, limits};
+use stillpoint_linux::{RemoteAddr, dispatch, host, limits};
 use stillpoint_store::Checkpoint;
 
 /// What is asked of a restore.
@@ -688,7 +688,8 @@ fn let_go(processes: Vec<Vec<Stopped>>) -> Result<()> {
     Ok(())
 }
 
-/// Gives every thread its own registers; they are ready to run. Removes the code of remote calls from where it is told.
+/// Gives every thread its own registers, and its calls back to it if it dispatches them; they are ready to run, and make no calls for us
+/// any more. Removes the code of remote calls from where it is told.
 pub fn finish_threads(
     mut threads: Vec<Remote<'_>>,
     process: &Process,
@@ -716,6 +717,9 @@ pub fn finish_threads(
         stopped.set_xstate(&thread.xstate.0)?;
         stopped.set_regs(&regs)?;
         stopped.set_sigmask(thread.sigmask)?;
+        if let Some(Dispatch { offset, len, selector }) = thread.dispatch {
+            stopped.set_dispatch(Some(dispatch::Dispatch::new(offset, len, selector)))?;
+        }
         ready.push(stopped);
     }
     Ok(ready)

@@ -7,7 +7,7 @@ use linux_raw_sys::prctl::{
     PR_SET_SPECULATION_CTRL, PR_SPEC_DISABLE, PR_SPEC_FORCE_DISABLE, PR_SPEC_INDIRECT_BRANCH,
     PR_SPEC_STORE_BYPASS,
 };
-use stillpoint_image::{Bytes, Credentials, Range, Sched, SeccompFilter, Thread};
+use stillpoint_image::{Bytes, Credentials, Dispatch, Range, Sched, SeccompFilter, Thread};
 use stillpoint_linux::proc::{
     self, Held, HeldNamespaces, Namespace, NamespaceKind, Proc, Stat, Status, TaskFlags,
 };
@@ -111,7 +111,7 @@ impl ThreadFiles {
 /// Everything of a [`Thread`] that can be read without running code in it and without tracing it. `tid` is its id in
 /// our pid namespace.
 ///
-/// Left at its default: registers, signal mask, pending signals and rseq (ptrace); seccomp filters ([`stopped`]);
+/// Left at its default: registers, signal mask, pending signals and rseq (ptrace); dispatch of calls, seccomp filters ([`stopped`]);
 /// alternate stack, `clear_child_tid`, `pdeath_signal`, `tsc`, securebits ([`super::inside::ThreadQuery`]); `blocked`.
 ///
 /// # Errors
@@ -185,23 +185,16 @@ fn scheduling(tid: u32, stat: &Stat) -> Result<Sched> {
     })
 }
 
-/// What can be read of a thread only while it is traced and stopped: seccomp filters. Notes a thread that dispatches
-/// its system calls to itself: nothing can be run inside of it. `seccomp` is the mode that its status tells.
+/// What can be read of a thread only while it is traced and stopped: how it dispatches its system calls to itself, and seccomp filters.
+/// `seccomp` is the mode that its status tells.
 ///
 /// # Errors
 /// [`stillpoint_linux::Error::Gone`].
 pub fn stopped(builder: &mut Builder, stopped: &Stopped, seccomp: u32, thread: &mut Thread) -> Result<()> {
     let name =
         || format!("thread {} ({})", stopped.tid(), String::from_utf8_lossy(&thread.name.0).escape_debug());
-    match stillpoint_linux::seccomp::dispatches_calls(stopped) {
-        Ok(true) => {
-            let why = "it dispatches its system calls to itself (PR_SET_SYSCALL_USER_DISPATCH), as Wine does";
-            builder.refuse(name(), why, "");
-        }
-        Err(e @ stillpoint_linux::Error::Gone(_)) => return Err(e.into()),
-        // Kernels before 6.4 do not tell.
-        _ => {}
-    }
+    let dispatch = stopped.dispatch()?;
+    thread.dispatch = dispatch.map(|d| Dispatch { offset: d.offset, len: d.len, selector: d.selector });
     // Without this look every ordinary thread would need CAP_SYS_ADMIN for the answer "none".
     let filters = if seccomp == 2 { filters(stopped) } else { Ok(Vec::new()) };
     match filters {

@@ -170,6 +170,20 @@ pub struct Gadgets {
     pub call: RemoteAddr,
     /// `mov $15, %eax; syscall`: `rt_sigreturn` from the stack pointer.
     pub sigreturn: RemoteAddr,
+    /// Length of that, bytes.
+    pub sigreturn_len: u64,
+}
+
+impl Gadgets {
+    /// Where a thread that makes a call stands for the kernel: behind the instruction.
+    pub fn call_ip(&self) -> u64 {
+        self.call.0 + SYSCALL_LEN
+    }
+
+    /// The same of one on its way home.
+    pub fn sigreturn_ip(&self) -> u64 {
+        self.sigreturn.0 + self.sigreturn_len
+    }
 }
 
 /// `syscall; ret`.
