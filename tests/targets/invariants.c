@@ -1,6 +1,6 @@
 // A program of threads that check, all the time, that nobody touches what is theirs. Each thread counts its rounds in
 // DIRECTORY/counters (a shared mapping, for the harness to read); whatever goes wrong is counted there too, and said.
-#include "target.h"
+#include "dispatch.h"
 #include "hold.h"
 #include <poll.h>
 #include <sys/epoll.h>
@@ -207,15 +207,23 @@ static void (*const rounds[])(void) = {round_of_general, round_of_vectors, round
                                        round_of_small_stack, round_of_memory, round_of_mask, round_of_descriptors,
                                        round_of_sleep,   round_of_pipe,    round_of_epoll,       round_of_signals};
 
+static struct dispatch of_threads[KINDS + 1];
+static int dispatches;
+
 static void *run(void *argument) {
   long kind = (long)argument;
   pthread_setname_np(pthread_self(), names[kind]);
+  if (dispatches && kind != MASK) // which blocks SIGSYS as well
+    MUST(begin_dispatch(&of_threads[kind]));
   while (!stop) {
+    HOLDS(!mine || is_dispatched());
     rounds[kind]();
     counters->rounds[kind]++;
     if (kind <= SMALL_STACK)
       nap(0.002);
   }
+  if (mine)
+    end_dispatch();
   return 0;
 }
 
@@ -230,12 +238,19 @@ static void everything(void) {
   struct sigaction a = {.sa_sigaction = on_signal, .sa_flags = SA_SIGINFO | SA_RESTART};
   sigaction(SIGRTMIN + 7, &a, 0);
   pthread_t t[KINDS], feeder;
+  for (int i = 0; dispatches && i <= KINDS; i++)
+    of_threads[i] = within_library();
+  if (dispatches) {
+    handle_dispatch();
+    MUST(begin_dispatch(&of_threads[KINDS]));
+  }
   for (long i = 0; i < KINDS; i++)
     t[i] = spawn(run, (void *)i);
   feeder = spawn(feed, 0);
   // Ready once every thread has found its feet: no mapping comes or goes from then on.
   int settled = 0;
   while (!gone()) {
+    HOLDS(!mine || is_dispatched());
     int slowest = 1000;
     for (int i = 0; i < KINDS && !settled; i++)
       slowest = counters->rounds[i] < (uint64_t)slowest ? (int)counters->rounds[i] : slowest;
@@ -258,4 +273,9 @@ static void everything(void) {
     CHECK(counters->rounds[i] > 0);
 }
 
-SCENARIOS({"everything", everything})
+static void dispatching(void) { // the same, while all threads but one dispatch calls from outside of the library to themselves
+  dispatches = 1;
+  everything();
+}
+
+SCENARIOS({"everything", everything}, {"dispatching", dispatching})

@@ -173,6 +173,7 @@ return_of! {
     kernel_writes: futexes vm_writes;
     descriptors: regular duplicates directories pipes eventfds epolls signalfds;
     attributes: seccomp_filters seccomp_no_mappings seccomp_per_thread limits directories odds capabilities;
+    dispatch: within_libc within_a_page around as_wine always let_through several;
     timers: interval_timers interval_fires pending_alarm pending_alarm_once posix_timers pending_timer timer_threads timer_descriptors;
     signals: masks actions queued_realtime_order delivered_once alternate_stacks handler_running storm faulting;
     registers: general sse avx x87 segment_bases red_zone small_stack;

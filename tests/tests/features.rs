@@ -43,6 +43,19 @@ mod attributes {
     );
 }
 
+mod dispatch {
+    scenarios!("dispatch":
+        within_libc,
+        within_a_page,
+        around,
+        as_wine,
+        always,
+        let_through,
+        several,
+        switched,
+    );
+}
+
 mod descriptors {
     scenarios!("descriptors":
         regular,

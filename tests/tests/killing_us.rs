@@ -93,7 +93,11 @@ fn unharmed_or_dead(running: &Running, before: &Facts, what: &str) -> bool {
 }
 
 fn start(scratch: &Scratch) -> Running {
-    let target = Target::new("invariants", "everything", Build::Dynamic).expect("cc");
+    start_of("everything", scratch)
+}
+
+fn start_of(scenario: &str, scratch: &Scratch) -> Running {
+    let target = Target::new("invariants", scenario, Build::Dynamic).expect("cc");
     target.start(&scratch.directory("target"), scratch.path())
 }
 
@@ -169,10 +173,22 @@ fn is_watched(pid: u32) -> bool {
 }
 
 fn during_checkpoint(engine: &str) {
+    during_checkpoint_of("everything", engine);
+}
+
+/// Its threads make calls for us where they do not dispatch them to themselves, and find home from there.
+#[test]
+fn threads_that_dispatch_their_calls() {
+    if !undisturbed_only() {
+        during_checkpoint_of("dispatching", "auto");
+    }
+}
+
+fn during_checkpoint_of(scenario: &str, engine: &str) {
     let kills = kills() / engine::all().count() as u64;
     let scratch = Scratch::new();
     let stillpoint = scratch.stillpoint();
-    let running = start(&scratch);
+    let running = start_of(scenario, &scratch);
     let before = first_facts(running.pid);
     unharmed(&running, &before, "undisturbed");
     let pid = running.pid.to_string();

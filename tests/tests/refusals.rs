@@ -127,6 +127,12 @@ refused! {
     two_names: "another one beside it",
 }
 
+/// A thread that can make no system call at all can make none for us either.
+#[test]
+fn calls_dispatched_from_everywhere() {
+    refused_of("dispatch", "nowhere", &["PR_SET_SYSCALL_USER_DISPATCH"]);
+}
+
 /// What is asked about a descriptor is asked of somebody, also where nobody has it.
 #[test]
 fn watch_in_flight() {

@@ -6,7 +6,9 @@ mod common;
 use common::{sleeps_on, wait_for};
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use stillpoint_linux::arch::Gadgets;
 use stillpoint_linux::batch::{Departure, Origin, Place, Signal};
 use stillpoint_linux::inject::{Planted, Site, Stack, find_gadgets};
 use stillpoint_linux::memory::Memory;
@@ -33,6 +35,14 @@ fn stop(pid: u32) -> Stopped {
     stopped
 }
 
+/// Where a thread can make calls that it does not dispatch to itself.
+fn gadgets(memory: &Memory, all: &[(u64, u64, String)], thread: &Stopped) -> Gadgets {
+    let region = thread.dispatch().unwrap().map_or(vec![(0, u64::MAX)], |dispatch| dispatch.ranges());
+    let (start, end) = region[0];
+    let code = all.iter().filter(|m| m.2.starts_with("r-xp")).map(|m| (m.0.max(start), m.1.min(end)));
+    find_gadgets(memory, &code.filter(|(start, end)| start < end).collect::<Vec<_>>()).unwrap()
+}
+
 /// Visits the only thread of `pid` and dies (by dropping out with exit) after `steps` operations, if so many come.
 fn visit(pid: u32, steps: u32) {
     let mut left = steps;
@@ -44,10 +54,9 @@ fn visit(pid: u32, steps: u32) {
     };
     let memory = Memory::open(pid).unwrap();
     let all = maps(pid);
-    let code: Vec<_> = all.iter().filter(|m| m.2.starts_with("r-xp")).map(|m| (m.0, m.1)).collect();
-    let gadgets = find_gadgets(&memory, &code).unwrap();
     let stack = all.iter().find(|m| m.2.ends_with("[stack]")).unwrap();
     let thread = stop(pid);
+    let gadgets = gadgets(&memory, &all, &thread);
     let (sp, xstate) = (thread.regs().unwrap().sp(), thread.xstate().unwrap().len());
     let stack = Stack { start: stack.0, end: stack.1, sp };
     let site = Site::choose(&memory, gadgets, stack, xstate, 1, 4096).unwrap();
@@ -76,6 +85,9 @@ fn visit(pid: u32, steps: u32) {
     step();
     let thread = visit.leave().unwrap();
     step();
+    if thread.dispatch().unwrap().is_some() {
+        return; // the vdso is not in its region
+    }
     let vdso = all.iter().find(|m| m.2.ends_with("[vdso]")).unwrap();
     let planted = Planted::plant(&memory, (vdso.0, vdso.1)).unwrap().unwrap();
     step();
@@ -108,7 +120,11 @@ fn a_visited_sleeper_sleeps_on_for_the_rest_of_its_time() {
 
 /// Programs whose only thread is visited, each by somebody who dies after one step more: they say what they are to say.
 fn comes_home_from_every_step(command: impl Fn() -> Command, expected: &str) {
-    for steps in 0..19 {
+    comes_home_from_each_of(19, command, expected);
+}
+
+fn comes_home_from_each_of(all_steps: u32, command: impl Fn() -> Command, expected: &str) {
+    for steps in 0..all_steps {
         let mut child = command().stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let mut said = BufReader::new(child.stdout.take().unwrap());
         let mut all = String::new();
@@ -157,12 +173,25 @@ fn an_abandoned_thread_keeps_its_wide_registers() {
         eprintln!("skipped: this processor has no AVX");
         return;
     }
+    let (_directory, program) = built("wide");
+    comes_home_from_every_step(|| Command::new(&program), "begins\nok\n");
+}
+
+/// One that dispatches its calls to itself makes ours, and goes home, within its region; nothing of that is dispatched.
+#[test]
+fn an_abandoned_thread_that_dispatches_its_calls_finds_home() {
+    let (_directory, program) = built("dispatching");
+    comes_home_from_each_of(15, || Command::new(&program), "begins\nok\n");
+}
+
+/// A program of this folder, and where it is for as long as that is kept.
+fn built(name: &str) -> (tempfile::TempDir, PathBuf) {
     let directory = tempfile::tempdir().unwrap();
-    let program = directory.path().join("wide");
-    let source = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/wide.c");
+    let program = directory.path().join(name);
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/{name}.c"));
     let built = Command::new("cc").args(["-O1", "-o"]).arg(&program).arg(source).status();
     assert!(built.is_ok_and(|status| status.success()));
-    comes_home_from_every_step(|| Command::new(&program), "begins\nok\n");
+    (directory, program)
 }
 
 #[test]
