@@ -25,16 +25,22 @@ static void dispatching(struct dispatch *d) {
   EQUAL(own_call(SYS_getppid, 0, 0, 0), getppid());
 }
 
+static size_t length_of_calls(void) {
+  return own_call_end - (char *)own_call;
+}
+
 static char *page_of_calls(void) {
   char *page = map_anon(PAGE);
-  memcpy(page + 64, (char *)own_call, own_call_end - (char *)own_call);
+  memcpy(page + 64, (char *)own_call, length_of_calls());
   MUST(mprotect(page, PAGE, PROT_READ | PROT_EXEC) == 0);
   return page;
 }
 
+// With all of that in its region, the end of the way home being the last of it.
 static struct dispatch within_page(void) {
-  char *page = page_of_calls();
-  return (struct dispatch){WITHIN,   (unsigned long)page, PAGE, 1, BLOCKED, (long (*)(long, long, long, long))(page + 64),
+  char *calls = page_of_calls() + 64;
+  return (struct dispatch){WITHIN,  (unsigned long)calls, length_of_calls() + 1,
+                           1,       BLOCKED,              (long (*)(long, long, long, long))calls,
                            own_call, LET_THROUGH};
 }
 
@@ -140,7 +146,7 @@ static void switched(void) { // most of the time they let all calls through
   with_threads(all, COUNT(all));
 }
 
-static void *computes(void *argument) { // and can make no call at all
+static void *computes(void *argument) { // and makes no call
   MUST(begin_dispatch(argument));
   begun++;
   while (!stop)
@@ -150,20 +156,31 @@ static void *computes(void *argument) { // and can make no call at all
   return 0;
 }
 
-static void nowhere(void) {
-  static struct dispatch d;
-  d = nowhere_at_all(BLOCKED);
+static void computing(struct dispatch *d) {
   handle_dispatch();
-  pthread_t t = spawn(computes, &d);
+  pthread_t t = spawn(computes, d);
   while (!begun)
     nap(0.001);
   cut();
-  EQUAL(d.selector, BLOCKED);
+  EQUAL(d->selector, BLOCKED);
   EQUAL(foreign, 0);
   stop = 1;
   pthread_join(t, 0);
 }
 
+static void nowhere(void) {
+  static struct dispatch d;
+  d = nowhere_at_all(BLOCKED);
+  computing(&d);
+}
+
+static void no_way_home(void) { // it may make calls, but the return from a signal handler is dispatched
+  static struct dispatch d;
+  d = within_page();
+  d.length--;
+  computing(&d);
+}
+
 SCENARIOS({"within_libc", within_libc}, {"within_a_page", within_a_page}, {"around", around}, {"as_wine", as_wine},
           {"always", always}, {"let_through", let_through}, {"several", several}, {"switched", switched},
-          {"nowhere", nowhere})
+          {"nowhere", nowhere}, {"no_way_home", no_way_home})

@@ -133,6 +133,11 @@ fn calls_dispatched_from_everywhere() {
     refused_of("dispatch", "nowhere", &["PR_SET_SYSCALL_USER_DISPATCH"]);
 }
 
+#[test]
+fn returns_dispatched_from_everywhere() {
+    refused_of("dispatch", "no_way_home", &["PR_SET_SYSCALL_USER_DISPATCH"]);
+}
+
 /// What is asked about a descriptor is asked of somebody, also where nobody has it.
 #[test]
 fn watch_in_flight() {

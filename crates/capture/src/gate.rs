@@ -48,7 +48,8 @@ impl<'a> Gates<'a> {
 
     /// Where a thread can make calls; refuses one, which is called `what`, that cannot.
     ///
-    /// All who have its memory stand still, so the selector stays as it is, where nobody else has that.
+    /// All who have its memory stand still, so the selector stays as it is, where nobody else has that. (One that the kernel could not read
+    /// would be the end of the thread.)
     pub fn of(&mut self, thread: &Thread, what: &str) -> Result<Gate, Refusal> {
         let Some(dispatch) = thread.dispatch.map(|d| Dispatch::new(d.offset, d.len, d.selector)) else {
             return Ok(Gate { gadgets: self.common, within: None });
@@ -57,7 +58,8 @@ impl<'a> Gates<'a> {
             return Ok(Gate { gadgets, within: Some(dispatch) });
         }
         let selector = self.maps.iter().find(|vma| (vma.start..vma.end).contains(&dispatch.selector));
-        let (is_its_own, mut byte) = (selector.is_some_and(|vma| !vma.shared), [!LETS_ALL_THROUGH]);
+        let is_its_own = selector.is_some_and(|vma| !vma.shared && vma.prot & libc::PROT_READ as u32 != 0);
+        let mut byte = [!LETS_ALL_THROUGH];
         if is_its_own
             && self.memory.read(RemoteAddr(dispatch.selector), &mut byte).is_ok()
             && byte == [LETS_ALL_THROUGH]

@@ -30,7 +30,13 @@ fn maps(pid: u32) -> Vec<(u64, u64, String)> {
 fn stop(pid: u32) -> Stopped {
     let seized = Seized::seize(pid, options::SYSCALL_GOOD).unwrap();
     seized.interrupt().unwrap();
-    let stopped = seized.wait().unwrap().stopped(pid).unwrap();
+    let mut stopped = seized.wait().unwrap().stopped(pid).unwrap();
+    while let Stop::Signal(signal) = stopped.stop() {
+        // One of its own came first.
+        let running = stopped.resume(signal).unwrap();
+        running.interrupt().unwrap();
+        stopped = running.wait().unwrap().stopped(pid).unwrap();
+    }
     assert_eq!(stopped.stop(), Stop::Interrupt);
     stopped
 }
