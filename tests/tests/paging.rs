@@ -516,3 +516,77 @@ fn only_checkpoints_of_the_job_have_what_is_paged_out() {
     stillpoint.run(&["checkpoint", "it", "--kill"]).ok();
     drop(job.wait_with_output());
 }
+
+/// Arguments of `writers` with which it takes hours within a limit, but seconds without.
+const LONG: [&str; 3] = ["40", "2", "30000000"];
+const MIB: u64 = 1 << 20;
+const PAGE: u64 = 4096;
+
+/// What `ls` tells of how the limit of the job is kept.
+fn memory(stillpoint: &Stillpoint) -> Option<serde_json::Value> {
+    Some(listed(stillpoint)?["running"]["memory"].clone()).filter(|memory| !memory.is_null())
+}
+
+fn number(value: &serde_json::Value, key: &str) -> u64 {
+    value[key].as_u64().unwrap_or_else(|| panic!("{key} is not a number: {value}"))
+}
+
+/// Waits until more than so many bytes have left memory, and some have come back.
+fn paged_out(stillpoint: &Stillpoint, bytes: u64) -> serde_json::Value {
+    wait_for("pages to leave and to come back", PATIENCE, || {
+        let is_so =
+            |m: &serde_json::Value| number(m, "out_pages") * PAGE > bytes && number(m, "in_pages") > 0;
+        memory(stillpoint).filter(is_so)
+    })
+}
+
+#[test]
+fn what_leaves_and_comes_back_is_told() {
+    let Some((scratch, stillpoint, binary)) = paged("writers") else { return };
+    let mut job = begin(&stillpoint, "8MiB", &binary, &LONG);
+    let first = paged_out(&stillpoint, 60 * MIB);
+    let root = wait_for("the job", PATIENCE, || pid(&stillpoint));
+    assert_eq!(number(&first, "limit_bytes"), 8 * MIB, "{first}");
+    // It goes on, and each of the counts with it.
+    let counts = ["out_pages", "written_pages", "in_pages", "stops"];
+    let second = wait_for("all counts to grow", PATIENCE, || {
+        let grows = |now: &serde_json::Value| counts.iter().all(|key| number(now, key) > number(&first, key));
+        memory(&stillpoint).filter(grows)
+    });
+    assert!(second["stopped_ms"].as_f64() > first["stopped_ms"].as_f64(), "{first} {second}");
+    // They fit each other: what comes back, and what is written, has left before.
+    let [out, written, back, _] = counts.map(|key| number(&second, key));
+    assert!(written <= out && back <= out, "{second}");
+    // They fit what the store holds: all that is out has a place there, and each place has been written.
+    let it = listed(&stillpoint).expect("it is listed");
+    let (stored, now) = (number(&it, "stored_bytes"), it["running"]["memory"].clone());
+    let is_out = (number(&now, "out_pages") - number(&now, "in_pages")) * PAGE;
+    assert!(stored + 8 * MIB > is_out, "{stored} bytes are stored, {is_out} are out");
+    assert!(stored < number(&now, "written_pages") * PAGE + 32 * MIB, "{it}");
+
+    let seen = wait_for("pages to be seen to leave", PATIENCE, || {
+        let seen = stillpoint.run(&["top", "--json", "it"]).ok().json()["jobs"][0].clone();
+        (number(&seen, "out_bytes_per_s") > 0 && number(&seen, "in_bytes_per_s") > 0).then_some(seen)
+    });
+    assert_eq!(number(&seen, "limit_bytes"), 8 * MIB, "{seen}");
+    let table = stillpoint.run(&["top", "--once", "it"]).ok().stdout;
+    assert!(["LIMIT", "OUT/s", "IN/s", "8.0 MiB"].iter().all(|word| table.contains(word)), "{table}");
+
+    stillpoint.run(&["checkpoint", "it"]).ok();
+    let shown = stillpoint.run(&["show", "it", "--json"]).ok().json()["memory"].clone();
+    assert!(number(&shown, "out_pages") >= out, "{shown}");
+    let text = stillpoint.run(&["show", "it"]).ok().stdout;
+    assert!(text.contains("8.0 MiB: ") && text.contains(" came back; it was stopped "), "{text}");
+    kernel::kill(root, kernel::SIGKILL);
+    let _ = job.wait();
+    // Now nothing moves any more.
+    assert!(memory(&stillpoint).is_none());
+    wait_for("ls and top to tell of the same room", PATIENCE, || {
+        let seen = stillpoint.run(&["top", "--json", "it"]).ok().json()["jobs"][0]["stored_bytes"].clone();
+        (listed(&stillpoint)?["stored_bytes"] == seen).then_some(())
+    });
+    let file = scratch.path().join("it.html").to_string_lossy().into_owned();
+    let told = stillpoint.run(&["report", "it", "--json", "-o", &file]).ok().json();
+    assert!(number(&told["paged"], "out_pages") >= out, "{told}");
+    assert!(std::fs::read_to_string(&file).expect("a page").contains("Memory that came back a second"));
+}

@@ -69,7 +69,7 @@ impl Taking {
         outcome: &Result<Report, stillpoint_capture::Error>,
     ) -> Option<()> {
         let what = match outcome {
-            Ok(report) => What::Checkpoint(Box::new(self.saved(asked, report))),
+            Ok(report) => What::Checkpoint(Box::new(self.saved(store, asked, report))),
             Err(e) => What::Failed(Failed {
                 wanted: self.why,
                 reason: e.to_string(),
@@ -83,8 +83,9 @@ impl Taking {
         store.note(&asked.job, &Event::now(what)).ok()
     }
 
-    fn saved(&self, asked: &Asked, report: &Report) -> Saved {
+    fn saved(&self, store: &Store, asked: &Asked, report: &Report) -> Saved {
         let committed = &report.committed;
+        let paging = store.paging(&asked.job).ok().flatten();
         let stored: u64 = committed.heat.iter().map(stillpoint_store::Area::pages).sum();
         Saved {
             id: report.id,
@@ -105,6 +106,7 @@ impl Taking {
             manifest_bytes: committed.manifest_bytes,
             dirty_pages: report.incremental.then_some(stored),
             interval_ns: self.interval.map(ns),
+            paged: paging.and_then(|paging| paging.limit.map(|_| paging.paged)),
             killed: asked.kill,
             heat: committed.heat.clone(),
             merged: None,

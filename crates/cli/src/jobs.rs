@@ -12,7 +12,7 @@ use stillpoint_image::Bytes;
 use stillpoint_linux::host::boot_id;
 use stillpoint_linux::proc::{Proc, Stat};
 use stillpoint_linux::supervise::inherited_streams;
-use stillpoint_store::{Checkpoint, Claim, Every, Running, Store, Terms};
+use stillpoint_store::{Checkpoint, Claim, Every, Paging, Running, Store, Terms};
 
 /// Opens the store that the user means.
 pub fn open_store(chosen: Option<&Path>) -> Result<Store> {
@@ -221,6 +221,11 @@ pub fn running(store: &Store, job: &str) -> Result<Option<Running>> {
         Err(Error::Record { .. } | Error::NoJob { .. }) => Ok(None),
         Err(e) => Err(store_failure(e)),
     }
+}
+
+/// How the paging of a job that runs fares, if its memory is kept within a limit. A damaged record says nothing.
+pub fn paging(store: &Store, job: &str, running: Option<&Running>) -> Option<Paging> {
+    running.and_then(|_| store.paging(job).ok().flatten())
 }
 
 pub fn stat_of(pid: u32) -> Option<Stat> {

@@ -1,12 +1,15 @@
 //! Those who page a job's memory, what is heard of them, and what becomes of the job when all of them are killed.
 
 use crate::loading::{Missed, is_served, kill_all};
+use crate::output;
 use crate::terminal::Line;
 use rustix::fd::{AsFd, BorrowedFd};
+use serde_json::{Value, json};
 use std::time::Duration;
+use stillpoint_image::PAGE;
 use stillpoint_linux::supervise::{Change, wait};
 use stillpoint_pager::{Heard, Pagers};
-use stillpoint_store::Store;
+use stillpoint_store::{Paged, Paging as Told, Store};
 
 /// Between two looks whether any of them is left, once the one that is our child is not.
 const PERIOD: Duration = Duration::from_millis(100);
@@ -30,20 +33,58 @@ impl std::fmt::Debug for Paging {
     }
 }
 
-/// Who hears what is wrong with the paging of a job's memory: whoever lists jobs. Of what was wrong before nothing is left.
-pub fn heard(store: &Store, job: &str) -> Heard {
+/// Who hears how the paging of a job's memory within a limit, bytes, fares: whoever lists jobs. Of what was before nothing is left.
+pub fn heard(store: &Store, job: &str, limit: u64) -> Heard {
     // There is a place for it also when there is no more room.
-    let _ = store.set_paging_trouble(job, None);
+    let _ = store.set_paging(job, &Told { limit: Some(limit), ..Told::default() });
     let (store, job) = (store.clone(), job.to_owned());
-    Box::new(move |why: Option<&str>| drop(store.set_paging_trouble(&job, why)))
+    Box::new(move |told: &Told| drop(store.set_paging(&job, told)))
+}
+
+/// How it fares, for people; nothing of what an earlier version has told.
+pub fn words(told: &Told) -> Option<String> {
+    let limit = output::bytes(told.limit?);
+    let Paged { out, back, stops, stopped_ns, .. } = told.paged;
+    if stops == 0 {
+        return Some(format!("{limit}, and nothing had to leave memory"));
+    }
+    let (out, back) = (output::bytes(out * PAGE), output::bytes(back * PAGE));
+    let (times, still) = (output::count(stops), output::short(Duration::from_nanos(stopped_ns)));
+    Some(format!(
+        "{limit}: {out} left memory, {back} came back; it was stopped {times} times for that, {still} in all"
+    ))
+}
+
+/// How it fares, for programs; nothing of what an earlier version has told.
+pub fn json(told: &Told) -> Option<Value> {
+    let mut value = paged_json(&told.paged);
+    value["limit_bytes"] = told.limit?.into();
+    value["out_bytes_per_s"] = (told.out_rate * PAGE).into();
+    value["in_bytes_per_s"] = (told.in_rate * PAGE).into();
+    Some(value)
+}
+
+/// What it has come to, for programs.
+pub fn paged_json(paged: &Paged) -> Value {
+    let ms = |ns: u64| output::ms(Duration::from_nanos(ns));
+    json!({
+        "out_pages": paged.out,
+        "written_pages": paged.written,
+        "in_pages": paged.back,
+        "stops": paged.stops,
+        "stopped_ms": ms(paged.stopped_ns),
+        "waited_ms": ms(paged.waited_ns),
+    })
 }
 
 impl Paging {
     /// Begins to keep the memory of a process that runs within a limit, bytes; or tells, here and in the store, why it is not.
     pub fn begin(store: &Store, job: &str, pid: u32, limit: u64) -> Result<Self, String> {
-        stillpoint_pager::start(store, job, pid, limit, heard(store, job)).map(Self::watch).map_err(|e| {
+        let heard = heard(store, job, limit);
+        stillpoint_pager::start(store, job, pid, limit, heard).map(Self::watch).map_err(|e| {
             let why = format!("its memory is not kept within the limit: {e}");
-            let _ = store.set_paging_trouble(job, Some(&why));
+            let told = Told { limit: Some(limit), trouble: Some(why.clone()), ..Told::default() };
+            let _ = store.set_paging(job, &told);
             why
         })
     }

@@ -97,6 +97,7 @@ fn jobs_and_checkpoints_are_listed() {
     assert_eq!(jobs[1]["running"], json!(null));
     assert_eq!(jobs[1]["command"], json!(["./simulate", "two words"]));
     assert!(jobs[1]["stored_bytes"].as_u64().unwrap() >= 3 * PAGES * PAGE);
+    assert_eq!(jobs[1]["stored_bytes"], bench.json(&["top", "web"])["jobs"][0]["stored_bytes"]);
     let list = bench.json(&["ls", "web"]);
     assert_eq!(list.as_array().unwrap().len(), 3);
     assert_eq!(list[2]["id"], 3);

@@ -21,7 +21,8 @@ use stillpoint_restore::lazy::board::COPIES;
 /// That it cannot be made, for example because the program may not, or its main thread cannot be asked.
 pub(crate) fn arm(work: &Work<'_>, target: &Target, earlier: &mut Earlier) -> Result<()> {
     let armed = |frozen: &mut Frozen| make(target, frozen);
-    let ((userfault, ring), _) = stop_briefly(target, earlier, armed)?;
+    let ((userfault, ring), pause) = stop_briefly(target, earlier, armed)?;
+    work.cells.count_stop(pause);
     // Nobody else closes them.
     work.cells.set(Word::Ring, ring.into_raw_fd() as u64 + 1);
     work.board.space(0).begin(userfault.into_fd().into_raw_fd(), 0);

@@ -3,6 +3,7 @@
 use crate::Result;
 use rustix::fd::{AsRawFd, BorrowedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 use stillpoint_image::Range;
 use stillpoint_linux::shared::{SharedPages, SharedWords};
 use stillpoint_linux::split;
@@ -43,10 +44,13 @@ pub enum Word {
     Rests,
     /// Whether some page that is out may have no mark: then the want of one says nothing.
     Unmarked,
+    /// Microseconds that its threads, all together, have waited for pages that were held back for the sake of checkpoints.
+    WaitedUs,
 }
 
 /// Words in front of the runs.
-const HEAD: usize = 16;
+const HEAD: usize = 32;
+const _: () = assert!(HEAD > Word::WaitedUs as usize);
 
 /// What is known, and the cells: a page each.
 #[derive(Debug)]
@@ -88,6 +92,12 @@ impl Cells {
     /// Adds to a word.
     pub fn add(&self, word: Word, more: u64) {
         self.word(word).fetch_add(more, Ordering::AcqRel);
+    }
+
+    /// The program has been stopped for so long.
+    pub fn count_stop(&self, pause: Duration) {
+        self.add(Word::Stops, 1);
+        self.add(Word::StoppedUs, pause.as_micros() as u64);
     }
 
     /// A descriptor of the table that all who serve share.

@@ -149,7 +149,7 @@ impl Taker<'_, '_> {
             Err(e) if e.is_full() => self.wait_for_room(&e)?,
             Err(Error::Store(e)) => {
                 // It may pass. Until then it takes more than its limit, which is better than to lose something.
-                (work.heard)(Some(&format!("its memory cannot be paged: {e}")));
+                self.server.teller.trouble(Some(format!("its memory cannot be paged: {e}")));
                 work.cells.set(Word::Exceeded, 1);
                 pause(FULL);
             }
@@ -160,7 +160,7 @@ impl Taker<'_, '_> {
                 }
                 self.in_vain += 1;
                 if self.in_vain == IN_VAIN && taken > work.limit {
-                    (work.heard)(Some(&format!("its memory cannot be paged: {e}")));
+                    self.server.teller.trouble(Some(format!("its memory cannot be paged: {e}")));
                     work.cells.set(Word::Exceeded, 1);
                 }
                 pause(if self.in_vain > IN_VAIN { LOOKS.1 } else { AGAIN });
@@ -172,18 +172,19 @@ impl Taker<'_, '_> {
 
     fn tell_exceeded(&self, taken: Option<u64>) {
         let work = self.server.work;
-        let is_told = work.cells.get(Word::Exceeded) > 0;
+        let (is_known, is_told) = (work.cells.get(Word::Exceeded) > 0, self.server.teller.has_trouble());
         match taken {
-            Some(taken) if !is_told => {
+            // What the server before us has told is not told any more.
+            Some(taken) if !is_known || !is_told => {
                 let (taken, limit) = (taken >> 20, work.limit >> 20);
                 let why = format!(
                     "it takes {taken} MiB of private memory that cannot leave, more than its limit of {limit} MiB"
                 );
-                (work.heard)(Some(&why));
+                self.server.teller.trouble(Some(why));
                 work.cells.set(Word::Exceeded, 1);
             }
-            None if is_told => {
-                (work.heard)(None);
+            None if is_known || is_told => {
+                self.server.teller.trouble(None);
                 work.cells.set(Word::Exceeded, 0);
             }
             _ => {}
@@ -192,9 +193,9 @@ impl Taker<'_, '_> {
 
     /// Lets the program stand still while there is no room on the medium, but for a moment now and then: a signal may end it.
     fn wait_for_room(&mut self, why: &Error) -> Result<()> {
-        let work = self.server.work;
-        (work.heard)(Some(&format!("it is paused, as there is no room for its memory to be paged: {why}")));
-        work.cells.set(Word::Exceeded, 0);
+        let why = format!("it is paused, as there is no room for its memory to be paged: {why}");
+        self.server.teller.trouble(Some(why));
+        self.server.work.cells.set(Word::Exceeded, 0);
         while !self.server.leave.load(Ordering::Relaxed) && self.target.is_some() {
             // A checkpoint may come between two stops, and make room by one that is not kept.
             match self.in_turn(Self::stand_still) {
@@ -205,7 +206,7 @@ impl Taker<'_, '_> {
                 Err(e) => return Err(e),
             }
         }
-        (work.heard)(None);
+        self.server.teller.trouble(None);
         Ok(())
     }
 
@@ -226,7 +227,8 @@ impl Taker<'_, '_> {
             Ok(())
         });
         server.stopping.store(false, Ordering::SeqCst);
-        stopped.map_err(Error::Capture)?;
+        let ((), pause) = stopped.map_err(Error::Capture)?;
+        server.work.cells.count_stop(pause);
         Ok(has_room)
     }
 
@@ -304,8 +306,7 @@ impl Taker<'_, '_> {
         server.stopping.store(false, Ordering::SeqCst);
         drop(prompt);
         if let Ok((_, pause)) = &stopped {
-            work.cells.add(Word::Stops, 1);
-            work.cells.add(Word::StoppedUs, pause.as_micros() as u64);
+            work.cells.count_stop(*pause);
         }
         let stopped = stopped.map_err(Error::Capture);
         let (pages, stay) = match stopped.and(took) {

@@ -7,6 +7,7 @@
 //! * `server` puts in what is waited for, and follows what the program does with its memory.
 //! * `evict` takes out. Pages are not copied and dropped, but moved (`UFFDIO_MOVE`), each with all that was ever written to it,
 //!   from one instant to the next: whoever of us dies when, each page is in one place.
+//! * `teller` tells what it has come to.
 //!
 //! Three processes stand in for each other, as those do that load the memory of a restored program
 //! ([`stillpoint_restore::lazy::keepers`]); what they know is in memory that outlives each of them.
@@ -21,6 +22,7 @@ pub mod queue;
 mod server;
 pub mod slots;
 pub mod table;
+mod teller;
 mod work;
 
 pub use work::{Heard, LEAST, Pagers, Restoring, start};

@@ -7,6 +7,7 @@ use crate::cells::Word;
 use crate::queue::{Queues, UNIT};
 use crate::slots::Slots;
 use crate::table::{At, Entry, View};
+use crate::teller::Teller;
 use crate::work::Work;
 use crate::{Error, Result, arm, evict};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -78,9 +79,12 @@ pub(crate) fn serve(work: &Work<'_>, by: &[BorrowedFd<'_>], claim: &mut Claim) -
         moves: claim.moves().clone(),
         pagemap: Mutex::default(),
         rings: Mutex::default(),
+        teller: Teller::new(work),
     };
     server.adopt()?;
     std::thread::scope(|scope| {
+        let _leaving = Leaving(&server);
+        scope.spawn(|| server.teller.run());
         let taking = scope.spawn(|| evict::run(&server));
         let served = server.attend(by, claim);
         server.leave.store(true, Ordering::SeqCst);
@@ -99,14 +103,24 @@ pub(crate) fn serve(work: &Work<'_>, by: &[BorrowedFd<'_>], claim: &mut Claim) -
     })
 }
 
+/// However serving ends, nobody goes on beside it.
+struct Leaving<'a, 's>(&'a Server<'s>);
+
+impl Drop for Leaving<'_, '_> {
+    fn drop(&mut self) {
+        self.0.leave.store(true, Ordering::SeqCst);
+        self.0.teller.end();
+    }
+}
+
 pub(crate) struct Server<'a> {
     pub work: &'a Work<'a>,
     pub slots: Slots<'a>,
     pub table: View<'a>,
     gate: Mutex<Gate>,
     queues: Mutex<Queues>,
-    /// Those who wait: space and page, and since when.
-    waiting: Mutex<Vec<(usize, RemoteAddr, Instant)>>,
+    /// Those who wait.
+    waiting: Mutex<Vec<Waiter>>,
     pub leave: AtomicBool,
     /// Pages are being taken out.
     pub busy: AtomicBool,
@@ -122,6 +136,18 @@ pub(crate) struct Server<'a> {
     pagemap: Mutex<Option<Pagemap>>,
     /// The way to the ring of the program, once it has been needed.
     rings: Mutex<HashMap<i32, Option<Queue>>>,
+    pub teller: Teller<'a>,
+}
+
+/// A thread that waits for a page.
+#[derive(Clone, Copy, Debug)]
+struct Waiter {
+    space: usize,
+    page: RemoteAddr,
+    /// Since when.
+    since: Instant,
+    /// Since when for the sake of a checkpoint, if that is so.
+    held: Option<Instant>,
 }
 
 /// What is known by whoever has the gate.
@@ -215,7 +241,7 @@ impl Server<'_> {
         self.queues.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn waiting(&self) -> MutexGuard<'_, Vec<(usize, RemoteAddr, Instant)>> {
+    fn waiting(&self) -> MutexGuard<'_, Vec<Waiter>> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -350,16 +376,30 @@ impl Server<'_> {
 
     fn serve_waiting(&self, streams: &mut Streams) -> Result<()> {
         let waiting = std::mem::take(&mut *self.waiting());
-        for (space, page, since) in waiting {
+        for mut waiter in waiting {
+            let Waiter { space, page, since, .. } = waiter;
             let has_to_wait = self.must_wait(space, since);
+            self.hold(&mut waiter, has_to_wait && self.is_checkpointed());
             if has_to_wait || self.serve(space, page, streams)? == Did::NotYet {
                 if !has_to_wait && since.elapsed() > STUCK {
                     self.free(space, page)?;
                 }
-                self.waiting().push((space, page, since));
+                self.waiting().push(waiter);
             }
         }
         Ok(())
+    }
+
+    /// Somebody waits for the sake of a checkpoint, or does not any more: then it is counted for how long they have.
+    fn hold(&self, waiter: &mut Waiter, is_held: bool) {
+        match (waiter.held, is_held) {
+            (None, true) => waiter.held = Some(Instant::now()),
+            (Some(since), false) => {
+                self.work.cells.add(Word::WaitedUs, since.elapsed().as_micros() as u64);
+                waiter.held = None;
+            }
+            _ => {}
+        }
     }
 
     /// Lets go of the mapping of a page that cannot be put in, if nothing is missing there.
@@ -428,7 +468,7 @@ impl Server<'_> {
     }
 
     fn end(&self, gate: &mut Gate, number: usize) {
-        self.waiting().retain(|(space, ..)| *space != number);
+        self.waiting().retain(|waiter| waiter.space != number);
         self.table.end(number);
         if number == 0 {
             *gate = Gate::default();
@@ -612,7 +652,10 @@ impl Server<'_> {
         for (at, words) in self.work.board.space(number).log().chunks_exact(EVENT_WORDS).enumerate() {
             let Some(event) = logged(words) else { continue };
             match event {
-                Event::Missing { page, .. } => self.waiting().push((number, page, Instant::now())),
+                Event::Missing { page, .. } => {
+                    let since = Instant::now();
+                    self.waiting().push(Waiter { space: number, page, since, held: None });
+                }
                 Event::Write { .. } => {} // noted by the kernel
                 Event::Dropped { start, end }
                     if number == 0 && gate.unsettled.has_arrived(start.0, end.0) =>

@@ -6,6 +6,7 @@ use crate::server;
 use crate::slots::Sums;
 use crate::table::{At, Entry, Table};
 use crate::{Error, Result};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use rustix::process::{Signal, pidfd_send_signal};
 use std::os::unix::net::UnixListener;
@@ -21,7 +22,7 @@ use stillpoint_restore::lazy::board::Board;
 use stillpoint_restore::lazy::claim::Claim;
 use stillpoint_restore::lazy::keepers::{self, Duty};
 use stillpoint_restore::lazy::{Parted, Served, Steward, Waiting};
-use stillpoint_store::{Pinned, Reader, Store, Working};
+use stillpoint_store::{Paged, Paging, Pinned, Reader, Store, Working};
 
 /// Least that a program may be left, bytes.
 pub const LEAST: u64 = 1 << 20;
@@ -30,8 +31,8 @@ const PART: u64 = 16;
 /// … but at least, and at most, so much, bytes.
 const AT_A_TIME: std::ops::RangeInclusive<u64> = (128 << 10)..=(4 << 20);
 
-/// Who hears what is wrong: why memory is not paged, or that nothing is.
-pub type Heard = Box<dyn Fn(Option<&str>) + Send + Sync>;
+/// Who hears how it fares: what it has come to, at most once a second, and at once what is wrong.
+pub type Heard = Box<dyn Fn(&Paging) + Send + Sync>;
 
 /// All that they work with.
 pub(crate) struct Work<'a> {
@@ -59,7 +60,7 @@ pub(crate) struct Work<'a> {
     pub folder: (u64, u64),
     /// Most that its private memory is to take, bytes.
     pub limit: u64,
-    /// Who hears what is wrong.
+    /// Who hears how it fares.
     pub heard: Heard,
 }
 
@@ -199,9 +200,33 @@ impl<'a> Work<'a> {
         }
     }
 
+    /// What it has come to.
+    pub fn paged(&self) -> Paged {
+        let count = |word| self.cells.get(word);
+        Paged {
+            out: count(Word::Out),
+            written: count(Word::Written),
+            back: count(Word::In),
+            stops: count(Word::Stops),
+            stopped_ns: count(Word::StoppedUs) * 1000,
+            waited_ns: count(Word::WaitedUs) * 1000,
+        }
+    }
+
+    /// The same with the limit.
+    pub fn paging(&self) -> Paging {
+        Paging { limit: Some(self.limit), paged: self.paged(), ..Paging::default() }
+    }
+
+    /// Whether the program has ended.
+    pub fn has_ended(&self) -> bool {
+        let mut polled = [PollFd::new(&self.program, PollFlags::IN)];
+        poll(&mut polled, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok_and(|n| n > 0)
+    }
+
     /// The program cannot go on.
     pub fn give_up(&self, why: &str) {
-        (self.heard)(Some(why));
+        (self.heard)(&Paging { trouble: Some(why.into()), ..self.paging() });
         // Fails if it has ended by itself.
         let _ = pidfd_send_signal(&self.program, Signal::KILL);
     }

@@ -14,6 +14,7 @@ mod thin;
 
 use crate::heat::Area;
 use crate::lock::Lock;
+use crate::running::Paged;
 use crate::{Error, Result, Store};
 use rustix::fs::{Mode, OFlags};
 use serde::{Deserialize, Serialize};
@@ -161,6 +162,9 @@ pub struct Saved {
     /// How often a checkpoint was taken at that time.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub interval_ns: Option<u64>,
+    /// What the paging of its memory had come to, if that is kept within a limit.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub paged: Option<Paged>,
     /// The program was killed afterwards.
     #[serde(skip_serializing_if = "is_false")]
     pub killed: bool,

@@ -70,7 +70,7 @@ pub use name::check_name;
 pub use parallel::Source;
 pub use pipeline::Fill;
 pub use reader::{Checkpoint, Reader};
-pub use running::{Claim, Pace, Running, Trouble};
+pub use running::{Claim, Pace, Paged, Paging, Running, Trouble};
 pub use store::{Store, Summary};
 pub use sweep::Freed;
 pub use tails::Tail;

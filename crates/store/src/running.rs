@@ -4,6 +4,7 @@ use crate::folder::Folder;
 use crate::lock::Lock;
 use crate::record::Record;
 use crate::{Error, Result, Store, check_name};
+use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::time::Duration;
 use stillpoint_image::Bytes;
@@ -51,8 +52,42 @@ pub struct Trouble {
     pub failing: Option<(u64, String)>,
     /// Why some were left out.
     pub slow: Option<String>,
-    /// What is wrong with the paging of its memory ([`Store::set_paging_trouble`]).
+    /// What is wrong with the paging of its memory ([`Store::set_paging`]).
     pub paging: Option<String>,
+}
+
+/// What the paging of a program's memory has come to since the program was started, or brought back.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Paged {
+    /// Pages that have left memory.
+    pub out: u64,
+    /// Pages of those that were written to the store: not those that it had already, or that are zero.
+    pub written: u64,
+    /// Pages that have come back.
+    #[serde(rename = "in")]
+    pub back: u64,
+    /// How often the program was stopped for it.
+    pub stops: u64,
+    /// For how long in all, nanoseconds.
+    pub stopped_ns: u64,
+    /// For how long its threads, all together, have waited for pages that were held back for the sake of checkpoints, nanoseconds.
+    pub waited_ns: u64,
+}
+
+/// The paging of a running job's memory, as those who do it tell at most once a second.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Paging {
+    /// Most private memory that its process is to take, bytes. A record of an earlier version does not tell.
+    pub limit: Option<u64>,
+    /// What it has come to.
+    pub paged: Paged,
+    /// Pages that left memory a second, of late.
+    pub out_rate: u64,
+    /// Pages that came back a second, of late.
+    pub in_rate: u64,
+    /// What is wrong with it.
+    pub trouble: Option<String>,
 }
 
 /// How often checkpoints of a running job pay, and why. Times are nanoseconds.
@@ -235,8 +270,7 @@ impl Store {
     /// [`Error::NoJob`], [`Error::Name`], [`Error::Io`]; [`Error::Record`] if the record is damaged.
     pub fn trouble(&self, job: &str) -> Result<Trouble> {
         let folder = self.known(job)?;
-        let paging = Record::read("paging", &folder.paging())?.and_then(|record| record.text("what"));
-        let paging = paging.filter(|what| !what.is_empty());
+        let paging = self.paging(job)?.and_then(|paging| paging.trouble);
         let Some(record) = Record::read("trouble", &folder.trouble())? else {
             return Ok(Trouble { paging, ..Trouble::default() });
         };
@@ -244,23 +278,61 @@ impl Store {
         Ok(Trouble { failing, slow: record.text("slow"), paging })
     }
 
-    /// Records what is wrong with the paging of a job's memory, which is for those who page it to do. The record stays when nothing
-    /// is wrong, until [`Store::clear_paging_trouble`]: on a medium that is full by then there is no room for a new one.
+    /// Records how the paging of a job's memory fares, which is for those who page it to do. Once there is a record, a medium that is
+    /// full has room for the next one, until [`Store::clear_paging`].
     ///
     /// # Errors
-    /// [`Error::Name`], [`Error::Io`].
-    pub fn set_paging_trouble(&self, job: &str, what: Option<&str>) -> Result<()> {
-        let path = self.make(job)?.paging();
-        let record = Record::new("paging").with("what", what.unwrap_or_default());
+    /// [`Error::NoJob`], [`Error::Name`], [`Error::Io`].
+    pub fn set_paging(&self, job: &str, paging: &Paging) -> Result<()> {
+        let path = self.known(job)?.paging();
+        let Paging { limit, paged, out_rate, in_rate, trouble } = paging;
+        let mut record = Record::new("paging").with("what", trouble.as_deref().unwrap_or_default());
+        if let Some(limit) = limit {
+            let counts = [
+                ("limit", *limit),
+                ("out", paged.out),
+                ("written", paged.written),
+                ("in", paged.back),
+                ("stops", paged.stops),
+                ("stopped-ns", paged.stopped_ns),
+                ("waited-ns", paged.waited_ns),
+                ("out-rate", *out_rate),
+                ("in-rate", *in_rate),
+            ];
+            record = counts.into_iter().fold(record, |record, (key, value)| record.number(key, value));
+        }
         let in_place = |_| record.write_in_place(&path);
         record.write_for_now(&self.medium, &path).or_else(in_place)
     }
 
-    /// Forgets what was wrong with the paging of a job's memory.
+    /// How the paging of a job's memory fares, if it is paged.
+    ///
+    /// # Errors
+    /// [`Error::NoJob`], [`Error::Name`], [`Error::Io`]; [`Error::Record`] if the record is damaged.
+    pub fn paging(&self, job: &str) -> Result<Option<Paging>> {
+        let Some(record) = Record::read("paging", &self.known(job)?.paging())? else { return Ok(None) };
+        let number = |key| record.get(key).unwrap_or_default();
+        Ok(Some(Paging {
+            limit: record.get("limit"),
+            paged: Paged {
+                out: number("out"),
+                written: number("written"),
+                back: number("in"),
+                stops: number("stops"),
+                stopped_ns: number("stopped-ns"),
+                waited_ns: number("waited-ns"),
+            },
+            out_rate: number("out-rate"),
+            in_rate: number("in-rate"),
+            trouble: record.text("what").filter(|what| !what.is_empty()),
+        }))
+    }
+
+    /// Forgets how the paging of a job's memory fared.
     ///
     /// # Errors
     /// [`Error::NoJob`], [`Error::Name`], [`Error::Io`].
-    pub fn clear_paging_trouble(&self, job: &str) -> Result<()> {
+    pub fn clear_paging(&self, job: &str) -> Result<()> {
         self.medium.remove(&self.known(job)?.paging())
     }
 

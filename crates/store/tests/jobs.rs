@@ -6,7 +6,7 @@ use common::*;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::time::Duration;
-use stillpoint_store::{Error, Running, Store, Terms, Trouble, check_name};
+use stillpoint_store::{Error, Paged, Paging, Running, Store, Terms, Trouble, check_name};
 
 fn store() -> (tempfile::TempDir, Store) {
     let folder = tempfile::tempdir().expect("folder");
@@ -112,6 +112,39 @@ fn trouble_is_remembered_until_it_is_over() {
     store.set_trouble("web", &Trouble::default()).expect("over");
     assert_eq!(store.trouble("web").expect("none"), Trouble::default());
     assert!(!store.control("web").expect("path").exists());
+}
+
+#[test]
+fn what_paging_came_to_is_remembered() {
+    let (_folder, store) = store();
+    assert!(matches!(store.set_paging("web", &Paging::default()), Err(Error::NoJob { .. })));
+    let _claim = store.claim("web").expect("new");
+    assert_eq!(store.paging("web").expect("none"), None);
+    let paged = Paged { out: 7, written: 5, back: 3, stops: 2, stopped_ns: 11, waited_ns: 13 };
+    let well = Paging { limit: Some(1 << 30), paged, out_rate: 17, in_rate: 19, trouble: None };
+    store.set_paging("web", &well).expect("set");
+    assert_eq!(store.paging("web").expect("get"), Some(well.clone()));
+    assert_eq!(store.trouble("web").expect("get"), Trouble::default());
+    let badly = Paging { trouble: Some("no room\nat all".into()), ..well };
+    store.set_paging("web", &badly).expect("set");
+    assert_eq!(store.paging("web").expect("get").as_ref(), Some(&badly));
+    assert_eq!(store.trouble("web").expect("get").paging, badly.trouble);
+    store.clear_paging("web").expect("clear");
+    store.clear_paging("web").expect("twice");
+    assert_eq!(store.paging("web").expect("none"), None);
+    // Records of an earlier version tell what is wrong, and nothing else.
+    let record = |what: &str| {
+        let text = format!("stillpoint paging 1\nwhat {what}\n");
+        std::fs::write(store.path().join("jobs/web/paging"), sealed(&text)).expect("write");
+        store.paging("web").expect("get")
+    };
+    assert_eq!(record(""), Some(Paging::default()));
+    assert_eq!(record("full"), Some(Paging { trouble: Some("full".into()), ..Paging::default() }));
+}
+
+/// A record with its checksum.
+fn sealed(text: &str) -> String {
+    format!("{text}crc {:08x}\n", crc32fast::hash(text.as_bytes()))
 }
 
 #[test]

@@ -4,12 +4,12 @@ use crate::args::{Common, Ls};
 use crate::failure::{Failure, Result};
 use crate::jobs::State;
 use crate::pace::why;
-use crate::{jobs, output};
+use crate::{jobs, output, paging};
 use serde_json::{Value, json};
 use std::process::ExitCode;
 use std::time::Duration;
 use stillpoint_image::{Bytes, Meta, PAGE};
-use stillpoint_store::{Every, Pace, Running, Store, Summary, Trouble};
+use stillpoint_store::{Every, Pace, Paging, Running, Store, Summary, Trouble};
 
 /// Widest command line in a table.
 const COMMAND_WIDTH: usize = 48;
@@ -42,22 +42,19 @@ struct Job {
     running: Option<Running>,
     trouble: Trouble,
     pace: Option<Pace>,
+    paging: Option<Paging>,
     /// Checkpoints that it does not go on from after a crash.
     passed: Vec<u64>,
     /// How often checkpoints are taken.
     every: Option<Every>,
     rows: Vec<Row>,
+    /// What it takes in the store, bytes of the medium.
+    stored: u64,
 }
 
 impl Job {
     fn newest(&self) -> Option<&Meta> {
         self.rows.iter().rev().find_map(|r| r.summary.as_ref().ok()).map(|s| &s.meta)
-    }
-
-    /// What its checkpoints take in the store, bytes.
-    fn stored(&self) -> u64 {
-        let sizes = self.rows.iter().filter_map(|r| r.summary.as_ref().ok());
-        sizes.map(|s| s.meta.written_bytes + s.manifest_bytes).sum()
     }
 
     fn command(&self) -> &[Bytes] {
@@ -99,10 +96,11 @@ impl Job {
                 })),
                 "slow": self.trouble.slow,
                 "paging": self.trouble.paging,
+                "memory": self.paging.as_ref().and_then(paging::json),
             })),
             "checkpoints": self.rows.len(),
             "newest": self.newest().map(meta_json),
-            "stored_bytes": self.stored(),
+            "stored_bytes": self.stored,
             "command": command_json(self.command()),
         })
     }
@@ -126,7 +124,7 @@ impl Job {
             },
             self.rows.len().to_string(),
             self.newest().map_or("-".into(), |m| output::age(m.taken_ns)),
-            output::bytes(self.stored()),
+            output::bytes(self.stored),
             output::command(self.command(), COMMAND_WIDTH),
         ]
     }
@@ -139,9 +137,11 @@ fn list_jobs(common: &Common, store: &Store) -> Result<()> {
         let running = if let State::Runs(running) = &state { Some(running.clone()) } else { None };
         let trouble = trouble(store, &name, running.as_ref());
         let pace = pace(store, &name, running.as_ref());
+        let paging = jobs::paging(store, &name, running.as_ref());
         let every = running.as_ref().and_then(|_| store.terms(&name).ok().flatten()?.every);
         let passed = passed_over(store, &name);
-        let job = Job { state, running, trouble, pace, passed, every, rows: rows(store, &name)?, name };
+        let (rows, stored) = (rows(store, &name)?, store.room(&name).unwrap_or(0));
+        let job = Job { state, running, trouble, pace, paging, passed, every, rows, stored, name };
         // A job that ended and left nothing is no job any more.
         if !matches!(job.state, State::Ends | State::Ended) || !job.rows.is_empty() {
             list.push(job);
@@ -255,6 +255,9 @@ fn list_checkpoints(common: &Common, store: &Store, job: &str) -> Result<()> {
     tell_passed(job, &passed_over(store, job));
     if let Some(pace) = pace(store, job, running.as_ref()) {
         output::note(&format!("{job}: checkpoints as often as pays, {}", why(&pace)));
+    }
+    if let Some(words) = jobs::paging(store, job, running.as_ref()).as_ref().and_then(paging::words) {
+        output::note(&format!("{job}: memory limit {words}"));
     }
     if rows.is_empty() {
         output::note(&format!("job {job} has no checkpoint yet"));

@@ -184,7 +184,7 @@ impl Revived {
         let is_asked_for = before.is_none();
         let terms = before.map_or(terms.clone(), |before| jobs::carried(before, terms));
         let origin = Origin::of(&checkpoint.image.meta);
-        store.clear_paging_trouble(&job).map_err(jobs::store_failure)?;
+        store.clear_paging(&job).map_err(jobs::store_failure)?;
         let again = Again {
             store,
             checkpoint,
@@ -578,7 +578,8 @@ impl Again<'_> {
         };
         let (mut restored, pagers) = match pinned {
             Ok(Some(pinned)) => {
-                let restoring = Restoring::new(store, job, limit, paging::heard(store, job), reader, pinned);
+                let heard = paging::heard(store, job, limit);
+                let restoring = Restoring::new(store, job, limit, heard, reader, pinned);
                 let restored = self.rebuild(Lazily::Paged(&restoring), ready)?;
                 (restored, restoring.pagers())
             }

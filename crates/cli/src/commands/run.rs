@@ -68,7 +68,7 @@ impl Started {
         let command = args.command.iter().map(|a| Bytes::from(Path::new(a))).collect();
         let terms = jobs::terms(&store, claim.job(), &args.periodic);
         // An earlier run's, if its supervisor was killed.
-        store.clear_paging_trouble(claim.job()).map_err(jobs::store_failure)?;
+        store.clear_paging(claim.job()).map_err(jobs::store_failure)?;
         let terms = Terms { restart: args.restart, memory_limit: args.memory_limit, ..terms };
         let mut record = None;
         // Whoever hears of the job by something it does finds it in the store.
@@ -304,7 +304,7 @@ impl Drop for Record {
                 "stillpoint: {e}; stillpoint resume will take the job for one that was cut off"
             ));
         }
-        let _ = self.store.clear_paging_trouble(self.claim.job());
+        let _ = self.store.clear_paging(self.claim.job());
         // A record that stays is no harm: it names a process that is no more.
         if let Err(e) = self.store.clear_running(self.claim.job()) {
             output::note(&format!("stillpoint: {e}"));

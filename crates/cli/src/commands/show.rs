@@ -4,21 +4,24 @@ use crate::args::{Common, Show};
 use crate::commands::export::files;
 use crate::commands::list::{meta_json, pace_json, passed_over};
 use crate::failure::Result;
-use crate::{jobs, output};
+use crate::{jobs, output, paging};
 use serde_json::{Value, json};
 use std::fmt::Write;
 use std::process::ExitCode;
 use std::time::Duration;
 use stillpoint_image::{AddressSpace, Backing, FileKind, Image, Meta, PAGE, Process};
-use stillpoint_store::{Checkpoint, Pace, Sources, Tail, TouchSet};
+use stillpoint_store::{Checkpoint, Pace, Paging, Sources, Tail, TouchSet};
 
 /// Runs the command.
 pub fn run(common: &Common, args: &Show) -> Result<ExitCode> {
     let store = jobs::open_store(common.store.as_deref())?;
     let name = &args.checkpoint;
     let checkpoint = store.load(&name.job, name.id).map_err(jobs::store_failure)?;
-    let runs = jobs::running(&store, &name.job)?.is_some();
-    let pace = store.pace(&name.job).ok().flatten().filter(|_| runs);
+    let running = jobs::running(&store, &name.job)?;
+    let now = Now {
+        pace: running.as_ref().and_then(|_| store.pace(&name.job).ok().flatten()),
+        paging: jobs::paging(&store, &name.job, running.as_ref()),
+    };
     let mut tails = store.tails(&name.job).map_err(jobs::store_failure)?;
     tails.retain(|tail| tail.checkpoint == checkpoint.image.meta.id);
     let is_passed = passed_over(&store, &name.job).contains(&checkpoint.image.meta.id);
@@ -26,12 +29,19 @@ pub fn run(common: &Common, args: &Show) -> Result<ExitCode> {
         let mut value = as_json(&checkpoint);
         value["passed_over"] = is_passed.into();
         value["tails"] = tails.iter().map(tail_json).collect();
-        value["auto"] = pace.as_ref().map(pace_json).into();
+        value["auto"] = now.pace.as_ref().map(pace_json).into();
+        value["memory"] = now.paging.as_ref().and_then(paging::json).into();
         output::json(&value)?
     } else {
-        output::line(&as_text(&checkpoint, pace.as_ref(), is_passed, &tails))?
+        output::line(&as_text(&checkpoint, &now, is_passed, &tails))?
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// What is so of its job now, if that runs.
+struct Now {
+    pace: Option<Pace>,
+    paging: Option<Paging>,
 }
 
 fn as_json(checkpoint: &Checkpoint) -> Value {
@@ -102,7 +112,7 @@ fn process_json(image: &Image, process: &Process) -> Value {
     })
 }
 
-fn as_text(checkpoint: &Checkpoint, pace: Option<&Pace>, is_passed: bool, tails: &[Tail]) -> String {
+fn as_text(checkpoint: &Checkpoint, now: &Now, is_passed: bool, tails: &[Tail]) -> String {
     let image = &checkpoint.image;
     let meta = &image.meta;
     let mut fields = vec![
@@ -115,7 +125,8 @@ fn as_text(checkpoint: &Checkpoint, pace: Option<&Pace>, is_passed: bool, tails:
         ("engine", meta.engine.clone()),
         ("host", format!("Linux {} {}", meta.host.kernel, meta.host.machine)),
     ];
-    fields.extend(pace.map(|pace| ("interval", crate::pace::why(pace))));
+    fields.extend(now.pace.as_ref().map(|pace| ("interval", crate::pace::why(pace))));
+    fields.extend(now.paging.as_ref().and_then(paging::words).map(|words| ("limit", words)));
     fields.extend(meta.label.clone().map(|label| ("label", label)));
     fields
         .extend(meta.imported.as_ref().map(|from| ("imported", format!("it was {}@{}", from.job, from.id))));

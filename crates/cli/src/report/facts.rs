@@ -2,12 +2,13 @@
 
 use crate::jobs;
 use crate::output::now_ns;
+use crate::paging::paged_json;
 use crate::supervise::is_wish;
 use serde_json::{Value, json};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
-use stillpoint_store::Store;
 use stillpoint_store::history::{Earlier, Event, Failed, Saved, What};
+use stillpoint_store::{Paged, Store};
 
 /// A checkpoint that was begun while a program ran may be committed so many nanoseconds after its end was seen.
 const LATE: u64 = 60_000_000_000;
@@ -103,6 +104,8 @@ pub struct Facts {
     pub unreadable: usize,
     /// What it takes in the store, bytes.
     pub stored: u64,
+    /// What the paging of its memory has come to, if it runs and that is kept within a limit.
+    pub paging: Option<Paged>,
 }
 
 impl Facts {
@@ -120,6 +123,8 @@ impl Facts {
             now_ns: now_ns(),
             unreadable: history.unreadable,
             stored: store.room(job).unwrap_or(0),
+            paging: jobs::paging(store, job, running.as_ref())
+                .and_then(|paging| paging.limit.map(|_| paging.paged)),
             ..Facts::default()
         };
         history.events.into_iter().for_each(|event| facts.hear(event));
@@ -319,6 +324,32 @@ impl Facts {
                 .sum::<Duration>()
     }
 
+    /// The run that a time is in, counted from 1.
+    pub fn run_of(&self, at_ns: u64) -> usize {
+        self.runs.partition_point(|run| run.begin_ns <= at_ns)
+    }
+
+    /// What the paging of its memory came to in all runs, as far as their checkpoints tell; nothing if there was no limit.
+    pub fn paged(&self) -> Option<Paged> {
+        let mut last_of_run = BTreeMap::new();
+        for saved in &self.saved {
+            if let Some(paged) = saved.paged {
+                last_of_run.insert(self.run_of(saved.taken_ns), paged);
+            }
+        }
+        if let Some(now) = self.paging {
+            last_of_run.insert(self.run_of(self.now_ns), now);
+        }
+        last_of_run.into_values().reduce(|sum, run| Paged {
+            out: sum.out + run.out,
+            written: sum.written + run.written,
+            back: sum.back + run.back,
+            stops: sum.stops + run.stops,
+            stopped_ns: sum.stopped_ns + run.stopped_ns,
+            waited_ns: sum.waited_ns + run.waited_ns,
+        })
+    }
+
     /// For programs.
     pub fn json(&self) -> Value {
         let ms = |percent| self.pause(percent).map(crate::output::ms);
@@ -332,6 +363,7 @@ impl Facts {
             "pause_ms": {"median": ms(50), "p99": ms(99), "max": ms(100)},
             "written_bytes": self.written(),
             "stored_bytes": self.stored,
+            "paged": self.paged().as_ref().map(paged_json),
             "uptime_s": crate::output::ms(self.uptime()).round() / 1e3,
             "runs": self.runs.len(),
         })

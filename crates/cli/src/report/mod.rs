@@ -13,6 +13,7 @@ use facts::{Facts, Kind, Mark};
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 use std::time::Duration;
 use stillpoint_image::PAGE;
+use stillpoint_store::Paged;
 use stillpoint_store::history::{Saved, Why};
 
 /// Rows of a table at most; further ones are in the history itself.
@@ -102,6 +103,11 @@ fn tiles(facts: &Facts) -> Markup {
             (tile(&last.map_or_else(dash, |s| output::bytes(s.pages.saturating_mul(PAGE))), "memory",
                 &last.map_or_else(String::new, |s| format!("at {}@{}", cut(&facts.job, 14), s.id))))
             (tile(&output::long(uptime.as_secs()), "running time", &share))
+            @if let Some(paged) = facts.paged() {
+                (tile(&output::bytes(paged.back.saturating_mul(PAGE)), "paged in",
+                    &format!("{} out, stopped for {}", output::bytes(paged.out.saturating_mul(PAGE)),
+                        output::short(Duration::from_nanos(paged.stopped_ns)))))
+            }
             (tile(&output::count(crashes), if crashes == 1 { "crash" } else { "crashes" },
                 &times(backs)))
         }
@@ -151,6 +157,7 @@ fn charts(facts: &Facts, time: &Time) -> Markup {
         format!("{} pages changed, {}", output::count(pages), output::bytes(pages.saturating_mul(PAGE)))
     });
     let (spacing, asked) = intervals(facts);
+    let (paged_in, paged_out) = paging(facts);
     let marks: &[Mark] = &facts.marks;
     html! {
         (drawing("Pauses", "How long the program stood still at each checkpoint.", &pauses, Unit::Time,
@@ -160,6 +167,10 @@ fn charts(facts: &Facts, time: &Time) -> Markup {
         @if !dirty.is_empty() {
             (drawing("Changed memory", "Pages that had changed since the checkpoint before.", &dirty, Unit::Bytes,
                 chart(time, marks, Unit::Bytes, Form::Line, &dirty, &[])))
+        }
+        @if !paged_in.is_empty() {
+            (drawing("Paging", "Memory that came back a second (points), and that left (line), until each checkpoint.", &paged_in,
+                Unit::Bytes, chart(time, marks, Unit::Bytes, Form::Line, &paged_in, &paged_out)))
         }
         @if !spacing.is_empty() {
             @let words = if asked.is_empty() { "Time from each checkpoint to the next." }
@@ -172,7 +183,7 @@ fn charts(facts: &Facts, time: &Time) -> Markup {
 
 /// Distances of checkpoints within runs, and what they were to be.
 fn intervals(facts: &Facts) -> (Vec<Point>, Vec<(u64, f64)>) {
-    let run_of = |ns: u64| facts.runs.partition_point(|run| run.begin_ns <= ns);
+    let run_of = |ns: u64| facts.run_of(ns);
     let within = |pair: &[Saved]| {
         let [a, b] = pair else { return None };
         // Where several are left out, their distance is not that.
@@ -185,6 +196,37 @@ fn intervals(facts: &Facts) -> (Vec<Point>, Vec<(u64, f64)>) {
     let spacing = facts.saved.windows(2).filter_map(within).collect();
     let asked = facts.saved.iter().filter_map(|s| Some((s.taken_ns, s.interval_ns? as f64))).collect();
     (spacing, asked)
+}
+
+/// What came back and what left within a memory limit, bytes a second, from checkpoint to checkpoint of each run and from its begin.
+fn paging(facts: &Facts) -> (Vec<Point>, Vec<(u64, f64)>) {
+    let (mut back, mut out) = (Vec::new(), Vec::new());
+    let mut last = (0, 0, Paged::default());
+    for s in &facts.saved {
+        let (Some(paged), run) = (s.paged, facts.run_of(s.taken_ns)) else { continue };
+        let begun = run.checked_sub(1).map_or(s.taken_ns, |run| facts.runs[run].begin_ns);
+        let (_, since, before) = if last.0 == run { last } else { (run, begun, Paged::default()) };
+        last = (run, s.taken_ns, paged);
+        let seconds = s.taken_ns.saturating_sub(since) as f64 / 1e9;
+        if seconds <= 0.0 {
+            continue;
+        }
+        let rate = |now: u64, before: u64| now.saturating_sub(before).saturating_mul(PAGE) as f64 / seconds;
+        let (value, left) = (rate(paged.back, before.back), rate(paged.out, before.out));
+        let stopped = output::short(Duration::from_nanos(paged.stopped_ns.saturating_sub(before.stopped_ns)));
+        let title = format!(
+            "{}@{}  {}\n{} a second came back, {} left\nstopped {} times for it, {stopped} in all",
+            facts.job,
+            s.id,
+            output::utc(s.taken_ns),
+            output::bytes(value as u64),
+            output::bytes(left as u64),
+            output::count(paged.stops.saturating_sub(before.stops)),
+        );
+        back.push(Point { at_ns: s.taken_ns, value, title, is_hollow: false });
+        out.push((s.taken_ns, left));
+    }
+    (back, out)
 }
 
 fn map(facts: &Facts) -> Markup {
@@ -358,6 +400,27 @@ mod tests {
         assert!(page(&Facts::default()).contains("There is none yet"));
         let sizes = [0, 1, 2, 300, 10_000].map(|n| page(&facts(n)).len());
         assert!(sizes[4] < 1_000_000, "{sizes:?}");
+    }
+
+    #[test]
+    fn paging_is_drawn_from_run_to_run() {
+        let mut facts = facts(4);
+        let paged = |out, back| Some(Paged { out, back, stops: out, stopped_ns: SECOND, ..Paged::default() });
+        assert!(!page(&facts).contains("Paging") && facts.paged().is_none());
+        // It was brought back after the second checkpoint, and counted anew.
+        let again = facts.saved[2].taken_ns - SECOND / 2;
+        facts.runs[0].end_ns = again;
+        facts.runs.push(Run { begin_ns: again, end_ns: facts.now_ns, is_on: true });
+        let counts = [(100, 50), (300, 250), (10, 5), (30, 25)];
+        facts.saved.iter_mut().zip(counts).for_each(|(s, (out, back))| s.paged = paged(out, back));
+        let (back, out) = paging(&facts);
+        let pages = |values: Vec<f64>| values.into_iter().map(|v| v / PAGE as f64).collect::<Vec<_>>();
+        assert_eq!(pages(back.iter().map(|p| p.value).collect()), [50.0, 200.0, 10.0, 20.0]);
+        assert_eq!(pages(out.iter().map(|p| p.1).collect()), [100.0, 200.0, 20.0, 20.0]);
+        facts.paging = paged(40, 35);
+        let sum = facts.paged().map(|p| (p.out, p.back, p.stopped_ns));
+        assert_eq!(sum, Some((340, 285, 2 * SECOND)));
+        assert!(page(&facts).contains("Paging") && page(&facts).contains("paged in"));
     }
 
     #[test]

@@ -22,6 +22,12 @@ pub enum Column {
     Memory,
     /// What it changes of that.
     Dirty,
+    /// Most that it is to take.
+    Limit,
+    /// What leaves memory for that,
+    Out,
+    /// and what comes back.
+    In,
     /// How long its last checkpoint stopped it.
     Pause,
     /// How long ago that was.
@@ -42,12 +48,32 @@ use Column::*;
 
 impl Column {
     /// All, from left to right.
-    pub const ALL: [Column; 11] =
-        [Job, State, Memory, Dirty, Pause, Last, Interval, Next, Checkpoints, Stored, Command];
+    pub const ALL: [Column; 14] = [
+        Job,
+        State,
+        Memory,
+        Limit,
+        Out,
+        In,
+        Dirty,
+        Pause,
+        Last,
+        Interval,
+        Next,
+        Checkpoints,
+        Stored,
+        Command,
+    ];
 
     /// The first to go where there is no room for all.
-    const LEAST: [Column; 10] =
-        [Command, Last, Interval, Stored, Checkpoints, Next, Pause, Dirty, Memory, State];
+    const LEAST: [Column; 13] =
+        [Command, Last, Interval, Stored, Checkpoints, Next, Pause, Dirty, Limit, Out, In, Memory, State];
+
+    /// Those that tell something of these jobs: where there is no limit, nothing leaves for its sake.
+    pub fn of(sights: &[Sight]) -> impl Iterator<Item = Column> {
+        let is_limited = sights.iter().any(|sight| sight.limit.is_some());
+        Self::ALL.into_iter().filter(move |column| is_limited || !matches!(column, Limit | Out | In))
+    }
 
     /// What stands above it.
     pub fn title(self) -> &'static str {
@@ -56,6 +82,9 @@ impl Column {
             State => "STATE",
             Memory => "MEMORY",
             Dirty => "DIRTY/s",
+            Limit => "LIMIT",
+            Out => "OUT/s",
+            In => "IN/s",
             Pause => "PAUSE",
             Last => "LAST",
             Interval => "INTERVAL",
@@ -73,6 +102,9 @@ impl Column {
             State => 's',
             Memory => 'm',
             Dirty => 'd',
+            Limit => 'w',
+            Out => 'u',
+            In => 'b',
             Pause => 'p',
             Last => 'l',
             Interval => 'i',
@@ -97,6 +129,9 @@ impl Column {
             State => sight.state.word().into(),
             Memory => sight.memory.map_or_else(dash, output::bytes),
             Dirty => sight.dirty.map_or_else(dash, |rate| output::bytes(rate as u64)),
+            Limit => sight.limit.map_or_else(dash, output::bytes),
+            Out => sight.paged.map_or_else(dash, |(out, _)| output::bytes(out)),
+            In => sight.paged.map_or_else(dash, |(_, back)| output::bytes(back)),
             Pause => sight.last.as_ref().map_or_else(dash, |last| output::short(last.pause)),
             Last => {
                 sight.last.as_ref().map_or_else(dash, |last| output::long(since(last.taken_ns).as_secs()))
@@ -117,11 +152,16 @@ impl Column {
     pub fn compare(self, a: &Sight, b: &Sight) -> Ordering {
         let wall = |sight: &Sight| sight.last.as_ref().map(|last| last.pause);
         let last = |sight: &Sight| sight.last.as_ref().map(|last| last.taken_ns);
+        let out = |sight: &Sight| sight.paged.map(|(out, _)| out);
+        let back = |sight: &Sight| sight.paged.map(|(_, back)| back);
         let order = match self {
             Job | Command => Ordering::Equal,
             State => a.state.cmp(&b.state),
             Memory => b.memory.cmp(&a.memory),
             Dirty => b.dirty.unwrap_or(-1.0).total_cmp(&a.dirty.unwrap_or(-1.0)),
+            Limit => b.limit.cmp(&a.limit),
+            Out => out(b).cmp(&out(a)),
+            In => back(b).cmp(&back(a)),
             Pause => wall(b).cmp(&wall(a)),
             Last => last(b).cmp(&last(a)),
             Interval => first(a.interval, b.interval),
@@ -155,7 +195,7 @@ impl Layout {
             let title = column.title().width() + 1;
             if column == Command { SHORTEST_COMMAND.max(title) } else { cells.max(title) }
         };
-        let mut columns: Vec<(Column, usize)> = Column::ALL.iter().map(|&c| (c, widest(c))).collect();
+        let mut columns: Vec<(Column, usize)> = Column::of(sights).map(|c| (c, widest(c))).collect();
         let all = |columns: &[(Column, usize)]| columns.iter().map(|(_, width)| width + GAP).sum::<usize>();
         for least in Column::LEAST {
             if all(&columns) <= width + GAP {
@@ -226,6 +266,8 @@ pub mod tests {
             memory: Some(1 << 30),
             processes: 1,
             dirty: Some(1e6),
+            limit: Some(1 << 30),
+            paged: Some((3 << 20, 2 << 20)),
             last: Some(Last {
                 id: 3,
                 taken_ns: 1,
@@ -255,6 +297,22 @@ pub mod tests {
         let all = Layout::fit(&sights[..1], 0, 200);
         assert_eq!(all.columns.len(), Column::ALL.len());
         assert_eq!(Layout::fit(&sights[..1], 0, 5).columns.len(), 1);
+    }
+
+    #[test]
+    fn what_is_paged_has_columns_where_there_is_a_limit() {
+        let titles = |sights: &[Sight]| {
+            let layout = Layout::fit(sights, 0, 200);
+            layout.columns.iter().map(|(column, _)| column.title()).collect::<Vec<_>>()
+        };
+        let paged = ["LIMIT", "OUT/s", "IN/s"];
+        let limited = sight("a", State::Running);
+        let free = Sight { limit: None, paged: None, ..sight("b", State::Running) };
+        assert!(paged.iter().all(|title| titles(&[free.clone(), limited.clone()]).contains(title)));
+        assert!(!paged.iter().any(|title| titles(std::slice::from_ref(&free)).contains(title)));
+        let cells = |sight: &Sight| [Limit, Out, In].map(|column| column.cell(sight, 0));
+        assert_eq!(cells(&limited), ["1.0 GiB", "3.0 MiB", "2.0 MiB"]);
+        assert_eq!(cells(&free), ["-", "-", "-"]);
     }
 
     #[test]

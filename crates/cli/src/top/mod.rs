@@ -195,7 +195,8 @@ fn frame(store: &Path, sights: &[Sight], view: &mut View, height: usize, width: 
     lines.extend(body.into_iter().skip(view.above).take(room));
     if foot > 0 {
         lines.resize(height - 1, Vec::new());
-        lines.push(vec![(Look::Dim, keys(view.above, below, width))]);
+        let columns: Vec<Column> = Column::of(sights).collect();
+        lines.push(vec![(Look::Dim, keys(&columns, view.above, below, width))]);
     }
     lines
 }
@@ -216,11 +217,11 @@ fn title(store: &Path, sights: &[Sight], width: usize) -> Line {
     vec![(Look::Bold, left), (Look::Plain, gap), (Look::Dim, right)]
 }
 
-/// The keys there are.
-fn keys(above: usize, below: usize, width: usize) -> String {
-    let sorting =
-        Column::ALL.into_iter().filter_map(|c| Some(format!("{} {}", c.key()?, c.title().to_lowercase())));
-    let sorting = sorting.collect::<Vec<_>>().join("  ");
+/// The keys there are for these columns.
+fn keys(columns: &[Column], above: usize, below: usize, width: usize) -> String {
+    let keys = || columns.iter().filter_map(|column| Some((column.key()?, column.title().to_lowercase())));
+    let sorting = keys().map(|(key, title)| format!("{key} {title}")).collect::<Vec<_>>().join("  ");
+    let briefly = keys().map(|(key, _)| key.to_string()).collect::<Vec<_>>().join(" ");
     let more = match (above, below) {
         (0, 0) => String::new(),
         (_, 0) => format!("↑ {above} above   "),
@@ -228,7 +229,7 @@ fn keys(above: usize, below: usize, width: usize) -> String {
         _ => format!("↑ {above} above  ↓ {below} below   "),
     };
     let long = format!("{more}q quit   sort by: {sorting}   r reverse");
-    let short = format!("{more}q quit   sort: n s m d p l i t k o   r reverse");
+    let short = format!("{more}q quit   sort: {briefly}   r reverse");
     match width {
         _ if long.width() <= width => long,
         _ if short.width() <= width => short,

@@ -73,6 +73,10 @@ pub struct Sight {
     pub processes: usize,
     /// Memory that it changes, bytes a second, from its last checkpoint but one to its last.
     pub dirty: Option<f64>,
+    /// Most private memory that its process is to take, bytes.
+    pub limit: Option<u64>,
+    /// Memory that leaves and that comes back for that, bytes a second.
+    pub paged: Option<(u64, u64)>,
     /// Its last checkpoint since it began.
     pub last: Option<Last>,
     /// How often a checkpoint is taken.
@@ -117,6 +121,7 @@ pub fn look(store: &Store, job: &str, at_work: &dyn Fn(&str) -> bool) -> Result<
     };
     let interval = recent.interval.or(running.as_ref().and_then(|r| r.every_ns)).filter(|_| state.is_alive());
     let processes = running.as_ref().map(|r| tree(r.pid)).unwrap_or_default();
+    let paging = jobs::paging(store, job, running.as_ref());
     Ok(Some(Sight {
         job: job.to_string(),
         pid: running.as_ref().map(|r| r.pid),
@@ -125,6 +130,8 @@ pub fn look(store: &Store, job: &str, at_work: &dyn Fn(&str) -> bool) -> Result<
         memory: running.as_ref().map(|_| processes.iter().map(|(_, rss)| rss).sum()),
         processes: processes.len(),
         dirty: recent.dirty,
+        limit: paging.as_ref().and_then(|paging| paging.limit),
+        paged: paging.map(|paging| (paging.out_rate * PAGE, paging.in_rate * PAGE)),
         last: recent.last,
         interval: interval.map(Duration::from_nanos),
         next_ns: interval.filter(|_| state != State::Alone).and_then(|every| due(recent.anchor_ns?, every)),
@@ -142,7 +149,7 @@ fn state(
     at_work: &dyn Fn(&str) -> bool,
 ) -> (State, Option<String>) {
     let trouble = store.trouble(job).unwrap_or_default();
-    let slow = trouble.slow;
+    let slow = trouble.paging.or(trouble.slow);
     if !jobs::is_supervised(running) {
         let hint = format!("its supervisor was killed; stillpoint adopt {} gives it another", running.pid);
         return (State::Alone, Some(hint));
@@ -275,6 +282,9 @@ impl Sight {
             "memory_bytes": self.memory,
             "processes": self.processes,
             "dirty_bytes_per_s": self.dirty.map(f64::round),
+            "limit_bytes": self.limit,
+            "out_bytes_per_s": self.paged.map(|(out, _)| out),
+            "in_bytes_per_s": self.paged.map(|(_, back)| back),
             "last": self.last.as_ref().map(|last| json!({
                 "id": last.id,
                 "taken": output::utc(last.taken_ns),
