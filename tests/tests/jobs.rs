@@ -534,3 +534,85 @@ fn adoption_of_another_users_process() {
     answer.fails(2, &["belongs to user 0"]);
     running.finish("not adopted");
 }
+
+/// Writes to 64 of its pages again and again, and to all 16384 of them as soon as there is a file `more`.
+const WRITER: &str = "import os, sys, time\n\
+    more = os.path.join(sys.argv[1], 'more')\n\
+    some = bytearray(64 << 20)\n\
+    while True:\n\
+    \tstep = 4096 if os.path.exists(more) else 1 << 20\n\
+    \tfor i in range(0, len(some), step): some[i] = (some[i] + 1) % 256\n\
+    \ttime.sleep(0.01)";
+
+/// The interval of Daly's estimate for what a checkpoint is told to cost, and no shorter than it takes to write one.
+fn interval_that_pays(pace: &serde_json::Value) -> f64 {
+    let seconds = |key: &str| pace[key].as_f64().unwrap_or_else(|| panic!("{key} is not told: {pace}"));
+    let (cost, mtbf) = (seconds("cost_s"), seconds("mtbf_s"));
+    let x = cost / (2.0 * mtbf);
+    let optimum = (2.0 * cost * mtbf).sqrt() * (1.0 + x.sqrt() / 3.0 + x / 9.0) - cost;
+    assert_eq!(pace["bounded_by_write"], optimum < seconds("write_s"), "{pace}");
+    optimum.max(seconds("write_s"))
+}
+
+/// What `show` tells of how often checkpoints pay, when there is a checkpoint of the job, and it is so.
+fn pace(
+    stillpoint: &Stillpoint,
+    what: &str,
+    is_so: impl Fn(&serde_json::Value) -> bool,
+) -> serde_json::Value {
+    let pace = wait_for(what, Duration::from_secs(120), || {
+        // Whoever looks all the time makes it wait for a processor, and checkpoints dear.
+        std::thread::sleep(Duration::from_millis(100));
+        let shown = stillpoint.run(&["show", "sim", "--json"]);
+        Some(shown).filter(|shown| shown.code() == 0).map(|shown| shown.json()["auto"].clone()).filter(&is_so)
+    });
+    let (told, pays) = (pace["interval_s"].as_f64().expect("an interval"), interval_that_pays(&pace));
+    assert!((told - pays).abs() < 0.01 * pays, "{pays} s would pay: {pace}");
+    pace
+}
+
+#[test]
+fn checkpoints_are_taken_as_often_as_pays() {
+    if undisturbed_only() {
+        return;
+    }
+    if kernel::which("python3").is_none() {
+        return skipped("needs python3");
+    }
+    let scratch = Scratch::new();
+    let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("job"));
+    let terms = ["run", "--detach", "--name", "sim", "--every", "auto", "--mtbf", "10m", "--keep", "2"];
+    let mut command = stillpoint.command(&[&terms[..], &["--", "python3", "-c", WRITER]].concat());
+    command.arg(&directory).stdout(Stdio::null()).stderr(Stdio::null());
+    assert!(command.status().expect("run").success());
+    let begun = Instant::now();
+    assert!(listed(&stillpoint, "sim")["auto"].is_null(), "nothing is known of what one costs");
+    // After the first one there is a pace, and what it comes from.
+    let first = pace(&stillpoint, "a first checkpoint", |pace| !pace.is_null());
+    assert!(begun.elapsed() > Duration::from_secs(9), "the first one came at once");
+    assert_eq!((&first["mtbf_s"], &first["mtbf_given"]), (&600.0.into(), &true.into()), "{first}");
+    assert!(first["pause_s"].as_f64() > Some(0.0) && first["waits_s"] == 0.0, "{first}");
+    let text = stillpoint.run(&["show", "sim"]).ok().stdout;
+    assert!(text.contains("one costs the program") && text.contains("as --mtbf says"), "{text}");
+    let it = wait_for("ls to tell the same", PATIENCE, || {
+        let (it, shown) =
+            (listed(&stillpoint, "sim"), stillpoint.run(&["show", "sim", "--json"]).ok().json());
+        (it["auto"] == shown["auto"]).then_some(it)
+    });
+    if !is_followed(process(&it["pid"])) {
+        return skipped("writes cannot be followed here");
+    }
+    // Further ones come by themselves, and save what changed, which costs less to fault in than all did.
+    let little = pace(&stillpoint, "a checkpoint of little", |pace| {
+        pace["faults_s"].as_f64() < first["faults_s"].as_f64().map(|all| all / 4.0)
+    });
+    fs::write(directory.join("more"), "").expect("writes");
+    let much = pace(&stillpoint, "checkpoints of much", |pace| {
+        pace["faults_s"].as_f64() > little["faults_s"].as_f64().map(|little| little * 4.0)
+    });
+    assert_ne!(much["interval_s"], little["interval_s"]);
+    let ids = stillpoint.checkpoints("sim");
+    assert!(ids.last() > Some(&2) && ids.len() <= 3, "{ids:?}");
+    let seen = stillpoint.run(&["top", "--json", "sim"]).ok().json()["jobs"][0].clone();
+    assert!(seen["interval_s"].as_f64() > Some(0.0), "{seen}");
+}

@@ -590,3 +590,29 @@ fn what_leaves_and_comes_back_is_told() {
     assert!(number(&told["paged"], "out_pages") >= out, "{told}");
     assert!(std::fs::read_to_string(&file).expect("a page").contains("Memory that came back a second"));
 }
+
+/// While a checkpoint is taken nothing leaves, and whoever misses a page waits: that is part of what it costs.
+#[test]
+fn what_is_waited_for_in_checkpoints_is_a_cost_of_theirs() {
+    let Some((_scratch, stillpoint, binary)) = paged("writers") else { return };
+    let terms = ["run", "--name", "it", "--memory-limit", "8MiB", "--every", "auto", "--mtbf", "1h", "--"];
+    let program = binary.to_string_lossy();
+    let mut command = stillpoint.command(&[&terms[..], &[&*program], &LONG].concat());
+    let mut job = command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().expect("it starts");
+    let root = wait_for("the job", PATIENCE, || pid(&stillpoint));
+    let pace = wait_for("a checkpoint that was waited for", PATIENCE, || {
+        let pace = listed(&stillpoint)?["running"]["auto"].clone();
+        pace["waits_s"].as_f64().is_some_and(|waits| waits > 0.0).then_some(pace)
+    });
+    let seconds = |key: &str| pace[key].as_f64().unwrap_or_else(|| panic!("{key} is not told: {pace}"));
+    let parts: f64 = ["pause_s", "faults_s", "delay_s", "waits_s"].map(seconds).iter().sum();
+    assert!((seconds("cost_s") - parts).abs() < 1e-6, "{pace}");
+    let waited = wait_for("what was waited to be told", PATIENCE, || {
+        memory(&stillpoint)?["waited_ms"].as_f64().filter(|waited| *waited > 0.0)
+    });
+    assert!(waited < PATIENCE.as_millis() as f64 * 2.0, "{waited}");
+    let words = stillpoint.run(&["show", "it"]).ok().stdout;
+    assert!(words.contains(", memory limit "), "{words}");
+    kernel::kill(root, kernel::SIGKILL);
+    let _ = job.wait();
+}

@@ -69,6 +69,8 @@ pub struct Report {
     pub pause: Duration,
     /// Other times at which it stood still, such as to begin to follow its writes.
     pub other_pauses: Vec<Duration>,
+    /// For how long its threads, all together, waited for pages that were held back until it was taken, within a memory limit.
+    pub waited: Duration,
     /// How long it all took.
     pub wall: Duration,
     /// Name of the engine that it ended with.
@@ -373,6 +375,7 @@ impl Session {
         let Done { committed, pause, engine, incremental, processes } = done;
         let Work { members, log, notes, .. } = work;
         let single = members.len() == 1;
+        let mut waited = Duration::ZERO;
         for mut member in members {
             let mut kept = member.kept();
             let space = member.target.space;
@@ -380,7 +383,8 @@ impl Session {
             let base = || Base { job: options.job.clone(), id, taken_ns, space };
             if let Some(tracking) = &mut kept.tracking {
                 let saved = (options.job.clone(), id, taken_ns);
-                tracking.loading.iter_mut().for_each(|loading| loading.is_saved_in(saved.clone()));
+                let loading = tracking.loading.iter_mut();
+                waited += loading.map(|loading| loading.is_saved_in(saved.clone())).sum::<Duration>();
                 tracking.base = Some(base());
             }
             if let Some(armed) = &mut kept.armed {
@@ -412,6 +416,7 @@ impl Session {
             processes,
             pause,
             other_pauses: log.pauses,
+            waited,
             wall: start.elapsed(),
             engine,
             incremental,

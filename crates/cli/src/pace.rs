@@ -114,26 +114,30 @@ struct Cost {
     faults: f64,
     /// It waited for a processor that was at work on the checkpoint.
     delay: f64,
+    /// Within a memory limit, it waited for pages that were held back until the checkpoint was taken.
+    waits: f64,
 }
 
 impl Cost {
-    /// From what its threads had and waited for before and during a checkpoint that took so long.
-    fn of(pause: Duration, pages: u64, fault: Duration, before: Load, during: Load, wall: Duration) -> Self {
+    /// Of a checkpoint, from what its threads had and waited for before and meanwhile, and the time that a fault takes.
+    fn of(taken: Taken, fault: Duration, before: Load, during: Load) -> Self {
         let seconds = |ns: f64| ns / 1e9;
         let wanted = (during.ran + during.waited) as f64;
-        // As many threads as were at work shared what was lost.
-        let threads = (wanted / (wall.as_nanos() as f64).max(1.0)).max(1.0);
+        let held = taken.waited.as_nanos() as f64;
+        // As many threads as were at work, or would have been, shared what was lost.
+        let threads = ((wanted + held) / (taken.wall.as_nanos() as f64).max(1.0)).max(1.0);
         let usual = before.waited as f64 / ((before.ran + before.waited) as f64).max(1.0);
         let delay = (during.waited as f64 - usual * wanted).max(0.0);
         Cost {
-            pause: pause.as_secs_f64(),
-            faults: fault.as_secs_f64() * pages as f64 / threads,
+            pause: taken.pause.as_secs_f64(),
+            faults: fault.as_secs_f64() * taken.pages as f64 / threads,
             delay: seconds(delay / threads),
+            waits: seconds(held / threads),
         }
     }
 
     fn total(self) -> f64 {
-        self.pause + self.faults + self.delay
+        self.pause + self.faults + self.delay + self.waits
     }
 
     /// The newest, and what was known before.
@@ -143,6 +147,7 @@ impl Cost {
             pause: mix(self.pause, before.pause),
             faults: mix(self.faults, before.faults),
             delay: mix(self.delay, before.delay),
+            waits: mix(self.waits, before.waits),
         }
     }
 }
@@ -154,6 +159,8 @@ pub struct Taken {
     pub pause: Duration,
     /// Pages that were stored: those that the program has written since the one before.
     pub pages: u64,
+    /// For how long threads, all together, waited for pages that were held back until it was taken.
+    pub waited: Duration,
     /// How long it took.
     pub wall: Duration,
     /// Only what had changed was stored.
@@ -193,7 +200,7 @@ impl Pacer {
         let now = Load::of(self.pid);
         let [last, begin] = self.marks;
         let (before, during) = (begin.since(last), now.since(begin));
-        let new = Cost::of(taken.pause, taken.pages, self.fault, before, during, taken.wall);
+        let new = Cost::of(taken, self.fault, before, during);
         // A complete one tells nothing of those that save what changed.
         let cost = match self.cost {
             Some((old, alike)) if alike == taken.incremental => new.mixed(old),
@@ -216,6 +223,7 @@ impl Pacer {
             pause_ns: ns(cost.pause),
             faults_ns: ns(cost.faults),
             delay_ns: ns(cost.delay),
+            waits_ns: ns(cost.waits),
             write_ns,
             mtbf_ns: mtbf.as_nanos() as u64,
             given: self.given.is_some(),
@@ -238,7 +246,6 @@ fn fault_time() -> Duration {
 /// Why checkpoints are taken as often as they are, for people.
 pub fn why(pace: &Pace) -> String {
     let short = |ns: u64| output::short(Duration::from_nanos(ns));
-    let cost = pace.pause_ns + pace.faults_ns + pace.delay_ns;
     let expected = match pace.given {
         true => format!("a failure every {} is expected, as --mtbf says", short(pace.mtbf_ns)),
         false => format!(
@@ -252,11 +259,15 @@ pub fn why(pace: &Pace) -> String {
             output::long(ASSUMED.as_secs()),
         ),
     };
+    let waits = match pace.waits_ns {
+        0 => String::new(),
+        waits => format!(", memory limit {}", short(waits)),
+    };
     let bound = if pace.bounded { "; no more often, for so long one takes to write" } else { "" };
     format!(
-        "every {}: one costs the program {} (pause {}, faults {}, processor {}), and {expected}{bound}",
+        "every {}: one costs the program {} (pause {}, faults {}, processor {}{waits}), and {expected}{bound}",
         short(pace.interval_ns),
-        short(cost),
+        short(pace.cost_ns()),
         short(pace.pause_ns),
         short(pace.faults_ns),
         short(pace.delay_ns),
@@ -338,15 +349,39 @@ mod tests {
         assert_eq!(Failures::default().mtbf(), ASSUMED);
     }
 
+    /// A checkpoint that took 100 ms.
+    fn taken(waited: Duration) -> Taken {
+        let (pause, wall) = (Duration::from_millis(2), Duration::from_millis(100));
+        Taken { pause, pages: 1000, waited, wall, incremental: true }
+    }
+
+    #[test]
+    fn pages_that_are_held_back_cost_each_thread_its_part() {
+        let of = |ran_ms: u64, waited_ms| {
+            let during = Load { ran: ran_ms * 1_000_000, waited: 0 };
+            let taken = taken(Duration::from_millis(waited_ms));
+            Cost::of(taken, Duration::ZERO, Load::default(), during)
+        };
+        let close = |cost: Cost, waits: f64| (cost.waits - waits).abs() < 1e-9;
+        // One thread that waited for half of the time.
+        assert!(close(of(50, 50), 0.050) && (of(50, 50).total() - 0.052).abs() < 1e-9);
+        // Four of them: it took as much longer.
+        assert!(close(of(200, 200), 0.050));
+        // Two, of which one never waited.
+        assert!(close(of(100, 100), 0.050));
+        assert!(close(of(100, 0), 0.0));
+        // What is waited for counts as the rest does.
+        let old = Cost { waits: 0.1, ..Cost::default() };
+        assert!((of(100, 0).mixed(old).waits - 0.07).abs() < 1e-9);
+    }
+
     #[test]
     fn what_it_waited_for_anyway_is_no_cost() {
         let ms = 1_000_000;
         let of = |before: (u64, u64), during: (u64, u64)| {
             let [before, during] =
                 [before, during].map(|(ran, waited)| Load { ran: ran * ms, waited: waited * ms });
-            let (pause, fault, wall) =
-                (Duration::from_millis(2), Duration::from_micros(1), Duration::from_millis(100));
-            Cost::of(pause, 1000, fault, before, during, wall)
+            Cost::of(taken(Duration::ZERO), Duration::from_micros(1), before, during)
         };
         // One thread that lost a tenth.
         let cost = of((1000, 0), (90, 10));

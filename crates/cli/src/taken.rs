@@ -86,6 +86,8 @@ pub struct Taken {
     processes: usize,
     pause: Duration,
     other_pauses: Vec<Duration>,
+    #[serde(default)]
+    waited: Duration,
     wall: Duration,
     engine: String,
     /// Only what changed was saved.
@@ -108,6 +110,7 @@ impl From<Report> for Taken {
             processes: r.processes,
             pause: r.pause,
             other_pauses: r.other_pauses,
+            waited: r.waited,
             wall: r.wall,
             engine: r.engine.to_string(),
             incremental: r.incremental,
@@ -133,6 +136,7 @@ impl Taken {
         crate::pace::Taken {
             pause: self.pause + self.other_pauses.iter().sum(),
             pages: self.stored_pages,
+            waited: self.waited,
             wall: self.wall,
             incremental: self.incremental,
         }

@@ -308,14 +308,16 @@ impl Line {
         StoredPages::of(&self.ask(Request::Stored)?).ok_or_else(garbled)
     }
 
-    /// A checkpoint has been taken, for which these ranges were found to be written.
-    pub fn saved(&mut self, written: impl Iterator<Item = (u64, u64)>) -> Result<()> {
+    /// A checkpoint has been taken, for which these ranges were found to be written. Returns for how long the program's threads, all
+    /// together, have waited for pages for the sake of checkpoints since this was said the last time.
+    pub fn saved(&mut self, written: impl Iterator<Item = (u64, u64)>) -> Result<Duration> {
         let all: Vec<u64> =
             written.flat_map(|(start, end)| Request::Written { start, end }.words()).collect();
         self.0
             .write_all(&bytes(&all))
             .map_err(|e| Error::call("tell those who page the program's memory", e))?;
-        self.ask(Request::Saved).map(|_| ())
+        // Those of an earlier version do not tell.
+        Ok(self.ask(Request::Saved)?.get(1).map_or(Duration::ZERO, |us| Duration::from_micros(*us)))
     }
 
     /// There is nothing left to do; waits for a while until they have left.
@@ -394,6 +396,11 @@ impl Caller {
     /// Answers [`Request::Stored`].
     pub fn tell_stored(&mut self, stored: &StoredPages) -> Result<()> {
         self.tell(&stored.words())
+    }
+
+    /// Answers [`Request::Saved`], with how long has been waited.
+    pub fn tell_saved(&mut self, waited: Duration) -> Result<()> {
+        self.tell(&[0, waited.as_micros() as u64])
     }
 
     /// Answers the others.
@@ -494,7 +501,8 @@ mod tests {
             line.rest().unwrap();
             line.goes_on().unwrap();
             assert_eq!(line.stored().unwrap(), paged);
-            line.saved([(4096, 8192), (1 << 20, 2 << 20)].into_iter()).unwrap();
+            let waited = line.saved([(4096, 8192), (1 << 20, 2 << 20)].into_iter()).unwrap();
+            assert_eq!(waited, Duration::from_micros(1_234_567));
             assert!(line.let_go(RemoteAddr(4096), RemoteAddr(8192)).unwrap());
             assert!(!line.let_go(RemoteAddr(0), RemoteAddr(8192)).unwrap());
             line.taken().unwrap();
@@ -510,9 +518,8 @@ mod tests {
                 Ok(Some(Request::State)) => caller.tell_state(&state).unwrap(),
                 Ok(Some(Request::Stored)) => caller.tell_stored(&stored).unwrap(),
                 Ok(Some(Request::Written { start, end })) => written.push((start, end)),
-                Ok(Some(Request::Saved | Request::Rest | Request::GoesOn)) => {
-                    caller.tell_done(true).unwrap();
-                }
+                Ok(Some(Request::Saved)) => caller.tell_saved(Duration::from_micros(1_234_567)).unwrap(),
+                Ok(Some(Request::Rest | Request::GoesOn)) => caller.tell_done(true).unwrap(),
                 Ok(Some(Request::LetGo { start, .. })) => caller.tell_done(start > 0).unwrap(),
                 Ok(Some(Request::Taken)) => {
                     caller.tell_done(true).unwrap();

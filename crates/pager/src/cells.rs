@@ -46,11 +46,13 @@ pub enum Word {
     Unmarked,
     /// Microseconds that its threads, all together, have waited for pages that were held back for the sake of checkpoints.
     WaitedUs,
+    /// Those of them that whoever takes checkpoints has been told of.
+    WaitedToldUs,
 }
 
 /// Words in front of the runs.
 const HEAD: usize = 32;
-const _: () = assert!(HEAD > Word::WaitedUs as usize);
+const _: () = assert!(HEAD > Word::WaitedToldUs as usize);
 
 /// What is known, and the cells: a page each.
 #[derive(Debug)]

@@ -402,6 +402,16 @@ impl Server<'_> {
         }
     }
 
+    /// A checkpoint is over. Tells for how long was waited for its sake, all threads together.
+    fn release(&self) -> Duration {
+        self.waiting().iter_mut().for_each(|waiter| self.hold(waiter, false));
+        let cells = &self.work.cells;
+        let waited = cells.get(Word::WaitedUs);
+        let new = waited.saturating_sub(cells.get(Word::WaitedToldUs));
+        cells.set(Word::WaitedToldUs, waited);
+        Duration::from_micros(new)
+    }
+
     /// Lets go of the mapping of a page that cannot be put in, if nothing is missing there.
     ///
     /// A locked mapping that grows while it is moved (`mremap(2)`) waits for its new pages before it tells of the move; and as long as
@@ -542,7 +552,8 @@ impl Server<'_> {
             Request::Saved => {
                 self.work.cells.set(Word::Held, 0);
                 self.work.cells.set(Word::Rests, 0);
-                claim.tell(|c| c.tell_done(true));
+                let waited = self.release();
+                claim.tell(|c| c.tell_saved(waited));
             }
             Request::Rest => return Ok(Some(Wish::Rest)),
             Request::GoesOn => {

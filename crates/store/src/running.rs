@@ -101,8 +101,10 @@ pub struct Pace {
     pub pause_ns: u64,
     /// has to fault in what it writes,
     pub faults_ns: u64,
-    /// and waits for a processor that is at work on the checkpoint.
+    /// waits for a processor that is at work on the checkpoint,
     pub delay_ns: u64,
+    /// and, within a memory limit, for pages that are held back until it is taken.
+    pub waits_ns: u64,
     /// How long one takes to write.
     pub write_ns: u64,
     /// Mean time between failures.
@@ -113,6 +115,13 @@ pub struct Pace {
     pub failures: u64,
     /// in how long.
     pub observed_ns: u64,
+}
+
+impl Pace {
+    /// What a checkpoint costs the program in all, nanoseconds.
+    pub fn cost_ns(&self) -> u64 {
+        self.pause_ns + self.faults_ns + self.delay_ns + self.waits_ns
+    }
 }
 
 /// The name of a job, held by whoever starts or runs it until this is dropped or its process dies.
@@ -349,6 +358,7 @@ impl Store {
             ("pause-ns", pace.pause_ns),
             ("faults-ns", pace.faults_ns),
             ("delay-ns", pace.delay_ns),
+            ("waits-ns", pace.waits_ns),
             ("write-ns", pace.write_ns),
             ("mtbf-ns", pace.mtbf_ns),
             ("given", pace.given.into()),
@@ -374,6 +384,8 @@ impl Store {
                 pause_ns: record.get("pause-ns")?,
                 faults_ns: record.get("faults-ns")?,
                 delay_ns: record.get("delay-ns")?,
+                // An earlier version did not count them.
+                waits_ns: record.get("waits-ns").unwrap_or_default(),
                 write_ns: record.get("write-ns")?,
                 mtbf_ns: record.get("mtbf-ns")?,
                 given: record.get("given")? == 1,

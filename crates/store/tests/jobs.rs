@@ -6,7 +6,7 @@ use common::*;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::time::Duration;
-use stillpoint_store::{Error, Paged, Paging, Running, Store, Terms, Trouble, check_name};
+use stillpoint_store::{Error, Pace, Paged, Paging, Running, Store, Terms, Trouble, check_name};
 
 fn store() -> (tempfile::TempDir, Store) {
     let folder = tempfile::tempdir().expect("folder");
@@ -140,6 +140,24 @@ fn what_paging_came_to_is_remembered() {
     };
     assert_eq!(record(""), Some(Paging::default()));
     assert_eq!(record("full"), Some(Paging { trouble: Some("full".into()), ..Paging::default() }));
+}
+
+#[test]
+fn a_pace_of_an_earlier_version_is_read() {
+    let (_folder, store) = store();
+    let _claim = store.claim("web").expect("new");
+    let numbers = ["interval", "pause", "faults", "delay", "waits", "write", "mtbf", "observed"];
+    let keys = numbers.iter().zip(1..).map(|(key, n)| format!("{key}-ns {n}\n"));
+    let text = format!("stillpoint pace 1\n{}bounded 0\ngiven 1\nfailures 9\n", keys.collect::<String>());
+    let read = |text: &str| {
+        std::fs::write(store.path().join("jobs/web/pace"), sealed(text)).expect("write");
+        store.pace("web").expect("get").expect("a pace")
+    };
+    let pace = read(&text);
+    assert_eq!((pace.waits_ns, pace.cost_ns(), pace.failures), (5, 2 + 3 + 4 + 5, 9));
+    assert_eq!(read(&text.replace("waits-ns 5\n", "")), Pace { waits_ns: 0, ..pace });
+    store.set_pace("web", Some(&pace)).expect("set");
+    assert_eq!(store.pace("web").expect("get"), Some(pace));
 }
 
 /// A record with its checksum.

@@ -9,6 +9,7 @@
 use super::tracking::Found;
 use crate::regions::within;
 use crate::{Error, Result};
+use std::time::Duration;
 use stillpoint_image::{Codec, Extent, Owner, PAGE, Place, Range};
 use stillpoint_linux::RemoteAddr;
 use stillpoint_linux::line::{Line, Mark, Origin, Piece, State, StoredPage};
@@ -227,15 +228,18 @@ impl Loading {
         references
     }
 
-    /// A checkpoint has been taken of what the last look found.
-    pub fn is_saved_in(&mut self, checkpoint: (String, u64, u64)) {
-        if self.is_paged() {
-            let written = std::mem::take(&mut self.written);
-            // If they cannot be told they hear that we hang up, and take nothing for stored that may have been written.
-            let _ = self.line.saved(written.iter().map(|range| (range.start, range.end())));
-        }
+    /// A checkpoint has been taken of what the last look found. Returns for how long the program's threads, all together, have waited
+    /// for pages that were held back until then.
+    pub fn is_saved_in(&mut self, checkpoint: (String, u64, u64)) -> Duration {
         self.source = checkpoint;
         self.at_source = Places::Moved(self.now.pieces.clone());
+        if !self.is_paged() {
+            return Duration::ZERO;
+        }
+        let written = std::mem::take(&mut self.written);
+        // If they cannot be told they hear that we hang up, and take nothing for stored that may have been written.
+        let told = self.line.saved(written.iter().map(|range| (range.start, range.end())));
+        told.unwrap_or_default()
     }
 
     /// In how many pieces it lies.

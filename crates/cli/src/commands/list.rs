@@ -212,10 +212,11 @@ pub fn pace_json(pace: &Pace) -> Value {
     let s = |ns: u64| ns as f64 / 1e9;
     json!({
         "interval_s": s(pace.interval_ns),
-        "cost_s": s(pace.pause_ns + pace.faults_ns + pace.delay_ns),
+        "cost_s": s(pace.cost_ns()),
         "pause_s": s(pace.pause_ns),
         "faults_s": s(pace.faults_ns),
         "delay_s": s(pace.delay_ns),
+        "waits_s": s(pace.waits_ns),
         "write_s": s(pace.write_ns),
         "bounded_by_write": pace.bounded,
         "mtbf_s": s(pace.mtbf_ns),
