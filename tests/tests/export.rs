@@ -10,7 +10,7 @@ use stillpoint_tests::{Scratch, Stillpoint, kernel, right, right_eq, skipped, un
 
 /// Export and import in one pipeline, as through ssh.
 #[track_caller]
-fn send(from: &Stillpoint, checkpoint: &str, options: &[&str], to: &Stillpoint, job: &str) {
+pub(crate) fn send(from: &Stillpoint, checkpoint: &str, options: &[&str], to: &Stillpoint, job: &str) {
     let mut export = from.command(&[&["export", checkpoint, "-"], options].concat());
     let mut export = export.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("export");
     let mut import = to.command(&["import", "-", "--name", job, "--json"]);

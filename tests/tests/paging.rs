@@ -616,3 +616,29 @@ fn what_is_waited_for_in_checkpoints_is_a_cost_of_theirs() {
     kernel::kill(root, kernel::SIGKILL);
     let _ = job.wait();
 }
+
+/// A checkpoint points to what was paged out before; elsewhere there is nothing but what travels.
+#[test]
+fn checkpoints_of_a_job_that_is_paged_travel() {
+    let Some((scratch, stillpoint, binary)) = paged("writers") else { return };
+    let expected = said(&binary, &LONG);
+    let mut job = begin(&stillpoint, "8MiB", &binary, &LONG);
+    let root = wait_for("the job", PATIENCE, || pid(&stillpoint));
+    let there = stillpoint.with_store(&scratch.path().join("there"));
+    paged_out(&stillpoint, 40 * MIB);
+    for (name, options) in [("one", &[][..]), ("two", &["--compress", "none"])] {
+        std::thread::sleep(Duration::from_millis(scratch.random().below(300)));
+        let taken = stillpoint.run(&["checkpoint", "it", "--json"]).ok().json();
+        let [all, anew] = ["bytes", "written_bytes"].map(|key| number(&taken, key));
+        assert!(anew < all / 2, "it does not point to what was paged out: {taken}");
+        // What it is paged to is written all the time meanwhile.
+        crate::export::send(&stillpoint, "it", options, &there, name);
+    }
+    kernel::kill(root, kernel::SIGKILL);
+    let _ = job.wait();
+    stillpoint.run(&["rm", "it"]).ok();
+    for name in ["one", "two"] {
+        there.run(&["verify", name]).ok();
+        comes_to(&there, name, &expected);
+    }
+}
