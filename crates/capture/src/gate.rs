@@ -66,10 +66,10 @@ impl<'a> Gates<'a> {
         {
             return Ok(Gate { gadgets: self.common, within: None });
         }
-        let why = "it dispatches its system calls to itself (PR_SET_SYSCALL_USER_DISPATCH), and has nothing in the region from which they go \
-                   through to make some by that tell its state";
+        let why = "it dispatches its system calls to itself (PR_SET_SYSCALL_USER_DISPATCH): those by which its state is asked would become \
+                   signals to it, as the region from which calls go through has no code for them";
         let hint = if is_its_own {
-            "try again when the program has switched its selector to let them through"
+            "try again when the program has switched its selector to let calls through"
         } else {
             ""
         };
