@@ -39,17 +39,20 @@ pub(crate) struct Gates<'a> {
     common: Gadgets,
     /// What was found in regions, by first address and length. Many threads have the same.
     found: HashMap<(u64, u64), Option<Gadgets>>,
+    /// Addresses of the selectors of all threads.
+    selectors: Vec<u64>,
 }
 
 impl<'a> Gates<'a> {
-    pub fn new(memory: &'a Memory, maps: &'a [Vma], common: Gadgets) -> Self {
-        Gates { memory, maps, common, found: HashMap::new() }
+    /// `selectors`: their addresses, of all threads that have the memory, as far as they dispatch their calls.
+    pub fn new(memory: &'a Memory, maps: &'a [Vma], common: Gadgets, selectors: Vec<u64>) -> Self {
+        Gates { memory, maps, common, found: HashMap::new(), selectors }
     }
 
     /// Where a thread can make calls; refuses one, which is called `what`, that cannot.
     ///
-    /// All who have its memory stand still, so the selector stays as it is, where nobody else has that. (One that the kernel could not read
-    /// would be the end of the thread.)
+    /// All who have its memory stand still, so the selector stays as it is, where nobody else has that; and if we died, so that all go
+    /// on, as long as no other thread has the same one. (One that the kernel could not read would be the end of the thread.)
     pub fn of(&mut self, thread: &Thread, what: &str) -> Result<Gate, Refusal> {
         let Some(dispatch) = thread.dispatch.map(|d| Dispatch::new(d.offset, d.len, d.selector)) else {
             return Ok(Gate { gadgets: self.common, within: None });
@@ -58,7 +61,8 @@ impl<'a> Gates<'a> {
             return Ok(Gate { gadgets, within: Some(dispatch) });
         }
         let selector = self.maps.iter().find(|vma| (vma.start..vma.end).contains(&dispatch.selector));
-        let is_its_own = selector.is_some_and(|vma| !vma.shared && vma.prot & libc::PROT_READ as u32 != 0);
+        let is_its_own = selector.is_some_and(|vma| !vma.shared && vma.prot & libc::PROT_READ as u32 != 0)
+            && self.selectors.iter().filter(|other| **other == dispatch.selector).count() < 2;
         let mut byte = [!LETS_ALL_THROUGH];
         if is_its_own
             && self.memory.read(RemoteAddr(dispatch.selector), &mut byte).is_ok()

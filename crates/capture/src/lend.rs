@@ -12,6 +12,7 @@ use stillpoint_linux::inject::{Planted, Site, Stack, Visit, outside_critical_sec
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::proc::{Proc, Vma};
 use stillpoint_linux::program::{Outcome, Program};
+use stillpoint_linux::ptrace::Stopped;
 use stillpoint_linux::twin;
 use syscalls::Sysno;
 
@@ -191,7 +192,12 @@ impl Lender<'_> {
         if let Some(refusal) = builder.refusals.pop() {
             return Err(Error::Incapable(refusal));
         }
-        let gate = Gates::new(self.memory, maps, common).of(&thread, &what).map_err(Error::Incapable)?;
+        let selectors = match thread.dispatch {
+            None => Vec::new(),
+            Some(_) => selectors(frozen)?,
+        };
+        let mut gates = Gates::new(self.memory, maps, common, selectors);
+        let gate = gates.of(&thread, &what).map_err(Error::Incapable)?;
         let (ip, home) = (gate.gadgets.call_ip(), gate.gadgets.sigreturn_ip());
         let home = FilteredCall { nr: libc::SYS_rt_sigreturn, ip: home, args: [0; 6] };
         let calls = calls.iter().map(|&(nr, args)| FilteredCall { nr, ip, args });
@@ -206,4 +212,10 @@ impl Lender<'_> {
             None => Ok(gate),
         }
     }
+}
+
+/// Addresses of the selectors of all threads that dispatch their calls.
+fn selectors(frozen: &Frozen) -> Result<Vec<u64>> {
+    let all = frozen.threads.iter().map(Stopped::dispatch).collect::<Result<Vec<_>, _>>()?;
+    Ok(all.into_iter().flatten().map(|dispatch| dispatch.selector).collect())
 }

@@ -83,7 +83,9 @@ impl<'a> Visits<'a> {
         };
         let sp = lowest_pointer(sharers, vma.start..vma.end);
         let stack = Stack { start: vma.start, end: vma.end, sp };
-        let gates = Gates::new(&known.target.memory, maps, gadgets);
+        let dispatches = sharers.iter().flat_map(|one| &one.threads).filter_map(|thread| thread.dispatch);
+        let selectors = dispatches.map(|dispatch| dispatch.selector).collect();
+        let gates = Gates::new(&known.target.memory, maps, gadgets, selectors);
         let Some(gates) = each_gate(builder, process, gates) else { return Ok(None) };
         let ways = ways(process, threads, &gates, gadgets, planted.as_ref())?;
         let timers = known.target.process.timers()?;

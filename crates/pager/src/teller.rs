@@ -68,8 +68,11 @@ impl<'a> Teller<'a> {
                 (at, before) = (Instant::now(), paging.paged);
             }
             let now = Some(Paging { out_rate: rates.0, in_rate: rates.1, trouble, ..paging });
+            // In the end somebody waits, who serves the program no more: what is only counted the next one tells.
+            let trouble = |paging: &Option<Paging>| paging.as_ref().and_then(|paging| paging.trouble.clone());
+            let is_new = if is_over { trouble(&now) != trouble(&told) } else { now != told };
             // Of a program that has ended nobody wants to know, and its job may be gone.
-            if now != told && !self.work.has_ended() {
+            if is_new && !self.work.has_ended() {
                 now.iter().for_each(|now| (self.work.heard)(now));
                 told = now;
             }

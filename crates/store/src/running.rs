@@ -279,7 +279,8 @@ impl Store {
     /// [`Error::NoJob`], [`Error::Name`], [`Error::Io`]; [`Error::Record`] if the record is damaged.
     pub fn trouble(&self, job: &str) -> Result<Trouble> {
         let folder = self.known(job)?;
-        let paging = self.paging(job)?.and_then(|paging| paging.trouble);
+        // While it is being written in its place it may not be readable.
+        let paging = self.paging(job).ok().flatten().and_then(|paging| paging.trouble);
         let Some(record) = Record::read("trouble", &folder.trouble())? else {
             return Ok(Trouble { paging, ..Trouble::default() });
         };

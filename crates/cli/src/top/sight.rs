@@ -121,7 +121,8 @@ pub fn look(store: &Store, job: &str, at_work: &dyn Fn(&str) -> bool) -> Result<
     };
     let interval = recent.interval.or(running.as_ref().and_then(|r| r.every_ns)).filter(|_| state.is_alive());
     let processes = running.as_ref().map(|r| tree(r.pid)).unwrap_or_default();
-    let paging = jobs::paging(store, job, running.as_ref());
+    // Records of earlier versions have no limit, and count nothing.
+    let paging = jobs::paging(store, job, running.as_ref()).filter(|paging| paging.limit.is_some());
     Ok(Some(Sight {
         job: job.to_string(),
         pid: running.as_ref().map(|r| r.pid),
