@@ -58,7 +58,7 @@ impl<'a> Teller<'a> {
     /// Counts, and tells what is new, until it is over.
     pub fn run(&self) {
         let (mut at, mut before) = (Instant::now(), self.work.paged());
-        let (mut rates, mut told) = ((0, 0), None);
+        let (mut rates, mut told) = ((0, 0), None::<Paging>);
         loop {
             let (trouble, is_over) = self.wait(at + PERIOD);
             let (paging, passed) = (self.work.paging(), at.elapsed());
@@ -67,14 +67,16 @@ impl<'a> Teller<'a> {
                 rates = (rate(paging.paged.out, before.out), rate(paging.paged.back, before.back));
                 (at, before) = (Instant::now(), paging.paged);
             }
-            let now = Some(Paging { out_rate: rates.0, in_rate: rates.1, trouble, ..paging });
+            let now = Paging { out_rate: rates.0, in_rate: rates.1, trouble, ..paging };
             // In the end somebody waits, who serves the program no more: what is only counted the next one tells.
-            let trouble = |paging: &Option<Paging>| paging.as_ref().and_then(|paging| paging.trouble.clone());
-            let is_new = if is_over { trouble(&now) != trouble(&told) } else { now != told };
+            let is_new = match is_over {
+                true => now.trouble.as_ref() != told.as_ref().and_then(|told| told.trouble.as_ref()),
+                false => told.as_ref() != Some(&now),
+            };
             // Of a program that has ended nobody wants to know, and its job may be gone.
             if is_new && !self.work.has_ended() {
-                now.iter().for_each(|now| (self.work.heard)(now));
-                told = now;
+                (self.work.heard)(&now);
+                told = Some(now);
             }
             if is_over {
                 return;

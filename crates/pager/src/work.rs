@@ -6,14 +6,13 @@ use crate::server;
 use crate::slots::Sums;
 use crate::table::{At, Entry, Table};
 use crate::{Error, Result};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use rustix::process::{Signal, pidfd_send_signal};
 use std::os::unix::net::UnixListener;
 use std::sync::{Mutex, PoisonError};
 use stillpoint_image::{Extent, PAGE, Range};
 use stillpoint_linux::RemoteAddr;
-use stillpoint_linux::descriptors::pidfd_open;
+use stillpoint_linux::descriptors::{pidfd_open, poll_now};
 use stillpoint_linux::line;
 use stillpoint_linux::pager::Role;
 use stillpoint_linux::supervise::Child;
@@ -220,8 +219,7 @@ impl<'a> Work<'a> {
 
     /// Whether the program has ended.
     pub fn has_ended(&self) -> bool {
-        let mut polled = [PollFd::new(&self.program, PollFlags::IN)];
-        poll(&mut polled, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok_and(|n| n > 0)
+        poll_now(&self.program, libc::POLLIN).is_ok_and(|events| events != 0)
     }
 
     /// The program cannot go on.

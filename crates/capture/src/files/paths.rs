@@ -17,7 +17,6 @@ use stillpoint_image::{Bytes, FileKind, Owner, PathFile, Usage};
 use stillpoint_linux::Error;
 use stillpoint_linux::fdinfo::Folders;
 use stillpoint_linux::mounts;
-use stillpoint_linux::proc::Proc;
 
 const PROC: u64 = 0x9fa0;
 const MQUEUE: u64 = 0x1980_0202;
@@ -216,7 +215,7 @@ fn is_mounted_nowhere(builder: &Builder, file: impl AsFd) -> Result<bool> {
         return Ok(false);
     }
     let mount = mounts::number(&file)?;
-    Ok(Proc::process(std::process::id())?.mounts()?.iter().all(|one| one.id != mount))
+    Ok(builder.views.ours()?.iter().all(|one| one.id != mount))
 }
 
 /// Another name of a file whose name is gone, in the directory where that was: what is made under a name of its own and then linked
@@ -326,6 +325,7 @@ pub(crate) fn describe(path: &[u8], stat: &Stat, usage: Usage) -> PathFile {
 /// A file of procfs: global ones, those about the target's own processes, and those about processes that have ended.
 fn proc_file(scan: &mut Scan<'_>, d: &Description) -> Result<Option<FileKind>> {
     const CLOSE: &str = "close it before the checkpoint";
+    const NOT_REACHED: &str = "it is a file of procfs that cannot be reached by its path";
     if scan.builder.foreign.contains(&d.stat.st_dev) {
         return scan.refuse(d, FOREIGN.0, FOREIGN.1);
     }
@@ -338,7 +338,7 @@ fn proc_file(scan: &mut Scan<'_>, d: &Description) -> Result<Option<FileKind>> {
     let file = described(name);
     let Some((pid, below)) = file.of_process() else {
         if !name.starts_with("/proc") || deleted {
-            return scan.refuse(d, "it is a file of procfs that cannot be reached by its path", CLOSE);
+            return scan.refuse(d, NOT_REACHED, CLOSE);
         }
         return Ok(Some(FileKind::Proc(scan.builder.path(file).0)));
     };
@@ -368,7 +368,7 @@ fn proc_file(scan: &mut Scan<'_>, d: &Description) -> Result<Option<FileKind>> {
         }
         Of::Ended => return Ok(Some(FileKind::EndedProc(scan.builder.path(file).0))),
         Of::Another => {
-            return scan.refuse(d, "it is a file of procfs that cannot be reached by its path", CLOSE);
+            return scan.refuse(d, NOT_REACHED, CLOSE);
         }
     };
     Ok(Some(FileKind::Proc(scan.builder.path(path).0)))

@@ -14,7 +14,6 @@ use stillpoint_image::{Bytes, FileKind, PathFile, Socket, SocketOption, Usage};
 use stillpoint_linux::Error as Kernel;
 use stillpoint_linux::descriptors::{poll_now, readable};
 use stillpoint_linux::fdinfo::Detail;
-use stillpoint_linux::proc::Proc;
 use stillpoint_linux::proc::mounts::Mount;
 use stillpoint_linux::sockets::{self, UnixSocket};
 use stillpoint_linux::tcp::{self, state};
@@ -456,11 +455,10 @@ fn name(
 /// Where the file of a socket is mounted by itself (`mount --bind`), as seen from a mount namespace of the program's.
 fn mounted_at(scan: &Scan<'_>, namespace: Option<u32>, file: &Stat) -> Result<Option<PathBuf>> {
     let views = &scan.builder.views;
-    let ours = match namespace {
-        Some(_) => Vec::new(),
-        None => Proc::process(std::process::id())?.mounts()?,
+    let all = match namespace {
+        Some(row) => views.mounts(row),
+        None => views.ours()?,
     };
-    let all = namespace.map_or(ours.as_slice(), |row| views.mounts(row));
     let device = (major(file.st_dev), minor(file.st_dev));
     // Files of an overlay may have the device number of what is below it.
     let may_be = |mount: &&Mount| mount.root != b"/" && (mount.device == device || mount.kind == b"overlay");

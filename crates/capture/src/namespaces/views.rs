@@ -7,8 +7,9 @@ use std::ffi::OsStr;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use stillpoint_linux::mounts;
+use stillpoint_linux::proc::Proc;
 use stillpoint_linux::proc::mounts::Mount;
 
 /// All of them that are described.
@@ -21,6 +22,8 @@ pub(crate) struct Views {
     mounted_anew: HashSet<u64>,
     /// Those of them that are part of the checkpoint.
     made_anew: HashSet<u64>,
+    /// Mounts of our own namespace, once they were asked for.
+    ours: OnceLock<Vec<Mount>>,
 }
 
 #[derive(Debug)]
@@ -86,6 +89,14 @@ impl Views {
             Some(view) if path.first() == Some(&b'/') => reach(&view.root, path),
             _ => Path::new(OsStr::from_bytes(path)).to_owned(),
         }
+    }
+
+    /// Mounts of our own namespace.
+    pub fn ours(&self) -> Result<&[Mount]> {
+        if self.ours.get().is_none() {
+            let _ = self.ours.set(Proc::process(std::process::id())?.mounts()?);
+        }
+        Ok(self.ours.get().map_or(&[], Vec::as_slice))
     }
 
     /// What we find in a namespace, as it is called there; `None`: as it is.

@@ -182,8 +182,7 @@ fn make_socket(image: &Image, socket: &Socket, is_still: bool) -> Result<()> {
         let repaired = tcp::may_repair(&fd);
         return repaired.map_err(|e| failed(&format!("making its connection anew needs CAP_NET_ADMIN: {e}")));
     }
-    let is_tried = |level, name| !takes_part(socket, level, name);
-    options::apply_some(&fd, socket, &what, is_tried)?;
+    options::apply_some(&fd, socket, &what, |level, name| !takes_part(socket, level, name))?;
     // A program that runs may just be about to bind to it once more.
     if is_still { is_permitted_port(socket, &what) } else { Ok(()) }
 }
