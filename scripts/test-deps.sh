@@ -6,6 +6,7 @@ set -u
 # package:what shows that it is there (a command, or a file)
 wanted="
 python3:python3
+iproute2:ip
 python3-numpy:/usr/lib/python3/dist-packages/numpy
 python3-venv:/usr/share/doc/python3-venv
 sqlite3:sqlite3

@@ -29,6 +29,13 @@ struct Branched {
 }
 
 impl Branched {
+    /// What is taken by whoever keeps its snapshots, MiB, when it has given back what its allocator keeps in hand: it does when nobody
+    /// has asked for 2 s.
+    fn memory_of_keeper(&self) -> u64 {
+        std::thread::sleep(Duration::from_secs(3));
+        keepers_of(self.running.pid).into_iter().map(memory).max().unwrap_or(0)
+    }
+
     /// Nothing where only undisturbed runs are asked for, or it cannot run here.
     fn start(program: &str, scenario: &str, build: Build) -> Option<Self> {
         let Some(target) = Target::new(program, scenario, build) else {
@@ -412,6 +419,9 @@ fn goes_back(scratch: Scratch, command: &[&str]) {
     talking.end();
 }
 
+/// By so much memory two footprints may differ, MiB.
+const LEEWAY: u64 = 24;
+
 /// What a program, and whoever keeps its snapshots, take.
 #[derive(Debug)]
 struct Footprint {
@@ -419,25 +429,26 @@ struct Footprint {
     threads: usize,
     /// Resident, MiB.
     memory: u64,
-    of_keeper: (usize, u64),
+    of_keeper: usize,
     processes: usize,
+}
+
+/// Resident memory, MiB.
+fn memory(pid: u32) -> u64 {
+    let told = kernel::status(pid, "VmRSS").unwrap_or_default();
+    told.split_whitespace().next().and_then(|kib| kib.parse::<u64>().ok()).unwrap_or(0) >> 10
 }
 
 impl Footprint {
     fn of(branched: &Branched) -> Self {
         let descriptors = |pid: u32| kernel::numbers(&Path::new("/proc").join(pid.to_string()).join("fd"));
-        let memory = |pid: u32| -> u64 {
-            let told = kernel::status(pid, "VmRSS").unwrap_or_default();
-            told.split_whitespace().next().and_then(|kib| kib.parse::<u64>().ok()).unwrap_or(0) >> 10
-        };
         let pid = branched.running.pid;
-        // Beside the one that keeps them there may be one that watches it.
-        let keeper = keepers_of(pid).into_iter().max_by_key(|keeper| descriptors(*keeper).len()).unwrap_or(0);
         Footprint {
             descriptors: descriptors(pid),
             threads: kernel::threads(pid).len(),
             memory: memory(pid),
-            of_keeper: (descriptors(keeper).len(), memory(keeper)),
+            // Beside the one that keeps them there may be one that watches it.
+            of_keeper: keepers_of(pid).into_iter().map(|k| descriptors(k).len()).max().unwrap_or(0),
             processes: branched.scratch.processes().len(),
         }
     }
@@ -445,19 +456,16 @@ impl Footprint {
     fn grow_to(&mut self, other: &Footprint) {
         self.threads = self.threads.max(other.threads);
         self.memory = self.memory.max(other.memory);
-        self.of_keeper = (self.of_keeper.0.max(other.of_keeper.0), self.of_keeper.1.max(other.of_keeper.1));
+        self.of_keeper = self.of_keeper.max(other.of_keeper);
         self.processes = self.processes.max(other.processes);
     }
 
-    /// Whether it is not larger than another one. Memory may differ by what the program does in the first moments, and by what the
-    /// allocator of the keeper keeps in hand.
+    /// Whether it is not larger than another one. Memory may differ by what the program does in the first moments.
     fn is_within(&self, other: &Footprint) -> bool {
-        const LEEWAY: u64 = 24;
         self.descriptors == other.descriptors
             && self.threads <= other.threads
             && self.memory <= other.memory + LEEWAY
-            && self.of_keeper.0 <= other.of_keeper.0
-            && self.of_keeper.1 <= other.of_keeper.1 + LEEWAY
+            && self.of_keeper <= other.of_keeper
             && self.processes <= other.processes
     }
 }
@@ -481,7 +489,7 @@ fn leaks_nothing_in(turns: u64, scratch: Scratch, command: &[&str]) {
         Footprint::of(branched)
     };
     // Buffers grow to their sizes, and a thread may be made before it is looked at.
-    let (mut first, all) = (once(), 4 * turns);
+    let (mut first, all, mut kept) = (once(), 4 * turns, 0);
     for turn in 0..all {
         if turn % 8 == 0 {
             let other = branched.snapshot();
@@ -492,6 +500,9 @@ fn leaks_nothing_in(turns: u64, scratch: Scratch, command: &[&str]) {
         if turn < all / 2 {
             first.grow_to(&now);
         }
+        if turn + 1 == all / 2 {
+            kept = branched.memory_of_keeper();
+        }
     }
     let mut last = once();
     for _ in 0..30 {
@@ -500,12 +511,18 @@ fn leaks_nothing_in(turns: u64, scratch: Scratch, command: &[&str]) {
         }
         last = once();
     }
-    if !last.is_within(&first) {
-        // What its allocator keeps in hand the keeper gives back when nobody has asked for 10 s.
-        std::thread::sleep(Duration::from_secs(11));
-        last = once();
-    }
     assert!(last.is_within(&first), "after {all} rollbacks {last:?}, and at half of them {first:?}");
+    let mut now = branched.memory_of_keeper();
+    for _ in 0..10 {
+        if now <= kept + LEEWAY {
+            break;
+        }
+        now = branched.memory_of_keeper();
+    }
+    assert!(
+        now <= kept + LEEWAY,
+        "the keeper takes {now} MiB after {all} rollbacks, and {kept} at half of them"
+    );
     branched.forget(here);
     talking.goes_on(3);
     talking.end();

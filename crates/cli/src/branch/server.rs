@@ -26,8 +26,10 @@ use stillpoint_store::Store;
 const PATIENCE: Duration = Duration::from_secs(2);
 /// So much of the memory of pages that are not needed any more is kept for others, bytes.
 const KEPT: i32 = 32 << 20;
-/// How long it is waited for the first who asks, and for the next before memory that is kept for others is given back.
-const IDLE: Timespec = Timespec { tv_sec: 10, tv_nsec: 0 };
+/// How long it is waited for the first who asks.
+const UNUSED: Timespec = Timespec { tv_sec: 10, tv_nsec: 0 };
+/// How long it is waited for the next before memory that is kept for others is given back.
+const IDLE: Timespec = Timespec { tv_sec: 2, tv_nsec: 0 };
 
 /// Keeps snapshots, and does what is asked.
 pub struct Keeper {
@@ -150,7 +152,8 @@ impl Keeper {
         sources.extend(self.own.as_ref().map(|line| line.stream().as_fd()));
         let mut polled: Vec<PollFd<'_>> =
             sources.iter().map(|&fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
-        let (is_unused, mut idle) = (self.program.is_none() && self.own.is_none(), Some(&IDLE));
+        let is_unused = self.program.is_none() && self.own.is_none();
+        let mut idle = Some(if is_unused { &UNUSED } else { &IDLE });
         let (began, at_once) = (Instant::now(), Timespec { tv_sec: 0, tv_nsec: 0 });
         let patience = self.turns.patience();
         loop {
