@@ -11,7 +11,7 @@ static uint64_t model[PAGES]; // seeds of contents; 0: zeros
 static uint64_t randomness = 77, next_seed = 1;
 static int segment = -1;
 static int orders[2], answers[2];
-static pid_t helper;
+static pid_t helper, unburied;
 static unsigned mask;
 static uint64_t rare = 8; // one in so many operations is no mere writing
 
@@ -66,6 +66,24 @@ static void bear(struct order *o) {
   is_put(o);
 }
 
+// As it does, but for a while nobody waits for it.
+static void bear_and_leave(struct order *o) {
+  if (unburied) {
+    MUST(waitpid(unburied, 0, 0) == unburied);
+    unburied = 0;
+    return;
+  }
+  unburied = fork();
+  MUST(unburied >= 0);
+  if (unburied == 0) {
+    put(arena + o->from * PAGE, o);
+    _exit(0);
+  }
+  siginfo_t end;
+  MUST(waitid(P_PID, unburied, &end, WEXITED | WNOWAIT) == 0);
+  is_put(o);
+}
+
 // Zeros, and perhaps there again before anybody looks, as such.
 static void drop_for_all(struct order *o) {
   MUST(madvise(arena + o->from * PAGE, o->count * PAGE, MADV_REMOVE) == 0);
@@ -99,8 +117,8 @@ static void attach_once_more(struct order *o) {
 }
 
 static void (*const operations[])(struct order *) = {write_pages, order, bear, drop_for_all, drop_here, drop_what_was_written,
-                                                     map_once_more, attach_once_more};
-enum { WRITE, ORDER, BEAR, REMOVE, DROP, FORGET, REMAP, ATTACH };
+                                                     map_once_more, attach_once_more, bear_and_leave};
+enum { WRITE, ORDER, BEAR, REMOVE, DROP, FORGET, REMAP, ATTACH, LEAVE };
 #define BIT(operation) (1u << (operation))
 
 static void anything(UNUSED long me) {
@@ -148,6 +166,8 @@ static void run(void) {
   holds(0, PAGES);
   close(orders[1]);
   MUST(waitpid(helper, 0, 0) == helper);
+  if (unburied)
+    MUST(waitpid(unburied, 0, 0) == unburied);
   holds(0, PAGES);
 }
 
@@ -164,6 +184,12 @@ static void by_two(void) {
 
 static void by_children(void) {
   mask = BIT(WRITE) | BIT(ORDER) | BIT(BEAR);
+  rare = 30;
+  run_anonymous();
+}
+
+static void by_unburied(void) {
+  mask = BIT(WRITE) | BIT(ORDER) | BIT(LEAVE);
   rare = 30;
   run_anonymous();
 }
@@ -205,4 +231,4 @@ static void grows(void) {
   EQUAL(status, 0);
 }
 
-SCENARIOS({"grows", grows}, {"by_two", by_two}, {"by_children", by_children}, {"dropped", dropped}, {"remapped", remapped}, {"attached", attached})
+SCENARIOS({"grows", grows}, {"by_two", by_two}, {"by_children", by_children}, {"by_unburied", by_unburied}, {"dropped", dropped}, {"remapped", remapped}, {"attached", attached})

@@ -64,6 +64,7 @@ scenarios! {
     shared_memory:
         by_two.with_children(),
         by_children.with_children(),
+        by_unburied.with_children(),
         dropped.with_children(),
         remapped.with_children(),
         attached.with_children(),

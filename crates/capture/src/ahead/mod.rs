@@ -9,12 +9,13 @@
 //! * nobody has dropped pages of it, or made a second mapping of one of these (`madvise`, `mremap`): whoever does waits until we
 //!   have heard of it;
 //! * no process of the tree has got a child, or lost one, which might have written through what it inherited (page faults of one
-//!   that has ended are added to its parent's when that waits for it);
+//!   that has ended are added to its parent's when that waits for it; until then it is among the parent's children);
 //! * if it is a System V segment, nobody has attached or detached it.
 
 mod followers;
 mod objects;
 
+use crate::attributes::target::has_ended;
 use crate::brief::stop_briefly;
 use crate::engine::tracking::{open_inside, writes_unnoticed};
 use crate::engine::{AtRest, Log};
@@ -24,7 +25,7 @@ use crate::work::Member;
 use crate::{Builder, Progress, Result};
 use followers::{Follower, Looking, Watch};
 use objects::{Key, Mapping, Object, mappings_by_row, objects};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use stillpoint_image::{FileKind, Owner, PAGE, Range, SignalAction};
 use stillpoint_linux::RemoteAddr;
@@ -50,6 +51,8 @@ pub(crate) struct Ahead {
     taken: Vec<(u32, Range)>,
     /// Page faults of children that have ended, of all processes.
     child_faults: HashMap<u32, u64>,
+    /// Children that had ended when following began, and were not waited for: they have written nothing since.
+    unburied: HashSet<u32>,
 }
 
 impl Ahead {
@@ -67,6 +70,8 @@ impl Ahead {
             // Before its mappings are listed: a child that it has by then and that ends counts.
             let stat = member.target.process.stat()?;
             self.child_faults.insert(member.target.pid, stat.child_faults);
+            let children = member.target.process.children()?;
+            self.unburied.extend(children.into_iter().filter(|child| has_ended(*child)));
         }
         for (number, (key, mappings)) in (0..).zip(objects(members, builder)?) {
             if let Some(object) = Object::open(members, key, mappings, number)? {
@@ -337,6 +342,12 @@ impl Ahead {
             }
             if member.target.process.stat()?.child_faults != *before {
                 return Ok(Some(format!("a child of process {pid} has ended meanwhile")));
+            }
+            // Not waited for, it is in no count yet.
+            let is_known =
+                |child: &u32| self.unburied.contains(child) || members.iter().any(|m| m.target.pid == *child);
+            if !described.ended().is_empty() && !member.target.process.children()?.iter().all(is_known) {
+                return Ok(Some(format!("a child of process {pid} has ended, and was not waited for")));
             }
         }
         Ok(None)

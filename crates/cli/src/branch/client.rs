@@ -45,8 +45,8 @@ pub fn ask(store: &Store, pid: u32, ask: &Ask) -> Result<Answer> {
             Ok(Some(Answer::Failed(failure))) => return Err(failure),
             Ok(Some(answer)) => return Ok(answer),
             Ok(None) if may_start => {}
-            Err(e) if may_start && matches!(e.kind(), ErrorKind::ConnectionReset | ErrorKind::BrokenPipe) => {
-            }
+            // Whoever was not heard has asked for nothing.
+            Err(e) if matches!(e.kind(), ErrorKind::ConnectionReset | ErrorKind::BrokenPipe) => {}
             // It leaves when the program ends.
             Ok(None) | Err(_) if has_ended(pid) => return Err(ended(pid)),
             Ok(None) => {
