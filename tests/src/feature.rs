@@ -2,10 +2,11 @@
 
 use crate::observe::Facts;
 use crate::scratch::test_name;
-use crate::stillpoint::Checkpoint;
+use crate::stillpoint::{Checkpoint, binary};
 use crate::target::{Build, Running, Target, judge};
 use crate::turn::Turn;
 use crate::{Output, Scratch, Stillpoint, engine, fault, kernel, right, tier, verdict};
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -278,6 +279,15 @@ impl Feature {
     }
 }
 
+/// Whether the command itself has the process id for a moment, in a process that it made for what it tells (such as a file of procfs),
+/// or which is not the program yet; or nobody has it.
+fn is_of_the_command(pid: u32) -> bool {
+    let identity = |path: &Path| std::fs::metadata(path).map(|file| (file.dev(), file.ino())).ok();
+    let ours = identity(binary());
+    let exe = |tid: u32| identity(Path::new(&format!("/proc/{pid}/task/{tid}/exe")));
+    kernel::threads(pid).into_iter().find_map(exe).is_none_or(|theirs| Some(theirs) == ours)
+}
+
 /// A `restore` in the foreground.
 #[derive(Debug)]
 pub struct Foreground {
@@ -299,7 +309,8 @@ impl Foreground {
                 && kernel::threads(pid)
                     .iter()
                     .all(|&t| kernel::thread_state(pid, t).is_some_and(|s| s != 't'))
-                && kernel::status(pid, "TracerPid").is_some_and(|t| t == "0");
+                && kernel::status(pid, "TracerPid").is_some_and(|t| t == "0")
+                && !is_of_the_command(pid);
             (runs || self.thread.is_finished()).then_some(())
         });
     }
