@@ -183,6 +183,29 @@ impl Medium {
         done.map_err(Error::io("sync folder", path))
     }
 
+    /// Makes all of these durable at the same time: a file system brings what several wait for to its medium in one go.
+    pub fn sync_together(&self, all: &[Unsynced<'_>]) -> Result<()> {
+        let sync = |one: &Unsynced<'_>| match *one {
+            Unsynced::File(file, path) => self.sync(file, path),
+            Unsynced::Folder(path) => self.sync_folder(path),
+        };
+        let Some((first, others)) = all.split_first() else { return Ok(()) };
+        std::thread::scope(|scope| {
+            let start = |one| std::thread::Builder::new().spawn_scoped(scope, move || sync(one));
+            let started: Vec<_> = others.iter().map(|one| (one, start(one))).collect();
+            let mut done = sync(first);
+            for (one, thread) in started {
+                let synced = match thread.map(|thread| thread.join()) {
+                    Ok(Ok(synced)) => synced,
+                    // Nobody else is there to do it.
+                    _ => sync(one),
+                };
+                done = done.and(synced);
+            }
+            done
+        })
+    }
+
     /// Gives a file or folder another name; whatever had it before is gone.
     pub fn rename(&self, from: &Path, to: &Path) -> Result<()> {
         let done = self.make(Change::Rename { from, to }, || std::fs::rename(from, to));
@@ -211,7 +234,8 @@ impl Medium {
         self.sync(&file, temporary)
     }
 
-    fn write_new(&self, temporary: &Path, bytes: &[u8]) -> Result<File> {
+    /// As [`Medium::write_temporary`], not made durable yet.
+    pub fn write_new(&self, temporary: &Path, bytes: &[u8]) -> Result<File> {
         self.remove(temporary)?; // of somebody who died before the rename
         let file = self.create(temporary, OFlags::empty())?;
         self.write_at(&file, temporary, bytes, 0)?;
@@ -237,6 +261,15 @@ impl Medium {
         }
         done
     }
+}
+
+/// What is to be made durable.
+#[derive(Clone, Copy)]
+pub(crate) enum Unsynced<'a> {
+    /// Contents of an open file.
+    File(&'a File, &'a Path),
+    /// Names in a folder.
+    Folder(&'a Path),
 }
 
 /// Folders are for their owner only, as files are: they hold memory of programs.

@@ -469,9 +469,20 @@ impl Pipeline {
         self.check()
     }
 
-    /// Writes what is left, and makes all of it durable. The segment then has the size it needs, or a quarter more if it had
-    /// that before.
+    /// Writes what is left, and makes all of it durable.
     pub fn finish(&mut self) -> Result<()> {
+        self.complete()?;
+        let Shared { medium, segment, .. } = &*self.shared;
+        let durable = medium.sync(&segment.file, &segment.path);
+        if let Err(e) = &durable {
+            self.fail(e.to_string());
+        }
+        durable
+    }
+
+    /// Writes what is left, to be made durable by the caller. The segment then has the size it needs, or a quarter more if it had
+    /// that before.
+    pub fn complete(&mut self) -> Result<()> {
         self.drain()?;
         self.stop();
         let Shared { medium, segment, .. } = &*self.shared;
@@ -479,12 +490,11 @@ impl Pipeline {
             && self.offset <= segment.room
             && segment.room / 5 <= self.offset / 4;
         let cut = || medium.truncate(&segment.file, &segment.path, self.offset);
-        let durable = if fits { Ok(()) } else { cut() };
-        let durable = durable.and_then(|()| medium.sync(&segment.file, &segment.path));
-        if let Err(e) = &durable {
+        let cut = if fits { Ok(()) } else { cut() };
+        if let Err(e) = &cut {
             self.fail(e.to_string());
         }
-        durable
+        cut
     }
 
     fn stop(&mut self) {

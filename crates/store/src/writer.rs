@@ -5,7 +5,7 @@ use crate::folder::Folder;
 use crate::heat::{self, Area};
 use crate::ledger::Ledger;
 use crate::lock::Lock;
-use crate::medium::Medium;
+use crate::medium::{Medium, Unsynced};
 use crate::parallel::Source;
 use crate::pipeline::{Fill, Pipeline};
 use crate::segment::Segment;
@@ -238,8 +238,8 @@ impl Writer {
         self.given.push((from, to));
     }
 
-    /// Commits the checkpoint: page data durable, then the manifest durable under a temporary name, then its name,
-    /// then the folder. Sets `job`, `id`, `pages` and `written_bytes` of the image's [`stillpoint_image::Meta`].
+    /// Commits the checkpoint: page data, and the manifest under a temporary name, durable; then its name, then the
+    /// folder. Sets `job`, `id`, `pages` and `written_bytes` of the image's [`stillpoint_image::Meta`].
     ///
     /// # Errors
     /// Whatever fails, nothing of the checkpoint stays: [`Error::Image`] if the image is inconsistent, [`Error::Io`],
@@ -249,7 +249,7 @@ impl Writer {
         self.given.iter().for_each(|&(from, to)| self.pipeline.layers.give(from, to));
         let pages = std::mem::take(&mut self.pipeline.layers).flatten();
         self.pipeline.give_back(&pages.extents)?;
-        self.pipeline.finish()?;
+        self.pipeline.complete()?;
         self.commit_pages(image, pages)
     }
 
@@ -259,7 +259,7 @@ impl Writer {
     /// # Errors
     /// As [`Writer::commit`].
     pub fn commit_placed(mut self, image: Image, aside: Owner, map: PageMap) -> Result<Committed> {
-        self.pipeline.finish()?;
+        self.pipeline.complete()?;
         let put = std::mem::take(&mut self.pipeline.layers).flatten();
         let put = put.of(aside);
         let mut pages = PageMap { extents: Vec::with_capacity(map.extents.len()) };
@@ -290,12 +290,7 @@ impl Writer {
         if !needed {
             self.medium.remove(&self.pipeline.segment().path)?;
         }
-        for segment in &self.shared {
-            let path = self.folder.segment(*segment);
-            let file = File::open(&path).map_err(Error::io("open", &path))?;
-            self.medium.sync(&file, &path)?;
-        }
-        let manifest_bytes = self.write_manifest(&image, &pages)?;
+        let manifest_bytes = self.write_manifest(&image, &pages, needed)?;
         self.committed = true;
         Ok(Committed {
             id: self.id,
@@ -308,10 +303,25 @@ impl Writer {
         })
     }
 
-    /// The part of a commit that makes the checkpoint visible. Returns the size of the manifest.
-    fn write_manifest(&self, image: &Image, pages: &PageMap) -> Result<u64> {
+    /// The part of a commit that makes the checkpoint durable, and then visible; `needed`: it points to what it has stored itself.
+    /// Returns the size of the manifest.
+    fn write_manifest(&self, image: &Image, pages: &PageMap, needed: bool) -> Result<u64> {
         let manifest = wire::encode(image, pages);
-        self.medium.sync_folder(&self.folder.segments())?;
+        let temporary = self.folder.temporary_checkpoint(self.id);
+        let written = self.medium.write_new(&temporary, &manifest)?;
+        let mut shared = Vec::with_capacity(self.shared.len());
+        for segment in &self.shared {
+            let path = self.folder.segment(*segment);
+            shared.push((File::open(&path).map_err(Error::io("open", &path))?, path));
+        }
+        let segments = self.folder.segments();
+        let mut unsynced = vec![Unsynced::File(&written, &temporary), Unsynced::Folder(&segments)];
+        if needed {
+            let own = self.pipeline.segment();
+            unsynced.push(Unsynced::File(&own.file, &own.path));
+        }
+        unsynced.extend(shared.iter().map(|(file, path)| Unsynced::File(file, path)));
+        self.medium.sync_together(&unsynced)?;
         if self.folder.checkpoint_ids()?.is_empty() {
             // Whoever made the folders may have died before their names were durable.
             let mut above = self.folder.path.ancestors();
@@ -319,9 +329,7 @@ impl Writer {
             // The one that the store is in need not be ours to read.
             let _ = above.next().filter(|path| path.is_dir()).map(|path| self.medium.sync_folder(path));
         }
-        self.medium.write_temporary(&self.folder.temporary_checkpoint(self.id), &manifest)?;
-        let name = self.folder.checkpoint(self.id);
-        self.medium.rename(&self.folder.temporary_checkpoint(self.id), &name)?;
+        self.medium.rename(&temporary, &self.folder.checkpoint(self.id))?;
         self.medium.sync_folder(&self.folder.checkpoints())?;
         Ok(manifest.len() as u64)
     }

@@ -255,14 +255,18 @@ fn commits_are_in_order() {
         let found = records.iter().rposition(|(o, n)| *o == op && n == name);
         found.unwrap_or_else(|| panic!("{op:?} {name} in {records:?}"))
     };
+    let first = |op, name: &str| records.iter().position(|(o, n)| *o == op && n == name);
+    let written = last(Op::Truncate, "1.pages").max(last(Op::Write, ".stillpoint-1"));
+    let renamed = last(Op::Rename, "1");
+    // These at the same time, in any order.
+    for (op, name) in [(Op::Sync, "1.pages"), (Op::SyncFolder, "segments"), (Op::Sync, ".stillpoint-1")] {
+        let synced = first(op, name).is_some_and(|first| written < first) && last(op, name) < renamed;
+        assert!(synced, "{op:?} {name} in {records:?}");
+    }
     let order = [
         last(Op::Write, "1.pages"),
         last(Op::Truncate, "1.pages"),
-        last(Op::Sync, "1.pages"),
-        last(Op::SyncFolder, "segments"),
-        last(Op::Write, ".stillpoint-1"),
-        last(Op::Sync, ".stillpoint-1"),
-        last(Op::Rename, "1"),
+        renamed,
         last(Op::SyncFolder, "checkpoints"),
     ];
     assert!(order.is_sorted(), "{order:?} in {records:?}");
