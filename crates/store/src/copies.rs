@@ -148,6 +148,15 @@ impl Store {
         }
         let Some(_lock) = Lock::exclusive(&files.join("lock"), Duration::ZERO)? else { return Ok(()) };
         let Some(known) = self.known_copies()? else { return Ok(()) };
+        if all.iter().any(|name| is_digest(name) && !known.contains(name)) {
+            // No manifest that was removed may come back after a power cut without its copies.
+            for job in self.jobs()? {
+                let checkpoints = self.folder_unchecked(&job).checkpoints();
+                if checkpoints.is_dir() {
+                    self.medium.sync_folder(&checkpoints)?;
+                }
+            }
+        }
         for name in all {
             let path = files.join(&name);
             match is_digest(&name) {

@@ -61,6 +61,11 @@ impl Folder {
         self.path.join("ledger")
     }
 
+    /// There while checkpoints have been removed whose room was not given back; locked by whoever does so later.
+    pub fn owes_room(&self) -> PathBuf {
+        self.path.join("owes-room")
+    }
+
     pub fn running(&self) -> PathBuf {
         self.path.join("running")
     }

@@ -17,6 +17,8 @@ pub(crate) struct Ledger {
     /// In which boot of the machine it was written. Removals are not synced one by one: after a power cut some of them may not have
     /// happened, although the ledger says that all is done.
     pub boot: Option<String>,
+    /// It tells what cannot be made up from the files: what had the highest ids is gone.
+    pub beyond: bool,
 }
 
 impl Ledger {
@@ -29,15 +31,21 @@ impl Ledger {
                 segment: record.get("segment").unwrap_or(0),
                 pending: record.get("pending"),
                 boot: record.text("boot"),
+                beyond: false,
             },
             Ok(None) | Err(crate::Error::Record { .. }) => Ledger::default(),
             Err(e) => return Err(e),
         };
-        ledger.checkpoint = ledger.checkpoint.max(folder.checkpoint_ids()?.last().copied().unwrap_or(0));
-        ledger.segment = ledger.segment.max(folder.segment_ids()?.last().copied().unwrap_or(0));
+        let highest = |ids: Vec<u64>| ids.last().copied().unwrap_or(0);
+        let (checkpoint, segment) = (highest(folder.checkpoint_ids()?), highest(folder.segment_ids()?));
+        ledger.beyond = ledger.checkpoint > checkpoint || ledger.segment > segment;
+        ledger.checkpoint = ledger.checkpoint.max(checkpoint);
+        ledger.segment = ledger.segment.max(segment);
         Ok(ledger)
     }
 
+    /// Replaces it. It is made durable only if it tells what the files do not: a crash of the machine may then leave the old one, a new
+    /// one or an empty one, and all is looked through after that anyway.
     pub fn write(&self, medium: &Medium, folder: &Folder) -> Result<()> {
         let mut record =
             Record::new("ledger").number("checkpoint", self.checkpoint).number("segment", self.segment);
@@ -45,7 +53,10 @@ impl Ledger {
         if let Some(id) = self.pending {
             record = record.number("pending", id);
         }
-        record.write(medium, &folder.ledger())
+        match self.beyond {
+            true => record.write(medium, &folder.ledger()),
+            false => record.write_for_now(medium, &folder.ledger()),
+        }
     }
 
     /// Whether the machine has been started anew since it was written.

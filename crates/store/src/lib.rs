@@ -6,6 +6,7 @@
 //! STORE/jobs/JOB/segments/spare        a file to be written anew as the next segment
 //! STORE/jobs/JOB/checkpoints/ID        manifest: description of the program and page map; its rename commits
 //! STORE/jobs/JOB/tails/                cut tails of files, kept until the whole job is removed
+//! STORE/jobs/JOB/owes-room             room of removed checkpoints is given back later, by who has it locked
 //! STORE/jobs/JOB/running               who runs the job now
 //! STORE/jobs/JOB/terms                 on which terms it runs, until somebody sees its end
 //! STORE/jobs/JOB/pace                  how often its checkpoints pay, and why
@@ -48,6 +49,7 @@ mod pipeline;
 mod reader;
 mod record;
 mod rewrite;
+mod rolling;
 mod running;
 mod segment;
 mod spare;
@@ -70,6 +72,7 @@ pub use name::check_name;
 pub use parallel::Source;
 pub use pipeline::Fill;
 pub use reader::{Checkpoint, Reader};
+pub use rolling::Rolling;
 pub use running::{Claim, Pace, Paged, Paging, Running, Trouble};
 pub use store::{Store, Summary};
 pub use sweep::Freed;

@@ -77,7 +77,7 @@ fn take(
 }
 
 /// Whether the open file is still the one of this name.
-fn is_at(file: &File, path: &Path) -> bool {
+pub(crate) fn is_at(file: &File, path: &Path) -> bool {
     match (file.metadata(), path.metadata()) {
         (Ok(a), Ok(b)) => (a.dev(), a.ino()) == (b.dev(), b.ino()),
         _ => false,

@@ -6,7 +6,7 @@ use crate::lock::Lock;
 use crate::medium::{Medium, TEMPORARY, temporary};
 use crate::rewrite::{self, Usage};
 use crate::spare::{self, Room, held};
-use crate::{Claim, Error, Result, Store, working};
+use crate::{Claim, Error, Result, Store, rolling, working};
 use std::time::Duration;
 use stillpoint_image::wire;
 
@@ -69,6 +69,27 @@ impl Store {
     /// # Errors
     /// As [`Store::prune`].
     pub fn roll(&self, job: &str, keep: usize) -> Result<Freed> {
+        self.keep_newest(job, keep, &self.spared(job), Room::Reused)
+    }
+
+    /// Gives back what [`Store::roll`] has kept, and what [`Rolling`](crate::Rolling) owes, unless somebody is at work on the job just now.
+    ///
+    /// # Errors
+    /// [`Error::NoJob`], [`Error::Io`].
+    pub fn end_rolling(&self, job: &str) -> Result<()> {
+        let folder = self.known(job)?;
+        match Lock::exclusive(&folder.writer_lock(), Duration::ZERO)? {
+            Some(_lock) if folder.owes_room().exists() => {
+                sweep(self, &folder, Rewriting::Yes, Room::GivenBack)?;
+            }
+            Some(_lock) => self.medium.remove(&folder.spare())?,
+            None => return Ok(()),
+        }
+        self.collect_copies()
+    }
+
+    /// The checkpoints of a job that stay when it rolls, however old they are.
+    pub(crate) fn spared(&self, job: &str) -> Vec<u64> {
         let mut spared = Vec::new();
         if let Ok(Some(terms)) = self.terms(job) {
             spared.extend(terms.passed_over(self, job));
@@ -78,28 +99,21 @@ impl Store {
         {
             spared.extend(running.restored_from);
         }
-        self.keep_newest(job, keep, &spared, Room::Reused)
+        spared
     }
 
-    /// Gives back what [`Store::roll`] has kept, unless somebody is at work on the job just now.
-    ///
-    /// # Errors
-    /// [`Error::NoJob`], [`Error::Io`].
-    pub fn end_rolling(&self, job: &str) -> Result<()> {
-        let folder = self.known(job)?;
-        match Lock::exclusive(&folder.writer_lock(), Duration::ZERO)? {
-            Some(_lock) => self.medium.remove(&folder.spare())?,
-            None => return Ok(()),
-        }
-        self.collect_copies()
+    /// All but the newest `keep` checkpoints, and those that are spared; oldest first.
+    pub(crate) fn older(&self, folder: &Folder, keep: usize, spared: &[u64]) -> Result<Vec<u64>> {
+        let mut ids = folder.checkpoint_ids()?;
+        ids.retain(|id| !spared.contains(id));
+        ids.truncate(ids.len().saturating_sub(keep));
+        Ok(ids)
     }
 
     fn keep_newest(&self, job: &str, keep: usize, spared: &[u64], room: Room) -> Result<Freed> {
         let folder = self.known(job)?;
         let _lock = self.writer_lock(&folder)?;
-        let mut ids = folder.checkpoint_ids()?;
-        ids.retain(|id| !spared.contains(id));
-        ids.truncate(ids.len().saturating_sub(keep));
+        let ids = self.older(&folder, keep, spared)?;
         self.drop_checkpoints(&folder, ids, room)
     }
 
@@ -143,10 +157,13 @@ impl Store {
         self.medium.remove_tree(&hidden)
     }
 
-    fn drop_checkpoints(&self, folder: &Folder, ids: Vec<u64>, room: Room) -> Result<Freed> {
+    /// Removes checkpoints, and gives back what only they needed; the caller holds the writer lock.
+    pub(crate) fn drop_checkpoints(&self, folder: &Folder, ids: Vec<u64>, room: Room) -> Result<Freed> {
         // Remember the highest id before its manifest goes, so that it never comes again. A full medium must not keep
         // anyone from making room: then it is remembered afterwards.
-        let ledger = Ledger { pending: Some(0), ..Ledger::read(folder)? };
+        let found = Ledger::read(folder)?;
+        let beyond = found.beyond || ids.contains(&found.checkpoint);
+        let ledger = Ledger { pending: Some(0), beyond, ..found };
         let remembered = ledger.write(&self.medium, folder);
         if let Err(e) = &remembered
             && !e.is_full()
@@ -156,10 +173,10 @@ impl Store {
         for id in &ids {
             self.medium.remove(&folder.checkpoint(*id))?;
         }
-        self.medium.sync_folder(&folder.checkpoints())?;
         let mut freed = sweep(self, folder, Rewriting::Yes, room)?;
         if remembered.is_err() {
-            let late = Ledger { checkpoint: ledger.checkpoint, pending: None, ..Ledger::read(folder)? };
+            let late =
+                Ledger { checkpoint: ledger.checkpoint, pending: None, beyond, ..Ledger::read(folder)? };
             late.write(&self.medium, folder)?;
         }
         freed.checkpoints = ids;
@@ -185,6 +202,7 @@ pub(crate) fn has_leftovers(medium: &Medium, folder: &Folder) -> Result<bool> {
     let is_begun = || Ok::<_, Error>(folder.ledger().exists() || !folder.segment_ids()?.is_empty());
     Ok(!hidden(folder)?.is_empty()
         || working::has_stale_pins(folder)?
+        || rolling::is_owed_by_the_dead(folder)?
         || ledger.unfinished(folder)
         || ledger.is_of_another_boot(medium) && is_begun()?)
 }
@@ -204,8 +222,8 @@ fn hidden(folder: &Folder) -> Result<Vec<std::path::PathBuf>> {
 
 /// Gives back all room that no checkpoint needs; the caller holds the writer lock.
 pub(crate) fn sweep(store: &Store, folder: &Folder, rewriting: Rewriting, room: Room) -> Result<Freed> {
-    if rewriting == Rewriting::No && folder.checkpoints().is_dir() {
-        // Whoever died may have removed manifests whose names are still durable: none may come back without its segments.
+    if folder.checkpoints().is_dir() {
+        // Manifests were removed, possibly by who has died, whose names are still durable: none may come back without its segments.
         store.medium.sync_folder(&folder.checkpoints())?;
     }
     for path in hidden(folder)? {
@@ -239,6 +257,9 @@ pub(crate) fn sweep(store: &Store, folder: &Folder, rewriting: Rewriting, room: 
             Ok(saved) => freed.bytes += saved,
             Err(e) => freed.unfinished = Some(e),
         }
+    }
+    if freed.unfinished.is_none() {
+        store.medium.remove(&folder.owes_room())?;
     }
     // Whatever was under way is now completed or undone.
     let ledger = Ledger::read(folder)?;

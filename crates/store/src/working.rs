@@ -164,6 +164,8 @@ impl Working {
         let Some(_lock) = Lock::exclusive(&self.folder.writer_lock(), Duration::ZERO)? else {
             return Ok(None);
         };
+        // What is written over must not be pointed to by a manifest that was removed, and comes back after a power cut.
+        self.medium.sync_folder(&self.folder.checkpoints())?;
         let mut slots = Vec::new();
         for id in self.folder.checkpoint_ids()? {
             let path = self.folder.checkpoint(id);

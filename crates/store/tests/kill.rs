@@ -6,7 +6,7 @@ use common::*;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
-use stillpoint_store::Store;
+use stillpoint_store::{Rolling, Store};
 
 /// Rounds of killing.
 const ROUNDS: u64 = 60;
@@ -32,6 +32,7 @@ fn begun(store: &Path) -> PathBuf {
 fn victim() {
     let Ok(path) = std::env::var(VICTIM) else { return };
     std::fs::write(begun(path.as_ref()), "").expect("begun");
+    let mut rolling = None::<Rolling>;
     loop {
         let store = Store::open(path.as_ref()).expect("open");
         let mut writer = store.begin("job").expect("begin");
@@ -47,7 +48,15 @@ fn victim() {
         }
         writer.commit(image()).expect("commit");
         if id.is_multiple_of(3) {
-            if id.is_multiple_of(2) { store.roll("job", 2) } else { store.prune("job", 2) }.expect("prune");
+            if id.is_multiple_of(2) {
+                store.roll("job", 2).map(drop)
+            } else {
+                store.prune("job", 2).map(drop)
+            }
+            .expect("prune");
+        }
+        if id % 3 == 1 {
+            rolling.get_or_insert_with(|| store.rolling("job", 3)).roll().expect("roll");
         }
         if id.is_multiple_of(7) {
             store.remove("job", id).expect("remove");

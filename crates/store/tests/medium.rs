@@ -270,6 +270,7 @@ fn commits_are_in_order() {
         last(Op::SyncFolder, "checkpoints"),
     ];
     assert!(order.is_sorted(), "{order:?} in {records:?}");
+    assert!(first(Op::Sync, ".stillpoint-ledger").is_none(), "it tells no more than the files do");
 }
 
 /// A real full disk, where a small one can be mounted.

@@ -12,8 +12,10 @@ use std::io::Cursor;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use stillpoint_archive::{Companion, Compression, Import, export};
-use stillpoint_image::{AddressSpace, FileTable, Image, PAGE, PathFile, Process, Range, Thread, Usage};
-use stillpoint_store::{Result, Sources, Store};
+use stillpoint_image::{
+    AddressSpace, Codec, Extent, FileTable, Image, PAGE, PathFile, Place, Process, Range, Thread, Usage,
+};
+use stillpoint_store::{Result, Rolling, Sources, Store, Working};
 
 /// Disks that are looked at, unless told otherwise.
 const CUTS: usize = 2_000;
@@ -43,6 +45,10 @@ struct Life {
 struct History {
     root: tempfile::TempDir,
     recorder: Arc<Recorder>,
+    /// Whoever keeps the newest checkpoints only, from one act to the next, as long as they live.
+    rolling: Option<(Rolling, usize)>,
+    /// Where they have pages of the program written, outside of checkpoints.
+    working: Option<Working>,
     random: u64,
     lives: Vec<Life>,
     imports: u64,
@@ -110,7 +116,9 @@ impl History {
     fn new(seed: u64) -> Self {
         let root = scratch();
         let recorder = Recorder::new(root.path());
-        History { root, recorder, random: seed | 1, lives: Vec::new(), imports: 0, archive: archive() }
+        let (random, lives) = (seed | 1, Vec::new());
+        let (rolling, working) = (None, None);
+        History { root, recorder, rolling, working, random, lives, imports: 0, archive: archive() }
     }
 
     fn below(&mut self, n: u64) -> u64 {
@@ -138,7 +146,7 @@ impl History {
         let most = self.below(40);
         self.recorder.lives_for(dies.then_some(most));
         let store = self.open();
-        let done = match self.below(12) {
+        let done = match self.below(20) {
             0 | 1 => self.checkpoint(&store, false),
             2..=4 => self.checkpoint(&store, true),
             5 => self.prune(&store, false),
@@ -146,10 +154,15 @@ impl History {
             8 => self.remove(&store),
             9 => self.import(&store),
             10 => self.remove_job(&store),
+            11..=14 => self.roll_on(&store),
+            15..=18 => self.page_on(&store),
             _ => self.others(&store),
         };
         assert!(dies || done.is_ok(), "{done:?}");
         drop(store);
+        if dies {
+            (self.rolling, self.working) = (None, None);
+        }
         self.recorder.lives_for(None);
         // Whoever comes next opens the store first.
         drop(self.open());
@@ -172,6 +185,16 @@ impl History {
     }
 
     fn checkpoint(&mut self, store: &Store, incremental: bool) -> Result<()> {
+        self.checkpoint_of(store, incremental, None)
+    }
+
+    /// With pages that are written already, if there are some.
+    fn checkpoint_of(
+        &mut self,
+        store: &Store,
+        incremental: bool,
+        written: Option<(&[Extent], &Memory)>,
+    ) -> Result<()> {
         let mut writer = store.begin(JOB)?;
         let mut memory = Memory::new();
         let last = self.living(JOB).last().copied().filter(|_| incremental);
@@ -183,6 +206,10 @@ impl History {
         for first in (0..pages).map(|n| if last.is_some() { (n * 13 + seed) % 60 } else { n }) {
             put(&mut writer, first, 1, seed)?;
             memory.insert(first, seed);
+        }
+        if let Some((extents, changed)) = written {
+            writer.share(extents)?;
+            memory.extend(changed);
         }
         let (job, id, begun) = (JOB.to_owned(), writer.id(), self.recorder.now());
         self.lives.push(Life { job, id, memory, begun, committed: None, doomed: None, gone: None });
@@ -216,6 +243,71 @@ impl History {
         let freed = if rolls { store.roll(JOB, keep)? } else { store.prune(JOB, keep)? };
         self.bury(JOB, &freed.checkpoints);
         Ok(())
+    }
+
+    /// One checkpoint after the other, of which only the newest stay; room is given back now and then.
+    fn roll_on(&mut self, store: &Store) -> Result<()> {
+        if self.rolling.is_none() {
+            let keep = 1 + self.below(3) as usize;
+            self.rolling = Some((store.rolling(JOB, keep), keep));
+        }
+        for _ in 0..1 + self.below(4) {
+            self.checkpoint(store, true)?;
+            let gives_back = self.below(3) == 0;
+            let mut ids = store.checkpoints(JOB)?;
+            let Some((_, keep)) = &self.rolling else { continue };
+            ids.truncate(ids.len().saturating_sub(*keep));
+            self.doom(JOB, &ids);
+            let Some((rolling, _)) = &mut self.rolling else { continue };
+            assert_eq!(rolling.unlist()?, ids);
+            if gives_back {
+                rolling.give_back()?;
+                // Not before: names that are gone may come back with the power, whole.
+                self.bury_doomed(JOB);
+            }
+        }
+        Ok(())
+    }
+
+    /// Pages are written to slots that nobody needs, over and over, and a checkpoint points to them there.
+    fn page_on(&mut self, store: &Store) -> Result<()> {
+        const SLOTS: u64 = 40;
+        if self.working.is_none() {
+            let working = self.working.insert(store.working(JOB)?);
+            working.reserve(0, SLOTS)?;
+        }
+        let Some(working) = &self.working else { return Ok(()) };
+        let permanent = working.permanent()?.expect("nobody else writes");
+        let mut free = (0..SLOTS).filter(|slot| !permanent.contains(slot));
+        let seed = 1 + next(&mut self.random, 1 << 20);
+        let (mut extents, mut changed) = (Vec::new(), Memory::new());
+        let mut buffer = vec![0; 2 * PAGE_BYTES];
+        let aligned = buffer.as_ptr().align_offset(PAGE_BYTES);
+        let page = &mut buffer[aligned..][..PAGE_BYTES];
+        for number in (0..5).map(|n| (n * 7 + seed) % 60) {
+            let Some(slot) = free.next() else { break };
+            fill_page(number, seed, page);
+            working.write(slot, page)?;
+            let place = Place::Stored {
+                segment: working.id(),
+                offset: Working::offset(slot),
+                length: PAGE as u32,
+                block_pages: 1,
+                skip: 0,
+                codec: Codec::Raw,
+                crc: crc32fast::hash(page),
+            };
+            extents.push(Extent { owner: SPACE, address: number * PAGE, pages: 1, place });
+            changed.insert(number, seed);
+        }
+        self.checkpoint_of(store, true, Some((&extents, &changed)))
+    }
+
+    /// What was to go is gone, for all times.
+    fn bury_doomed(&mut self, job: &str) {
+        let now = self.recorder.now();
+        let doomed = |l: &&mut Life| l.job == job && l.doomed.is_some() && l.gone.is_none();
+        self.lives.iter_mut().filter(doomed).for_each(|life| life.gone = Some(now));
     }
 
     fn remove(&mut self, store: &Store) -> Result<()> {
@@ -258,6 +350,9 @@ impl History {
         let Some(job) = jobs.get(index) else { return Ok(()) };
         let ids = store.checkpoints(job)?;
         self.doom(job, &ids);
+        if job == JOB {
+            (self.rolling, self.working) = (None, None);
+        }
         store.remove_job(job)?;
         self.bury(job, &ids);
         Ok(())

@@ -281,6 +281,53 @@ fn one_segment_after_the_other() {
     assert_holds(&store, "web", 6, &memory(0, 21, 6));
 }
 
+/// Older checkpoints go at once, what they took later; whoever dies meanwhile leaves that to the next.
+#[test]
+fn room_is_owed_for_a_while() {
+    let (_folder, store) = store();
+    let job = store.path().join("jobs/web");
+    let segments = job.join("segments");
+    let add = |seed| checkpoint(&store, "web", &memory(0, 40, seed)).expect("checkpoint").id;
+    let mut rolling = store.rolling("web", 2);
+    assert_eq!((add(1), add(2), add(3), add(4)), (1, 2, 3, 4));
+    assert_eq!(rolling.unlist().expect("unlist"), [1, 2]);
+    assert_eq!(store.checkpoints("web").expect("ids"), [3, 4]);
+    assert!(store.load("web", Some(2)).is_err());
+    // Others see that somebody sees to it.
+    drop(Store::open(store.path()).expect("open"));
+    assert_eq!(names(&segments), ["1.pages", "2.pages", "3.pages", "4.pages"]);
+    assert_eq!((add(5), names(&segments).len()), (5, 5));
+    assert_eq!(rolling.roll().expect("roll").checkpoints, [3]);
+    assert_eq!(names(&segments), ["4.pages", "5.pages", "spare"], "it was never given back before");
+    assert!(!job.join("owes-room").exists());
+    // So soon after that it is owed.
+    add(6);
+    assert_eq!(rolling.roll().expect("roll").checkpoints, [4]);
+    assert!(job.join("owes-room").exists() && segments.join("4.pages").exists());
+    drop(rolling);
+    drop(Store::open(store.path()).expect("open"));
+    assert_eq!(names(&segments), ["5.pages", "6.pages"]);
+    assert_no_leftovers(&store, "web");
+    // The end of a job gives all of it back.
+    let mut rolling = store.rolling("web", 1);
+    assert_eq!(rolling.unlist().expect("unlist"), [5]);
+    store.end_rolling("web").expect("end");
+    assert_eq!(names(&segments), ["6.pages"]);
+    assert_no_leftovers(&store, "web");
+    // Whoever owed goes on.
+    add(7);
+    assert_eq!(rolling.unlist().expect("unlist"), [6]);
+    assert!(job.join("owes-room").exists());
+    store.prune("web", 1).expect("prune");
+    assert_no_leftovers(&store, "web");
+    assert_holds(&store, "web", 7, &memory(0, 40, 7));
+    // The newest is never just unlisted: its number would come again.
+    let mut all = store.rolling("web", 0);
+    assert_eq!(all.unlist().expect("unlist"), [7]);
+    assert_no_leftovers(&store, "web");
+    assert_eq!(add(8), 8);
+}
+
 #[test]
 fn a_failing_fill_leaves_the_writer_usable() {
     let (_folder, store) = store();

@@ -12,7 +12,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 use stillpoint_capture::Session;
 use stillpoint_store::history::Why;
-use stillpoint_store::{Every, Pace, Store, Trouble};
+use stillpoint_store::{Every, Pace, Rolling, Store, Trouble};
 
 /// Between two looks at a job whose memory is still being loaded.
 const TEND: Duration = Duration::from_millis(20);
@@ -124,8 +124,8 @@ pub struct Taker {
     pub inherited: Vec<(u32, Vec<u8>)>,
     /// How often the clock asks.
     pub every: Option<Every>,
-    /// How many of the newest checkpoints stay when the clock has asked for one.
-    pub keep: Option<usize>,
+    /// Keeps the newest checkpoints only, when the clock has asked for one.
+    pub rolling: Option<Rolling>,
     /// What the user should know.
     pub trouble: Trouble,
     /// Where the clock asks as often as pays.
@@ -216,9 +216,15 @@ impl Taker {
             if let Some(every) = self.every.and_then(Every::time).filter(|&every| taken.wall() > every) {
                 now.slow.get_or_insert_with(|| slow(taken.wall(), every));
             }
-            let Some(keep) = self.keep else { return Ok(()) };
-            self.store.roll(&self.job, keep).map(drop).map_err(crate::jobs::store_failure)
+            let Some(rolling) = &mut self.rolling else { return Ok(()) };
+            rolling.roll().map(drop).map_err(crate::jobs::store_failure)
         });
+        if pruned.is_err()
+            && let Some(rolling) = &mut self.rolling
+        {
+            // What is owed may be what is missing.
+            let _ = rolling.settle();
+        }
         now.failing = pruned.err().map(|failure| {
             let since = self.trouble.failing.as_ref().filter(|(_, what)| *what == failure.what);
             (since.map_or_else(crate::output::now_ns, |(since, _)| *since), failure.what)

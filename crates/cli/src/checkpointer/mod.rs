@@ -87,6 +87,7 @@ impl Work {
 
     fn taker(&self, clock: &Clock) -> Result<Taker> {
         let pacer = || Pacer::new(&self.store, &self.job, self.pid, self.periodic.mtbf);
+        let keep = self.periodic.keep.map(|n| usize::try_from(n).unwrap_or(usize::MAX));
         let pacing = clock.hears()?.map(|clock| Pacing { pacer: pacer(), last: None, clock });
         Ok(Taker {
             store: self.store.clone(),
@@ -94,7 +95,7 @@ impl Work {
             session: Session::new(self.pid),
             inherited: self.inherited.clone(),
             every: self.periodic.every,
-            keep: self.periodic.keep.map(|n| usize::try_from(n).unwrap_or(usize::MAX)),
+            rolling: keep.map(|keep| self.store.rolling(&self.job, keep)),
             trouble: Trouble::default(),
             pacing,
         })

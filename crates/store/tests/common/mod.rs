@@ -122,6 +122,7 @@ pub fn assert_no_leftovers(store: &Store, job: &str) {
     let mut segments = names(&folder.join("segments"));
     segments.retain(|name| name != "spare");
     assert_eq!(segments, needed, "segments");
+    assert!(!folder.join("owes-room").exists(), "room is owed");
     for place in [folder.clone(), folder.join("checkpoints")] {
         let hidden: Vec<String> = names(&place).into_iter().filter(|n| n.starts_with('.')).collect();
         assert!(hidden.is_empty(), "{} holds {hidden:?}", place.display());
