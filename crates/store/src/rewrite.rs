@@ -21,7 +21,7 @@ use std::os::unix::fs::FileExt;
 use stillpoint_image::{Codec, Extent, MAX_BLOCK_PAGES, Owner, PAGE, PageMap, Place, Range, wire};
 
 /// More segments than this in one job are joined, because a reader holds all of its segments open.
-const MAX_SEGMENTS: usize = 64;
+const MAX_SEGMENTS: usize = 128;
 /// Where a block is in the job: segment and offset.
 type BlockKey = (u64, u64);
 /// Moved blocks are put under made-up addresses, this far apart from each other: never adjacent.
