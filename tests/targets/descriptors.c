@@ -145,6 +145,45 @@ static void deleted(void) { // an open file without a name
   EQUAL(access(path_of("shown"), F_OK), 0);
 }
 
+// When memory and files without names were read and written.
+static void times(void) {
+  int fds[4], handle = -1;
+  for (int i = 0; i < 2; i++) {
+    fds[i] = syscall(SYS_memfd_create, "timed", 0);
+    MUST(fds[i] >= 0 && ftruncate(fds[i], 4 * PAGE) == 0);
+  }
+  fds[2] = create("timed", O_RDWR, "of another time");
+  fds[3] = open(directory, O_TMPFILE | O_RDWR, 0600);
+  MUST(fds[3] >= 0 && ftruncate(fds[3], PAGE) == 0 && unlink(path_of("timed")) == 0);
+  char *p = mmap(0, 4 * PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, fds[0], 0);
+  char *q = mmap(0, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, fds[3], 0);
+  char *r = mmap(0, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  MUST(p != MAP_FAILED && q != MAP_FAILED && r != MAP_FAILED);
+  fill(p, 3 * PAGE, 4);
+  fill(q, PAGE, 5);
+  fill(r, PAGE, 6);
+  char link[96];
+  snprintf(link, sizeof link, "/proc/self/map_files/%lx-%lx", (long)r, (long)r + PAGE);
+  handle = open(link, O_RDWR); // for the privileged
+  int all[] = {fds[0], fds[1], fds[2], fds[3], handle};
+  for (size_t i = 0; i < COUNT(all); i++) {
+    struct timespec times[2] = {{1000 + i, 5}, {i == 1 ? -7 : 2000 + (time_t)i, 999999999}};
+    MUST(all[i] < 0 || futimens(all[i], times) == 0);
+  }
+  cut();
+  for (size_t i = 0; i < COUNT(all); i++) {
+    struct stat s;
+    if (all[i] < 0)
+      continue;
+    EQUAL(fstat(all[i], &s), 0);
+    EQUAL(s.st_atim.tv_sec, 1000 + i);
+    EQUAL(s.st_atim.tv_nsec, 5);
+    EQUAL(s.st_mtim.tv_sec, i == 1 ? -7 : 2000 + (time_t)i);
+    EQUAL(s.st_mtim.tv_nsec, 999999999);
+  }
+  CHECK(filled(p, 3 * PAGE, 4) && filled(q, PAGE, 5) && filled(r, PAGE, 6));
+}
+
 static void directories(void) {
   mkdir(path_of("many"), 0700);
   for (int i = 0; i < 50; i++) {
@@ -1272,7 +1311,7 @@ static void many_descriptors(void) {
     EQUAL(OFFSET(fd[i]), i % 10 ? i % 9 : -1);
 }
 
-SCENARIOS({"regular", regular}, {"duplicates", duplicates}, {"deleted", deleted}, {"directories", directories},
+SCENARIOS({"regular", regular}, {"duplicates", duplicates}, {"deleted", deleted}, {"times", times}, {"directories", directories},
           {"pipes", pipes}, {"fifo", fifo}, {"fifo_in_common", fifo_in_common}, {"stream_pair", stream_pair}, {"credentials_pair", credentials_pair}, {"message_pairs", message_pairs},
           {"half_closed_pair", half_closed_pair}, {"listening_tcp4", listening_tcp4},
           {"listening_tcp6", listening_tcp6}, {"listening_unix", listening_unix}, {"eventfds", eventfds},

@@ -61,6 +61,7 @@ mod descriptors {
         regular,
         duplicates,
         deleted,
+        times,
         directories,
         pipes,
         fifo,

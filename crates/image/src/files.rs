@@ -91,6 +91,18 @@ impl PathFile {
     }
 }
 
+/// When something was read and changed, as `fstat(2)` tells it; when its status changed cannot be given back.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct Times {
+    /// Access time, nanoseconds since 1970.
+    #[n(0)]
+    pub atime_ns: i64,
+    /// Modification time, nanoseconds since 1970.
+    #[n(1)]
+    pub mtime_ns: i64,
+}
+
 /// How a program holds a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Encode, Decode)]
 pub enum Usage {

@@ -1,6 +1,6 @@
 //! Address spaces, mappings, memory objects.
 
-use crate::{Bytes, Range};
+use crate::{Bytes, Range, Times};
 use bitflags::bitflags;
 use minicbor::{Decode, Encode};
 
@@ -266,6 +266,9 @@ pub struct MemoryObject {
     /// It is System V shared memory; mode and owner are those of the segment.
     #[n(20)]
     pub segment: Option<Segment>,
+    /// Its times, as who has a descriptor of it is told of them.
+    #[n(21)]
+    pub times: Option<Times>,
 }
 
 /// A System V shared memory segment (`shmget`). It outlives the programs that are attached to it, unless it is marked for

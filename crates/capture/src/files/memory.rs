@@ -1,8 +1,8 @@
 //! Memfds.
 
-use super::Scan;
 use super::descriptions::Description;
 use super::noticed::WATCHED;
+use super::{Scan, paths};
 use crate::builder::Source;
 use crate::{Builder, Content, Result};
 use rustix::fs::SeekFrom;
@@ -82,6 +82,7 @@ pub fn memory_object(
         uid: stat.st_uid,
         gid: stat.st_gid,
         segment: None,
+        times: Some(paths::times(&stat)),
     });
     if new {
         // It is in no folder.

@@ -13,7 +13,7 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::DirEntryExt;
 use std::path::Path;
-use stillpoint_image::{Bytes, FileKind, Owner, PathFile, Usage};
+use stillpoint_image::{Bytes, FileKind, Owner, PathFile, Times, Usage};
 use stillpoint_linux::Error;
 use stillpoint_linux::fdinfo::Folders;
 use stillpoint_linux::mounts;
@@ -304,7 +304,7 @@ pub(crate) fn leads_to(path: &[u8], stat: &Stat) -> bool {
 
 /// A row from a path and a `stat`.
 pub(crate) fn describe(path: &[u8], stat: &Stat, usage: Usage) -> PathFile {
-    let ns = |s: i64, ns: u64| s.saturating_mul(1_000_000_000).saturating_add(ns as i64);
+    let Times { atime_ns, mtime_ns } = times(stat);
     PathFile {
         path: Bytes(path.to_vec()),
         dev: stat.st_dev,
@@ -314,12 +314,24 @@ pub(crate) fn describe(path: &[u8], stat: &Stat, usage: Usage) -> PathFile {
         gid: stat.st_gid,
         rdev: stat.st_rdev,
         size: stat.st_size as u64,
-        mtime_ns: ns(stat.st_mtime, stat.st_mtime_nsec),
-        ctime_ns: ns(stat.st_ctime, stat.st_ctime_nsec),
-        atime_ns: ns(stat.st_atime, stat.st_atime_nsec),
+        mtime_ns,
+        ctime_ns: nanoseconds(stat.st_ctime, stat.st_ctime_nsec),
+        atime_ns,
         usage,
         ..PathFile::default()
     }
+}
+
+/// The times that a `stat` tells and that can be given back.
+pub(crate) fn times(stat: &Stat) -> Times {
+    Times {
+        atime_ns: nanoseconds(stat.st_atime, stat.st_atime_nsec),
+        mtime_ns: nanoseconds(stat.st_mtime, stat.st_mtime_nsec),
+    }
+}
+
+fn nanoseconds(seconds: i64, more: u64) -> i64 {
+    seconds.saturating_mul(1_000_000_000).saturating_add(more as i64)
 }
 
 /// A file of procfs: global ones, those about the target's own processes, and those about processes that have ended.

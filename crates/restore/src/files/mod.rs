@@ -48,7 +48,7 @@ use std::io::Read;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::Path;
 use std::time::Instant;
-use stillpoint_image::{Backing, FileKind, Image, Mapping, OpenFile, Owner, Range};
+use stillpoint_image::{Backing, FileKind, Image, Mapping, OpenFile, Owner, Range, Times};
 use stillpoint_linux::proc::Proc;
 use stillpoint_linux::program::Run;
 use stillpoint_linux::{Error as Kernel, descriptors, memfd};
@@ -113,6 +113,8 @@ pub struct OpenFiles {
     stdin_pump: Option<OwnedFd>,
     /// Slaves of pseudo-terminals that control a session, by row of [`Image::ptys`].
     terminals: HashMap<u32, OwnedFd>,
+    /// Deleted files that were made anew, by handles, with the times that they are given at the end.
+    timed: Vec<(OwnedFd, Times)>,
     /// The line to who has kept sockets for the program.
     kept: Option<Kept>,
 }
@@ -215,6 +217,7 @@ impl<'a> Opening<'a> {
             notes: Vec::new(),
             stdin_pump: None,
             terminals: HashMap::new(),
+            timed: Vec::new(),
             kept: None,
         };
         let began = Instant::now();
@@ -273,13 +276,16 @@ impl<'a> Opening<'a> {
         Ok(())
     }
 
-    /// Owners and times, once everything was opened.
+    /// Owners, once everything was opened.
     fn finish_objects(&mut self) -> Result<()> {
         for (object, fd) in self.image.objects.iter().zip(&self.files.objects) {
             objects::finish_memory(object, fd)?;
         }
         for (row, made) in self.deleted.drain() {
-            self.files.notes.extend(made.finish(&self.image.paths[row as usize])?);
+            let file = &self.image.paths[row as usize];
+            self.files.notes.extend(made.finish(file)?);
+            let times = Times { atime_ns: file.atime_ns, mtime_ns: file.mtime_ns };
+            self.files.timed.push((made.handle()?, times));
         }
         self.detour = Detour::default();
         Ok(())
@@ -332,6 +338,13 @@ impl OpenFiles {
     /// runs.
     pub fn settle(&self, image: &Image) -> Result<()> {
         self.namespaces.settle_mounts(image)?;
+        // Not before all is mapped and filled, which counts as reading and writing.
+        let objects = self.objects.iter().zip(&image.objects);
+        let objects = objects.filter_map(|(fd, object)| Some((fd, object.times.as_ref()?)));
+        for (fd, times) in objects.chain(self.timed.iter().map(|(fd, times)| (fd, times))) {
+            objects::give_times(fd, times)
+                .map_err(|e| Kernel::call("give memory or a deleted file its times", e))?;
+        }
         for (file, source) in image.files.iter().zip(&self.sources) {
             if let (FileKind::Inotify(_) | FileKind::Fanotify(_), Some(fd)) = (&file.kind, source) {
                 events::forget_events(fd, file)?;

@@ -8,7 +8,7 @@ use std::ffi::OsStr;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use stillpoint_image::{MemoryObject, Owner, PAGE, PathFile};
+use stillpoint_image::{MemoryObject, Owner, PAGE, PathFile, Times};
 use stillpoint_linux::{Error as Kernel, memfd};
 
 /// Makes a memory object with its contents, not yet sealed.
@@ -101,6 +101,14 @@ fn own(fd: impl AsFd, uid: u32, gid: u32, mode: u32) -> rustix::io::Result<()> {
     Ok(())
 }
 
+/// Gives something its times; `of` may be a handle (`O_PATH`).
+pub(super) fn give_times(of: impl AsFd, times: &Times) -> rustix::io::Result<()> {
+    let time =
+        |ns: i64| Timespec { tv_sec: ns.div_euclid(1_000_000_000), tv_nsec: ns.rem_euclid(1_000_000_000) };
+    let times = Timestamps { last_access: time(times.atime_ns), last_modification: time(times.mtime_ns) };
+    rustix::fs::utimensat(of, c"", &times, AtFlags::EMPTY_PATH)
+}
+
 /// A deleted file that was made anew. It has a name for the moment, so that it can be opened.
 #[derive(Debug)]
 pub(super) struct Recreated {
@@ -146,7 +154,7 @@ impl Recreated {
         Ok(opened.map_err(|e| Kernel::file(name, e))?)
     }
 
-    /// Times, owner and extended attributes; after everything was opened. Returns which attributes it cannot have here.
+    /// Owner and extended attributes; after everything was opened. Returns which attributes it cannot have here.
     pub fn finish(&self, row: &PathFile) -> Result<Option<String>> {
         let named = |e| Kernel::file(row.path.as_path(), e);
         own(&self.file, row.uid, row.gid, row.mode).map_err(named)?;
@@ -157,14 +165,13 @@ impl Recreated {
                 lost.push(format!("{} ({e})", name.to_string_lossy()));
             }
         }
-        let time = |ns: i64| Timespec {
-            tv_sec: ns.div_euclid(1_000_000_000),
-            tv_nsec: ns.rem_euclid(1_000_000_000),
-        };
-        let times = Timestamps { last_access: time(row.atime_ns), last_modification: time(row.mtime_ns) };
-        rustix::fs::futimens(&self.file, &times).map_err(named)?;
         let told = || format!("{} (deleted): without its extended attributes {}", row.path, lost.join(", "));
         Ok((!lost.is_empty()).then(told))
+    }
+
+    /// A handle by which times are given to it at the end. It does not keep anybody from executing the file, as one for writing would.
+    pub fn handle(&self) -> Result<OwnedFd> {
+        Ok(stillpoint_linux::descriptors::reopen(&self.file, libc::O_PATH)?)
     }
 }
 
