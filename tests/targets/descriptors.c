@@ -290,6 +290,99 @@ static void fifo(void) {
   EQUAL(read(r, c, 10), 3);
 }
 
+// A FIFO that nobody finds by its name any more, with others of that name.
+static void fifo_removed(void) {
+  int r[2], w[2];
+  struct timespec times[2] = {{1000, 5}, {2000, 6}};
+  for (int i = 0; i < 2; i++) {
+    MUST(mkfifo(path_of("fifo"), 0640) == 0);
+    r[i] = open(path_of("fifo"), O_RDONLY | O_NONBLOCK);
+    w[i] = open(path_of("fifo"), O_WRONLY);
+    MUST(r[i] >= 0 && w[i] >= 0 && write(w[i], &i, sizeof i) == sizeof i && unlink(path_of("fifo")) == 0);
+    MUST(futimens(r[i], times) == 0);
+  }
+  mkdir(path_of("below"), 0700);
+  MUST(mkfifo(path_of("below/fifo"), 0600) == 0);
+  int handle = open(path_of("below/fifo"), O_PATH);
+  MUST(handle >= 0 && unlink(path_of("below/fifo")) == 0 && rmdir(path_of("below")) == 0);
+  cut();
+  for (int i = 0; i < 2; i++) {
+    int which = -1;
+    struct stat s, t;
+    EQUAL(fstat(r[i], &s), 0);
+    EQUAL(fstat(w[i], &t), 0);
+    EQUAL(s.st_ino, t.st_ino);
+    EQUAL(s.st_nlink, 0);
+    EQUAL(s.st_mode, S_IFIFO | 0640);
+    EQUAL(s.st_atim.tv_sec, 1000);
+    EQUAL(s.st_mtim.tv_sec, 2000);
+    char name[64], link[4096] = {0}, wanted[4200];
+    snprintf(name, sizeof name, "/proc/self/fd/%d", w[i]);
+    snprintf(wanted, sizeof wanted, "%s (deleted)", path_of("fifo"));
+    MUST(readlink(name, link, sizeof link - 1) > 0);
+    CHECK(!strcmp(link, wanted));
+    int again = open(name, O_WRONLY | O_NONBLOCK);
+    CHECK(again >= 0);
+    EQUAL(read(r[i], &which, sizeof which), sizeof which);
+    EQUAL(which, i);
+    EQUAL(write(again, "more", 4), 4);
+    EQUAL(read(r[i], &which, sizeof which), 4);
+  }
+  CHECK(access(path_of("fifo"), F_OK) != 0);
+  struct stat s;
+  EQUAL(fstat(handle, &s), 0);
+  EQUAL(s.st_mode, S_IFIFO | 0600);
+  EQUAL(s.st_nlink, 0);
+}
+
+static int told(int fd) {
+  struct pollfd p = {fd, POLLIN | POLLOUT, 0};
+  MUST(poll(&p, 1, 0) >= 0);
+  return p.revents;
+}
+
+// Readers whose writers have left are told so, and those that never had one are not.
+static void fifo_left(void) {
+  static const char *const names[] = {"left", "laden", "lonely", "unread"};
+  int early[4], late[4], wanted[9], pipe_ends[2], *all[] = {early, late};
+  for (int i = 0; i < 4; i++) {
+    MUST(mkfifo(path_of(names[i]), 0600) == 0);
+    early[i] = open(path_of(names[i]), O_RDONLY | O_NONBLOCK);
+    MUST(early[i] >= 0);
+    if (i == 2)
+      late[i] = dup(early[i]);
+    else if (i == 3) { // writers, whose reader leaves
+      late[i] = open(path_of(names[i]), O_WRONLY);
+      close(early[i]);
+      early[i] = dup(late[i]);
+    } else {
+      int w = open(path_of(names[i]), O_WRONLY);
+      MUST(w >= 0 && (i == 0 || write(w, "data", 4) == 4));
+      close(w);
+      late[i] = open(path_of(names[i]), O_RDONLY | O_NONBLOCK);
+    }
+    MUST(late[i] >= 0);
+  }
+  MUST(pipe(pipe_ends) == 0);
+  close(pipe_ends[1]);
+  for (int i = 0; i < 8; i++)
+    wanted[i] = told(all[i / 4][i % 4]);
+  wanted[8] = told(pipe_ends[0]);
+  MUST(wanted[0] == POLLHUP && wanted[1] == (POLLHUP | POLLIN) && wanted[2] == 0 && wanted[4] == 0);
+  MUST(wanted[5] == POLLIN && wanted[8] == POLLHUP);
+  cut();
+  for (int i = 0; i < 8; i++)
+    EQUAL(told(all[i / 4][i % 4]), wanted[i]);
+  EQUAL(told(pipe_ends[0]), wanted[8]);
+  for (int i = 0; i < 3; i++) {
+    int w = open(path_of(names[i]), O_WRONLY | O_NONBLOCK);
+    CHECK(w >= 0);
+    close(w);
+    EQUAL(told(early[i]) & POLLHUP, POLLHUP);
+    EQUAL(told(late[i]) & POLLHUP, POLLHUP);
+  }
+}
+
 // --- sockets
 
 // A FIFO that others may have open, too.
@@ -1312,7 +1405,7 @@ static void many_descriptors(void) {
 }
 
 SCENARIOS({"regular", regular}, {"duplicates", duplicates}, {"deleted", deleted}, {"times", times}, {"directories", directories},
-          {"pipes", pipes}, {"fifo", fifo}, {"fifo_in_common", fifo_in_common}, {"stream_pair", stream_pair}, {"credentials_pair", credentials_pair}, {"message_pairs", message_pairs},
+          {"pipes", pipes}, {"fifo", fifo}, {"fifo_in_common", fifo_in_common}, {"fifo_removed", fifo_removed}, {"fifo_left", fifo_left}, {"stream_pair", stream_pair}, {"credentials_pair", credentials_pair}, {"message_pairs", message_pairs},
           {"half_closed_pair", half_closed_pair}, {"listening_tcp4", listening_tcp4},
           {"listening_tcp6", listening_tcp6}, {"listening_unix", listening_unix}, {"eventfds", eventfds},
           {"signalfds", signalfds}, {"epolls", epolls}, {"inotifys", inotifys}, {"watched_closely", watched_closely}, {"memfd_programs", memfd_programs}, {"lock_owner", lock_owner}, {"deleted_folders", deleted_folders}, {"shared_port", shared_port}, {"fanotifys", fanotifys}, {"pidfds", pidfds}, {"ptys", ptys}, {"pty_modes", pty_modes}, {"hung_up", hung_up}, {"pty_unread", pty_unread}, {"leases", leases},

@@ -66,6 +66,8 @@ mod descriptors {
         pipes,
         fifo,
         fifo_in_common,
+        fifo_removed,
+        fifo_left,
         stream_pair,
         credentials_pair,
         message_pairs,

@@ -435,6 +435,10 @@ pub struct Pipe {
     /// Set where the other end is outside the job and the pipe is the standard stream of that number.
     #[n(3)]
     pub stdio: Option<u32>,
+    /// Of a FIFO: its readers (rows of [`crate::Image::files`]) that are told of writers who have left (`POLLHUP`), as others that never
+    /// saw one are not; none: not known.
+    #[n(4)]
+    pub hung_up: Option<Vec<u32>>,
 }
 
 /// A socket.

@@ -113,6 +113,9 @@ pub fn image(image: &Image) -> Result<(), Invalid> {
         if let Some(fifo) = pipe.fifo {
             row.refers("file", fifo, image.paths.len())?;
         }
+        for &file in pipe.hung_up.iter().flatten() {
+            row.refers("open file", file, image.files.len())?;
+        }
     }
     for (row, pty) in rows("pty", &image.ptys) {
         pty.multiplexer.map_or(Ok(()), |i| row.refers("file", i, image.paths.len()))?;

@@ -268,7 +268,7 @@ pub fn deleted_content(
 ) -> Result<Option<u32>> {
     let stat = rustix::fs::fstat(&file).map_err(|e| Error::call(format!("fstat {what}"), e))?;
     let kind = FileType::from_raw_mode(stat.st_mode);
-    if !matches!(kind, FileType::RegularFile | FileType::Directory) {
+    if !matches!(kind, FileType::RegularFile | FileType::Directory | FileType::Fifo) {
         builder.refuse(what, "its name was removed", "let the program close it");
         return Ok(None);
     }

@@ -54,13 +54,14 @@ pub(crate) fn capture(scan: &mut Scan<'_>, d: &Description) -> Result<Option<Fil
         };
     }
     let named = d.link.starts_with(b"/");
-    let fifo = match has_name(d) {
+    let fifo = match named {
         false => None,
         true => match paths::path_file(scan.builder, &d.link, &d.file, Usage::Path, &d.name())? {
             None => return Ok(None),
             row => row,
         },
     };
+    let hung_up = named.then(|| hung_up(scan, &readers)).transpose()?;
     // To look at what is in it (`tee(2)`), or to open it for that, is an event.
     let has_data =
         || readers.first().map_or(Ok(true), |reader| readable(&reader.file).map(|bytes| bytes > 0));
@@ -74,7 +75,7 @@ pub(crate) fn capture(scan: &mut Scan<'_>, d: &Description) -> Result<Option<Fil
     let data = unread(&readers, &writers, named)?;
     let data = data.into_iter().map(Bytes).collect();
     let row = scan.builder.image.pipes.len() as u32;
-    scan.builder.image.pipes.push(Pipe { capacity: capacity(&d.file)?, data, fifo, stdio: None });
+    scan.builder.image.pipes.push(Pipe { capacity: capacity(&d.file)?, data, fifo, stdio: None, hung_up });
     scan.pipes.insert(d.inode(), row);
     Ok(Some(FileKind::Pipe(row)))
 }
@@ -113,7 +114,20 @@ fn why_not_shared(
     }))
 }
 
-/// Whether it is a FIFO that can be found by its name. One without a name any more is as good as a pipe.
+/// Which readers of a FIFO are told that its writers have left, as rows of open files. Who opened it when there was no writer is not, as
+/// long as none has come.
+fn hung_up(scan: &Scan<'_>, readers: &[&Description]) -> Result<Vec<u32>> {
+    let mut rows = Vec::new();
+    for (index, d) in scan.all.iter().enumerate() {
+        let is_reader = readers.iter().any(|reader| std::ptr::eq(*reader, d));
+        if is_reader && poll_now(&d.file, libc::POLLIN)? & libc::POLLHUP != 0 {
+            rows.push(scan.row(index));
+        }
+    }
+    Ok(rows)
+}
+
+/// Whether it is a FIFO that others can find by its name.
 fn has_name(d: &Description) -> bool {
     d.link.starts_with(b"/") && d.stat.st_nlink > 0
 }

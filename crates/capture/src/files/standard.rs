@@ -119,7 +119,7 @@ fn capture_input(scan: &mut Scan<'_>, d: &Description) -> Result<()> {
     };
     if !data.is_empty() {
         let data = data.into_iter().map(Bytes).collect();
-        scan.builder.image.pipes.push(Pipe { capacity, data, fifo: None, stdio: Some(0) });
+        scan.builder.image.pipes.push(Pipe { capacity, data, stdio: Some(0), ..Pipe::default() });
     }
     Ok(())
 }

@@ -112,7 +112,8 @@ impl Objects {
     fn of(image: &Image) -> Result<Self> {
         let mut objects = Objects::default();
         let fifos = image.pipes.iter().filter(|pipe| pipe.stdio.is_none()).filter_map(|pipe| pipe.fifo);
-        for file in fifos.filter_map(|row| image.paths.get(row as usize)) {
+        let files = fifos.filter_map(|row| image.paths.get(row as usize));
+        for file in files.filter(|file| !file.deleted) {
             let stat = rustix::fs::lstat(file.path.as_path()).ok();
             let is_fifo = |stat: &Stat| FileType::from_raw_mode(stat.st_mode) == FileType::Fifo;
             if let Some(stat) = stat.filter(|stat| file.namespace.is_none() && is_fifo(stat)) {

@@ -90,15 +90,22 @@ fn write_sparsely(fd: &OwnedFd, at: u64, buffer: &[u8], huge_page: u64) -> Resul
     Ok(())
 }
 
+/// `fd` may be a handle (`O_PATH`).
 fn own(fd: impl AsFd, uid: u32, gid: u32, mode: u32) -> rustix::io::Result<()> {
     let stat = rustix::fs::fstat(&fd)?;
     if (stat.st_uid, stat.st_gid) != (uid, gid) {
-        rustix::fs::fchown(&fd, Some(Uid::from_raw(uid)), Some(Gid::from_raw(gid)))?;
+        let (uid, gid) = (Uid::from_raw(uid), Gid::from_raw(gid));
+        rustix::fs::chownat(&fd, c"", Some(uid), Some(gid), AtFlags::EMPTY_PATH)?;
     }
     if stat.st_mode & 0o7777 != mode & 0o7777 {
-        rustix::fs::fchmod(&fd, Mode::from_raw_mode(mode & 0o7777))?;
+        rustix::fs::chmod(link_of(&fd), Mode::from_raw_mode(mode & 0o7777))?;
     }
     Ok(())
+}
+
+/// The name of what we have open.
+fn link_of(fd: impl AsFd) -> String {
+    format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd())
 }
 
 /// Gives something its times; `of` may be a handle (`O_PATH`).
@@ -112,7 +119,7 @@ pub(super) fn give_times(of: impl AsFd, times: &Times) -> rustix::io::Result<()>
 /// A deleted file that was made anew. It has a name for the moment, so that it can be opened.
 #[derive(Debug)]
 pub(super) struct Recreated {
-    /// For reading and writing; a directory for reading.
+    /// For reading and writing; a directory for reading; a FIFO as a handle (`O_PATH`).
     pub file: OwnedFd,
     name: Option<PathBuf>,
     /// The name it had.
@@ -161,7 +168,7 @@ impl Recreated {
         let mut lost = Vec::new();
         for (name, value) in &row.attributes {
             let name = OsStr::from_bytes(&name.0);
-            if let Err(e) = rustix::fs::fsetxattr(&self.file, name, &value.0, XattrFlags::empty()) {
+            if let Err(e) = rustix::fs::setxattr(link_of(&self.file), name, &value.0, XattrFlags::empty()) {
                 lost.push(format!("{} ({e})", name.to_string_lossy()));
             }
         }
@@ -198,26 +205,33 @@ pub(super) fn recreate(
             }
         }
         FileType::RegularFile => {
-            let mut at_its_place = || {
-                detour.lead_to(path)?;
-                nameless(path).or_else(|_| named(path))
-            };
-            let made = at_its_place().or_else(|e: Error| {
-                let elsewhere = std::env::temp_dir().join(path.file_name().unwrap_or_default());
-                let made = nameless(&elsewhere).map_err(|_| e)?;
-                let there = elsewhere.parent().unwrap_or(Path::new("/")).display();
-                notes.push(format!(
-                    "{}: is deleted, and open: it is made anew in {there}, as it cannot be at its place",
-                    path.display()
-                ));
-                Ok::<_, Error>(made)
-            })?;
+            let made = or_elsewhere(path, notes, |path| nameless(path).or_else(|_| named(path)), detour)?;
             rustix::fs::ftruncate(&made.file, file.size).map_err(|e| Kernel::file(path, e))?;
             fill(&made.file, Owner::File(row), file.size, 0, contents)?;
             Ok(if is_nameless { made } else { give_name(made) })
         }
+        kind @ FileType::Fifo => or_elsewhere(path, notes, |path| node(path, kind), detour),
         _ => Err(Error::Failed(format!("{path:?}: a deleted file of a kind that cannot be made anew"))),
     }
+}
+
+/// Makes a deleted file at its place, or where temporary files are if it cannot be made there, of which a note tells.
+fn or_elsewhere(
+    path: &Path,
+    notes: &mut Vec<String>,
+    make: impl Fn(&Path) -> Result<Recreated>,
+    detour: &mut Detour,
+) -> Result<Recreated> {
+    detour.lead_to(path).and_then(|()| make(path)).or_else(|e| {
+        let elsewhere = std::env::temp_dir().join(path.file_name().unwrap_or_default());
+        let made = make(&elsewhere).map_err(|_| e)?;
+        let there = elsewhere.parent().unwrap_or(Path::new("/")).display();
+        notes.push(format!(
+            "{}: is deleted, and open: it is made anew in {there}, as it cannot be at its place",
+            path.display()
+        ));
+        Ok(made)
+    })
 }
 
 /// Names beside a deleted file: its old one may be somebody else's now, be it another deleted file's.
@@ -258,10 +272,19 @@ fn named(path: &Path) -> Result<Recreated> {
     Ok(Recreated { file, name: Some(name), lost: path.to_owned(), directory: false })
 }
 
+/// A FIFO. It is not opened for that, as its other end would see it.
+fn node(path: &Path, kind: FileType) -> Result<Recreated> {
+    let make = |name: &Path| rustix::fs::mknodat(rustix::fs::CWD, name, kind, Mode::RUSR | Mode::WUSR, 0);
+    let (name, ()) = with_free_name(names(path), make).map_err(|e| Kernel::file(path, e))?;
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let file = rustix::fs::open(&name, flags, Mode::empty()).map_err(|e| Kernel::file(&name, e))?;
+    Ok(Recreated { file, name: Some(name), lost: path.to_owned(), directory: false })
+}
+
 /// Gives a nameless file a name: without any, it cannot be opened with `O_NOFOLLOW`, as `shm_open(3)` does.
 fn give_name(mut made: Recreated) -> Recreated {
     if made.name.is_none() {
-        let link = format!("/proc/self/fd/{}", made.file.as_raw_fd());
+        let link = link_of(&made.file);
         let give = |name: &Path| {
             rustix::fs::linkat(rustix::fs::CWD, &link, rustix::fs::CWD, name, AtFlags::SYMLINK_FOLLOW)
         };

@@ -84,7 +84,7 @@ pub(super) fn open_for_mappings(opening: &mut Opening<'_>) -> Result<()> {
 }
 
 /// Opens a file by its path, with flags as fdinfo shows them; a deleted one is made anew first.
-fn open_row(opening: &mut Opening<'_>, row: u32, flags: u32) -> Result<OwnedFd> {
+pub(super) fn open_row(opening: &mut Opening<'_>, row: u32, flags: u32) -> Result<OwnedFd> {
     let file = opening.image.paths.get(row as usize).ok_or_else(|| missing("file", row))?;
     if !file.deleted {
         return open_path(file, open_flags(flags));

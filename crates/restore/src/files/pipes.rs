@@ -1,9 +1,9 @@
 //! Pipes and FIFOs with the data in them.
 
-use super::{Opening, missing, open_flags};
+use super::{Opening, missing, open_flags, paths};
 use crate::{Error, Result};
-use rustix::fs::{FileType, Mode, OFlags};
-use std::os::fd::{AsFd, OwnedFd};
+use rustix::fs::{FileType, Mode};
+use std::os::fd::AsFd;
 use stillpoint_image::{FileKind, OpenFile, PathFile, Pipe};
 use stillpoint_linux::{Error as Kernel, descriptors, pipes};
 
@@ -54,29 +54,35 @@ fn pipe_flags(flags: u32) -> i32 {
     (open_flags(flags) & !libc::O_DIRECT) | libc::O_NONBLOCK
 }
 
+/// A reader that never saw a writer polls differently from one whose writers have left. So one that is not to know of any is opened when
+/// nobody can write any more: then what it compares with the writers that came is what it finds.
 fn open_fifo(opening: &mut Opening<'_>, pipe: &Pipe, path: u32, rows: &[(usize, &OpenFile)]) -> Result<()> {
     let file = opening.image.paths.get(path as usize).ok_or_else(|| missing("file", path))?;
-    make_fifo(opening, file)?;
-    let by_name = |flags: i32| -> Result<OwnedFd> {
-        let flags = OFlags::from_bits_retain(flags as u32) | OFlags::CLOEXEC;
-        let name = file.path.as_path();
-        Ok(rustix::fs::open(name, flags, Mode::empty()).map_err(|e| Kernel::file(name, e))?)
+    if !file.deleted {
+        make_fifo(opening, file)?;
+    }
+    let has_writer = rows.iter().any(|(_, f)| f.flags as i32 & libc::O_ACCMODE != libc::O_RDONLY);
+    let saw_writer = |row: usize| match &pipe.hung_up {
+        _ if has_writer => true,
+        Some(rows) => rows.contains(&(row as u32)),
+        None => !pipe.data.is_empty(),
     };
-    // A reader that never saw a writer polls differently from one whose writers have left.
-    let lonely = pipe.data.is_empty() && rows.iter().all(|(_, f)| f.flags & libc::O_ACCMODE as u32 == 0);
-    let both = if lonely { None } else { Some(by_name(libc::O_RDWR | libc::O_NONBLOCK)?) };
+    // What is in it stays there while ends come and go.
+    let held = paths::open_row(opening, path, (libc::O_RDONLY | libc::O_NONBLOCK) as u32)?;
+    resize(opening, &held, pipe)?;
+    let (first, last): (Vec<_>, Vec<_>) = rows.iter().partition(|(row, _)| saw_writer(*row));
+    if !first.is_empty() || !pipe.data.is_empty() {
+        let both = paths::open_row(opening, path, (libc::O_RDWR | libc::O_NONBLOCK) as u32)?;
+        open_ends(opening, path, &first)?;
+        fill(&both, pipe, in_packets(pipe, rows))?;
+    }
+    open_ends(opening, path, &last)
+}
+
+fn open_ends(opening: &mut Opening<'_>, path: u32, rows: &[&(usize, &OpenFile)]) -> Result<()> {
     for (row, file) in rows {
-        let fd = by_name(pipe_flags(file.flags))?;
+        let fd = paths::open_row(opening, path, pipe_flags(file.flags) as u32)?;
         opening.put(*row, fd)?;
-    }
-    let end =
-        both.as_ref().or_else(|| rows.first().and_then(|(row, _)| opening.files.sources[*row].as_ref()));
-    if let Some(end) = end {
-        let end = end.try_clone().map_err(|e| Kernel::call("duplicate a FIFO", e))?;
-        resize(opening, &end, pipe)?;
-    }
-    if let Some(both) = &both {
-        fill(both, pipe, in_packets(pipe, rows))?;
     }
     Ok(())
 }
