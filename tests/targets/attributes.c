@@ -490,11 +490,13 @@ static atomic_int other_is_ready, may_compare;
 static void *other_chooses(void *nothing) {
   int then[GETTERS];
   choose(0);
+  MUST(personality(ADDR_NO_RANDOMIZE | STICKY_TIMEOUTS) >= 0); // each thread has its own
   fetch(then);
   other_is_ready = 1;
   while (!may_compare)
     usleep(1000);
   compare_all(then, "the other thread");
+  EQUAL(personality(0xffffffff), ADDR_NO_RANDOMIZE | STICKY_TIMEOUTS);
   return nothing;
 }
 

@@ -673,13 +673,15 @@ static int another_personality(void *unused) {
   syscall(SYS_personality, 0x40000);
   arrive();
   await_turn(1);
-  return 0;
+  return syscall(SYS_personality, 0xffffffff) != 0x40000;
 }
 
 static void personalities(void) {
+  int own = syscall(SYS_personality, 0xffffffff);
   pid_t pid = sharer(SIGCHLD, another_personality, 0);
   await_arrivals(1);
   cut();
+  EQUAL(syscall(SYS_personality, 0xffffffff), own);
   turn = 1;
   await(pid, 0);
 }

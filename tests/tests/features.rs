@@ -306,6 +306,7 @@ mod sharers {
         turns.ignoring(&["thread", "child"]),
         memory,
         passing.ignoring(&["thread", "child"]),
+        personalities,
     );
 }
 

@@ -255,7 +255,6 @@ fn a_namespace_that_somebody_outside_is_in() {
 fn memory_that_is_shared_and_cannot_be_again() {
     refused_of("sharers", "outside", &["shares its memory with the program"]);
     refused_of("sharers", "skipped", &["descendants whose memory they cannot have inherited"]);
-    refused_of("sharers", "personalities", &["another personality"]);
     refused_of("sharers", "clocks", &["shares its memory", "time namespace"]);
 }
 

@@ -234,8 +234,9 @@ pub fn limits(process: &Process, space: &AddressSpace) -> impl PartialEq + use<>
 
 /// What a thread has told the kernel by calls of its own.
 fn told(thread: &Thread) -> impl PartialEq {
-    let Thread { name, altstack, clear_child_tid, robust_list, tsc, timer_slack_ns, .. } = thread.clone();
-    (name, altstack, clear_child_tid, robust_list, tsc, timer_slack_ns)
+    let Thread { name, altstack, clear_child_tid, robust_list, tsc, timer_slack_ns, personality, .. } =
+        thread.clone();
+    (name, altstack, clear_child_tid, robust_list, tsc, timer_slack_ns, personality)
 }
 
 /// Which POSIX timers there are.

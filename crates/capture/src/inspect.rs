@@ -561,11 +561,7 @@ pub fn inspect(
         let Portrait { process, mut space, threads, .. } = portrait;
         let row = process.space as usize;
         if turns[place] > 0 {
-            // Its memory has been described. This is of a process, and not of memory.
-            if builder.image.spaces[row].personality != space.personality {
-                let why = "it has another personality(2) than the process that it shares its memory with";
-                builder.refuse(target::named(known.target.pid), why, "");
-            }
+            // Its memory has been described.
             builder.image.processes.push(process);
             all.push((Assumed(None), threads));
             continue;

@@ -311,6 +311,9 @@ pub struct Thread {
     /// How it dispatches its system calls to itself, if it does.
     #[n(23)]
     pub dispatch: Option<Dispatch>,
+    /// Its flags of personality(2); none: [`crate::AddressSpace::personality`].
+    #[n(24)]
+    pub personality: Option<u32>,
 }
 
 /// System calls of a thread that the kernel hands back to it (`PR_SET_SYSCALL_USER_DISPATCH`), as `PTRACE_GET_SYSCALL_USER_DISPATCH_CONFIG`

@@ -23,6 +23,7 @@ pub struct ThreadFiles {
     status: Held,
     children: Held,
     slack: Held,
+    personality: Held,
     namespaces: Option<HeldNamespaces>,
 }
 
@@ -37,6 +38,8 @@ pub struct Look {
     pub children: Vec<u32>,
     /// Timer slack, nanoseconds; `None` where we may not know.
     pub slack_ns: Option<u64>,
+    /// `personality`.
+    pub personality: u32,
 }
 
 impl ThreadFiles {
@@ -50,6 +53,7 @@ impl ThreadFiles {
             status: folder.hold("status")?,
             children: folder.hold("children")?,
             slack: folder.hold_timer_slack()?,
+            personality: folder.hold("personality")?,
             namespaces: None,
             folder,
         })
@@ -104,6 +108,7 @@ impl ThreadFiles {
             status: self.status.with(|text| proc::status::parse(text, self.status.path()))?,
             children: self.children()?,
             slack_ns,
+            personality: self.personality.parse(proc::flags)?,
         })
     }
 }
@@ -130,6 +135,7 @@ pub fn thread(tid: u32, home: &Home, look: &Look) -> Result<Thread> {
         no_new_privs: look.status.no_new_privs,
         ioprio: sched::io_priority(tid)?,
         choices: choices(&look.stat, &look.status),
+        personality: Some(look.personality),
         ..Thread::default()
     })
 }

@@ -244,8 +244,7 @@ impl Proc {
     /// `personality`: flags of personality(2).
     pub fn personality(&self) -> Result<u32> {
         let text = self.read("personality")?;
-        let value = text::hex(text.trim_ascii()).and_then(|v| u32::try_from(v).ok());
-        value.ok_or_else(|| self.nonsense("personality", &text))
+        flags(&text).ok_or_else(|| self.nonsense("personality", &text))
     }
 
     /// `coredump_filter`: which mappings a core dump holds ([core(5)]).
@@ -256,8 +255,7 @@ impl Proc {
         if text.is_empty() {
             return Err(Error::Gone(self.pid())); // it has no memory any more, and ends
         }
-        let value = text::hex(text.trim_ascii()).and_then(|v| u32::try_from(v).ok());
-        value.ok_or_else(|| self.nonsense("coredump_filter", &text))
+        flags(&text).ok_or_else(|| self.nonsense("coredump_filter", &text))
     }
 
     /// `oom_score_adj`, -1000 to 1000.
@@ -374,6 +372,11 @@ pub fn made_since(looks: impl IntoIterator<Item = Option<u32>>) -> Result<Vec<u3
 /// A decimal number on a line of its own.
 pub fn number(text: &[u8]) -> Option<u64> {
     text::dec(text.trim_ascii())
+}
+
+/// A hexadecimal number of 32 bits on a line of its own, as `personality` has it.
+pub fn flags(text: &[u8]) -> Option<u32> {
+    text::hex(text.trim_ascii())?.try_into().ok()
 }
 
 /// Ids of processes in a file like `children`.

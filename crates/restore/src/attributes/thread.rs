@@ -44,6 +44,7 @@ pub fn thread(thread: &Thread, space: &AddressSpace) -> Program {
             _ => p.call(format!("prctl {option}"), libc::SYS_prctl, args),
         };
     }
-    p.call("personality", libc::SYS_personality, [u64::from(space.personality).into()]);
+    let personality = thread.personality.unwrap_or(space.personality);
+    p.call("personality", libc::SYS_personality, [u64::from(personality).into()]);
     p
 }
