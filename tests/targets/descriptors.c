@@ -271,6 +271,34 @@ static void pipes(void) {
   EQUAL(read(empty[0], back, 10), 1);
 }
 
+// Whose pipes and sockets are: that decides who may open them again, and which sockets may share an address.
+static void owners(void) {
+  int p[2], pair[2], udp = socket(AF_INET, SOCK_DGRAM, 0), listener = socket(AF_UNIX, SOCK_STREAM, 0);
+  MUST(pipe(p) == 0 && socketpair(AF_UNIX, SOCK_DGRAM, 0, pair) == 0 && udp >= 0 && listener >= 0);
+  struct sockaddr_un name = {.sun_family = AF_UNIX};
+  MUST(bind(listener, (void *)&name, sizeof name.sun_family) == 0 && listen(listener, 3) == 0);
+  int all[] = {p[0], pair[1], udp, listener};
+  struct stat then[COUNT(all) + 2], now;
+  for (size_t i = 0; i < COUNT(all); i++) {
+    struct timespec times[2] = {{1000 + i, 5}, {2000 + i, 6}};
+    MUST(geteuid() || fchown(all[i], 11 + i, 21 + i) == 0);
+    MUST(fchmod(all[i], 0640 + i) == 0 && futimens(all[i], times) == 0 && fstat(all[i], &then[i]) == 0);
+  }
+  MUST(fstat(p[1], &then[4]) == 0 && fstat(pair[0], &then[5]) == 0);
+  cut();
+  int after[] = {p[0], pair[1], udp, listener, p[1], pair[0]};
+  for (size_t i = 0; i < COUNT(after); i++) {
+    EQUAL(fstat(after[i], &now), 0);
+    EQUAL(now.st_uid, then[i].st_uid);
+    EQUAL(now.st_gid, then[i].st_gid);
+    EQUAL(now.st_mode, then[i].st_mode);
+    EQUAL(now.st_atim.tv_sec, then[i].st_atim.tv_sec);
+    EQUAL(now.st_atim.tv_nsec, then[i].st_atim.tv_nsec);
+    EQUAL(now.st_mtim.tv_sec, then[i].st_mtim.tv_sec);
+    EQUAL(now.st_mtim.tv_nsec, then[i].st_mtim.tv_nsec);
+  }
+}
+
 static void fifo(void) {
   MUST(mkfifo(path_of("fifo"), 0600) == 0);
   int rw = open(path_of("fifo"), O_RDWR), r = open(path_of("fifo"), O_RDONLY | O_NONBLOCK);
@@ -1405,7 +1433,7 @@ static void many_descriptors(void) {
 }
 
 SCENARIOS({"regular", regular}, {"duplicates", duplicates}, {"deleted", deleted}, {"times", times}, {"directories", directories},
-          {"pipes", pipes}, {"fifo", fifo}, {"fifo_in_common", fifo_in_common}, {"fifo_removed", fifo_removed}, {"fifo_left", fifo_left}, {"stream_pair", stream_pair}, {"credentials_pair", credentials_pair}, {"message_pairs", message_pairs},
+          {"pipes", pipes}, {"owners", owners}, {"fifo", fifo}, {"fifo_in_common", fifo_in_common}, {"fifo_removed", fifo_removed}, {"fifo_left", fifo_left}, {"stream_pair", stream_pair}, {"credentials_pair", credentials_pair}, {"message_pairs", message_pairs},
           {"half_closed_pair", half_closed_pair}, {"listening_tcp4", listening_tcp4},
           {"listening_tcp6", listening_tcp6}, {"listening_unix", listening_unix}, {"eventfds", eventfds},
           {"signalfds", signalfds}, {"epolls", epolls}, {"inotifys", inotifys}, {"watched_closely", watched_closely}, {"memfd_programs", memfd_programs}, {"lock_owner", lock_owner}, {"deleted_folders", deleted_folders}, {"shared_port", shared_port}, {"fanotifys", fanotifys}, {"pidfds", pidfds}, {"ptys", ptys}, {"pty_modes", pty_modes}, {"hung_up", hung_up}, {"pty_unread", pty_unread}, {"leases", leases},

@@ -64,6 +64,7 @@ mod descriptors {
         times,
         directories,
         pipes,
+        owners,
         fifo,
         fifo_in_common,
         fifo_removed,

@@ -103,6 +103,24 @@ pub struct Times {
     pub mtime_ns: i64,
 }
 
+/// What `fstat(2)` tells of a pipe or socket: it decides who may open it again by `/proc/PID/fd`, and whose a socket is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct Status {
+    /// Access mode bits.
+    #[n(0)]
+    pub mode: u32,
+    /// Owner.
+    #[n(1)]
+    pub uid: u32,
+    /// Group.
+    #[n(2)]
+    pub gid: u32,
+    /// Its times.
+    #[n(3)]
+    pub times: Times,
+}
+
 /// How a program holds a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Encode, Decode)]
 pub enum Usage {
@@ -439,6 +457,9 @@ pub struct Pipe {
     /// saw one are not; none: not known.
     #[n(4)]
     pub hung_up: Option<Vec<u32>>,
+    /// Of a pipe that is no FIFO: owner, mode and times.
+    #[n(5)]
+    pub status: Option<Status>,
 }
 
 /// A socket.
@@ -520,6 +541,9 @@ pub struct Socket {
     /// The one of the program's to which `remote` leads: index into [`crate::Image::sockets`].
     #[n(26)]
     pub sends_to: Option<u32>,
+    /// Owner, mode and times.
+    #[n(27)]
+    pub status: Option<Status>,
 }
 
 impl Socket {

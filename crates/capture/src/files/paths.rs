@@ -13,7 +13,7 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::DirEntryExt;
 use std::path::Path;
-use stillpoint_image::{Bytes, FileKind, Owner, PathFile, Times, Usage};
+use stillpoint_image::{Bytes, FileKind, Owner, PathFile, Status, Times, Usage};
 use stillpoint_linux::Error;
 use stillpoint_linux::fdinfo::Folders;
 use stillpoint_linux::mounts;
@@ -328,6 +328,11 @@ pub(crate) fn times(stat: &Stat) -> Times {
         atime_ns: nanoseconds(stat.st_atime, stat.st_atime_nsec),
         mtime_ns: nanoseconds(stat.st_mtime, stat.st_mtime_nsec),
     }
+}
+
+/// What a `stat` tells of a pipe or socket.
+pub(crate) fn status(stat: &Stat) -> Status {
+    Status { mode: stat.st_mode & 0o7777, uid: stat.st_uid, gid: stat.st_gid, times: times(stat) }
 }
 
 fn nanoseconds(seconds: i64, more: u64) -> i64 {

@@ -75,7 +75,9 @@ pub(crate) fn capture(scan: &mut Scan<'_>, d: &Description) -> Result<Option<Fil
     let data = unread(&readers, &writers, named)?;
     let data = data.into_iter().map(Bytes).collect();
     let row = scan.builder.image.pipes.len() as u32;
-    scan.builder.image.pipes.push(Pipe { capacity: capacity(&d.file)?, data, fifo, stdio: None, hung_up });
+    let status = (!named).then(|| paths::status(&d.stat));
+    let capacity = capacity(&d.file)?;
+    scan.builder.image.pipes.push(Pipe { capacity, data, fifo, stdio: None, hung_up, status });
     scan.pipes.insert(d.inode(), row);
     Ok(Some(FileKind::Pipe(row)))
 }

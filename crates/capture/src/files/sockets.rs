@@ -175,7 +175,7 @@ fn is_of_packets((family, kind, _): (i32, i32, i32)) -> bool {
 
 pub(super) fn add(scan: &mut Scan<'_>, d: &Description, socket: Socket) -> u32 {
     let row = scan.builder.image.sockets.len() as u32;
-    scan.builder.image.sockets.push(socket);
+    scan.builder.image.sockets.push(Socket { status: Some(paths::status(&d.stat)), ..socket });
     scan.sockets.insert(d.stat.st_ino, row);
     row
 }

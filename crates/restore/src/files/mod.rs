@@ -336,8 +336,9 @@ impl OpenFiles {
 
     /// Gives files times that they had, and forgets the events of inotify and fanotify that the restore itself caused. Right before the program
     /// runs.
-    pub fn settle(&self, image: &Image) -> Result<()> {
+    pub fn settle(&mut self, image: &Image) -> Result<()> {
         self.namespaces.settle_mounts(image)?;
+        self.settle_pipes_and_sockets(image);
         // Not before all is mapped and filled, which counts as reading and writing.
         let objects = self.objects.iter().zip(&image.objects);
         let objects = objects.filter_map(|(fd, object)| Some((fd, object.times.as_ref()?)));
@@ -351,6 +352,24 @@ impl OpenFiles {
             }
         }
         Ok(())
+    }
+
+    /// Gives pipes and sockets owners, modes and times; where we may not, a note tells.
+    fn settle_pipes_and_sockets(&mut self, image: &Image) {
+        for (file, source) in image.files.iter().zip(&self.sources) {
+            let (what, status) = match file.kind {
+                FileKind::Pipe(row) => ("a pipe", image.pipes.get(row as usize).and_then(|p| p.status)),
+                FileKind::Socket(row) => ("a socket", image.sockets.get(row as usize).and_then(|s| s.status)),
+                _ => continue,
+            };
+            let (Some(status), Some(fd)) = (status, source) else { continue };
+            if let Err(e) = objects::give_status(fd, &status) {
+                let note = format!("{what} has not the owner ({}) or mode that it had: {e}", status.uid);
+                if !self.notes.contains(&note) {
+                    self.notes.push(note);
+                }
+            }
+        }
     }
 
     /// The program is complete: from now on its sockets are its own. Right before it runs.

@@ -8,7 +8,7 @@ use std::ffi::OsStr;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use stillpoint_image::{MemoryObject, Owner, PAGE, PathFile, Times};
+use stillpoint_image::{MemoryObject, Owner, PAGE, PathFile, Status, Times};
 use stillpoint_linux::{Error as Kernel, memfd};
 
 /// Makes a memory object with its contents, not yet sealed.
@@ -114,6 +114,16 @@ pub(super) fn give_times(of: impl AsFd, times: &Times) -> rustix::io::Result<()>
         |ns: i64| Timespec { tv_sec: ns.div_euclid(1_000_000_000), tv_nsec: ns.rem_euclid(1_000_000_000) };
     let times = Timestamps { last_access: time(times.atime_ns), last_modification: time(times.mtime_ns) };
     rustix::fs::utimensat(of, c"", &times, AtFlags::EMPTY_PATH)
+}
+
+/// Gives a pipe or socket the owner, mode and times that it had.
+pub(super) fn give_status(of: impl AsFd, status: &Status) -> rustix::io::Result<()> {
+    own(&of, status.uid, status.gid, status.mode)?;
+    let is = rustix::fs::fstat(&of)?;
+    let ns = |s: i64, ns: u64| s.saturating_mul(1_000_000_000).saturating_add(ns as i64);
+    let now =
+        Times { atime_ns: ns(is.st_atime, is.st_atime_nsec), mtime_ns: ns(is.st_mtime, is.st_mtime_nsec) };
+    if now == status.times { Ok(()) } else { give_times(of, &status.times) }
 }
 
 /// A deleted file that was made anew. It has a name for the moment, so that it can be opened.
