@@ -1211,6 +1211,57 @@ static void devices(void) {
   CHECK(all_zero(p + PAGE, 3 * PAGE));
 }
 
+// Devices that keep nothing of who has them open, and one whose name was removed.
+static void idle_devices(void) {
+  static const char *names[] = {"/dev/kmsg", "/dev/net/tun", "/dev/loop-control", "/dev/autofs", "/dev/kvm", "/dev/vsock", "/dev/cpu_dma_latency"};
+  int fds[COUNT(names)], flags[COUNT(names)], opened = 0, gone = -1;
+  char text[8192];
+  struct stat then[COUNT(names)], now;
+  for (size_t i = 0; i < COUNT(names); i++) {
+    fds[i] = open(names[i], i ? O_RDWR : O_RDONLY | O_NONBLOCK);
+    opened += fds[i] >= 0;
+    MUST(fds[i] < 0 || fstat(fds[i], &then[i]) == 0);
+    flags[i] = fcntl(fds[i], F_GETFL);
+  }
+  if (mknod(path_of("zero"), S_IFCHR | 0640, 0x105) == 0) {
+    gone = open(path_of("zero"), O_RDWR);
+    opened += gone >= 0;
+    MUST(unlink(path_of("zero")) == 0);
+  }
+  if (!opened)
+    SKIP("none of these devices can be opened");
+  long long last = -1;
+  while (fds[0] >= 0 && read(fds[0], text, sizeof text - 1) > 0)
+    last = atoll(strchr(text, ',') + 1);
+  cut();
+  for (size_t i = 0; i < COUNT(names); i++)
+    if (fds[i] >= 0) {
+      EQUAL(fstat(fds[i], &now), 0);
+      EQUAL(now.st_rdev, then[i].st_rdev);
+      EQUAL(now.st_ino, then[i].st_ino);
+      EQUAL(fcntl(fds[i], F_GETFL), flags[i]);
+    }
+  if (fds[0] >= 0) { // what was read is not read again
+    ssize_t n = read(fds[0], text, sizeof text - 1);
+    CHECK(n < 0 ? errno == EAGAIN : atoll(strchr(text, ',') + 1) > last);
+  }
+  if (fds[1] >= 0) {
+    EQUAL(ioctl(fds[1], 0x800454d2 /* TUNGETIFF */, text), -1);
+    EQUAL(errno, EBADFD);
+  }
+  if (fds[4] >= 0)
+    EQUAL(ioctl(fds[4], 0xae00 /* KVM_GET_API_VERSION */, 0), 12);
+  if (gone >= 0) {
+    EQUAL(fstat(gone, &now), 0);
+    EQUAL(now.st_rdev, 0x105);
+    EQUAL(now.st_mode, S_IFCHR | 0640);
+    EQUAL(now.st_nlink, 0);
+    text[0] = 1;
+    EQUAL(read(gone, text, 1), 1);
+    EQUAL(text[0], 0);
+  }
+}
+
 // --- locks; another process is who notices
 
 static int may_lock(const char *name, int how, off_t start, off_t length, int write) {
@@ -1437,5 +1488,5 @@ SCENARIOS({"regular", regular}, {"duplicates", duplicates}, {"deleted", deleted}
           {"half_closed_pair", half_closed_pair}, {"listening_tcp4", listening_tcp4},
           {"listening_tcp6", listening_tcp6}, {"listening_unix", listening_unix}, {"eventfds", eventfds},
           {"signalfds", signalfds}, {"epolls", epolls}, {"inotifys", inotifys}, {"watched_closely", watched_closely}, {"memfd_programs", memfd_programs}, {"lock_owner", lock_owner}, {"deleted_folders", deleted_folders}, {"shared_port", shared_port}, {"fanotifys", fanotifys}, {"pidfds", pidfds}, {"ptys", ptys}, {"pty_modes", pty_modes}, {"hung_up", hung_up}, {"pty_unread", pty_unread}, {"leases", leases},
-          {"devices", devices}, {"locks", locks}, {"signal_driven", signal_driven}, {"proc_files", proc_files}, {"network_files", network_files}, {"ended_proc_files", ended_proc_files},
+          {"devices", devices}, {"idle_devices", idle_devices}, {"locks", locks}, {"signal_driven", signal_driven}, {"proc_files", proc_files}, {"network_files", network_files}, {"ended_proc_files", ended_proc_files},
           {"many_descriptors", many_descriptors})

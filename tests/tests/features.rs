@@ -93,6 +93,7 @@ mod descriptors {
         pty_unread.in_turn(turn::TERMINALS).ignoring(&["thread", "map", "fd"]),
         leases,
         devices.ignoring(&["map"]), // a private mapping of /dev/zero is anonymous memory by another name
+        idle_devices,
         locks,
         signal_driven,
         proc_files,

@@ -91,6 +91,21 @@ impl PathFile {
     }
 }
 
+/// Whether a character device, by its number (`st_rdev`), is one without any state: `null`, `zero`, `full`, `random`, `urandom`.
+pub fn is_memory_device(device: u64) -> bool {
+    matches!(numbers(device), (1, 3 | 5 | 7 | 8 | 9))
+}
+
+/// Whether a character device, by its number, is the log of the kernel (`/dev/kmsg`).
+pub fn is_kernel_log(device: u64) -> bool {
+    numbers(device) == (1, 11)
+}
+
+/// Major and minor number of a device, as the kernel puts them together (`new_encode_dev` in 64 bits).
+fn numbers(device: u64) -> (u64, u64) {
+    ((device >> 8) & 0xfff | (device >> 32) & !0xfff, device & 0xff | (device >> 12) & !0xff & 0xffff_ffff)
+}
+
 /// When something was read and changed, as `fstat(2)` tells it; when its status changed cannot be given back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
 #[cbor(map)]

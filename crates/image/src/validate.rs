@@ -8,13 +8,16 @@ use crate::{
     Backing, Bytes, Codec, Directories, Dispatch, Entry, FileKind, IPC_SETTINGS, IdRange, Image, Ipc,
     MADE_ANEW, MAX_BLOCK_PAGES, Mapping, MemoryObject, Mounted, Mounts, Namespace, OVERLAY, OpenFile, Owner,
     PAGE, PageMap, Place, Process, Propagation, Receives, Role, Setting, Socket, SystemV,
-    are_within_each_other, tree, users,
+    are_within_each_other, is_memory_device, tree, users,
 };
 use std::collections::{HashMap, HashSet};
 
 /// What of `st_mode` is the type of a file, and that of a folder.
 const FILE_TYPE: u32 = 0o170_000;
 const FOLDER: u32 = 0o040_000;
+/// Those of devices.
+const CHARACTER_DEVICE: u32 = 0o020_000;
+const BLOCK_DEVICE: u32 = 0o060_000;
 /// Length of a `siginfo_t`, bytes.
 const SIGINFO: usize = 128;
 /// Most ranges of ids in a user namespace (`UID_GID_MAP_MAX_EXTENTS`).
@@ -108,6 +111,10 @@ pub fn image(image: &Image) -> Result<(), Invalid> {
         let sound = path.mapped_ranges.iter().all(|r| r.start.checked_add(r.len).is_some());
         row.must(sound, "a mapped range runs past the end of the address space")?;
         check_is_mount(&row, path.namespace, image)?;
+        // It would be made, wherever that is.
+        let is_device = path.deleted && matches!(path.mode & FILE_TYPE, CHARACTER_DEVICE | BLOCK_DEVICE);
+        let is_harmless = path.mode & FILE_TYPE == CHARACTER_DEVICE && is_memory_device(path.rdev);
+        row.must(!is_device || is_harmless, "it is a device that is not there any more")?;
     }
     for (row, pipe) in rows("pipe", &image.pipes) {
         if let Some(fifo) = pipe.fifo {

@@ -10,6 +10,7 @@ pub mod bpf;
 pub mod cgroups;
 pub mod datagrams;
 pub mod descriptors;
+pub mod devices;
 pub mod digest;
 pub mod dispatch;
 pub mod error;

@@ -19,6 +19,7 @@
 //! | [`pending`] | connections that wait to be accepted |
 //! | [`queues`] | POSIX message queues |
 //! | [`fanotify`] | groups of fanotify |
+//! | [`devices`] | devices that keep nothing |
 //! | [`pipes`], [`sockets`], [`terminals`], [`events`], [`memory`], [`locks`] | one kind of object each |
 
 pub mod connections;
@@ -26,6 +27,7 @@ pub mod contents;
 pub(crate) mod copied_up;
 pub mod datagrams;
 pub mod descriptions;
+pub(crate) mod devices;
 pub mod events;
 pub mod fanotify;
 pub mod locks;

@@ -4,7 +4,7 @@ use super::Scan;
 use super::descriptions::Description;
 use super::locks::is_broken_by_opening;
 use super::noticed::{self, WATCHED};
-use super::{queues, terminals};
+use super::queues;
 use crate::builder::{FOREIGN, Source};
 use crate::{Builder, Content, Result};
 use rustix::fs::{FileType, Stat};
@@ -13,7 +13,7 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::DirEntryExt;
 use std::path::Path;
-use stillpoint_image::{Bytes, FileKind, Owner, PathFile, Status, Times, Usage};
+use stillpoint_image::{Bytes, FileKind, Owner, PathFile, Status, Times, Usage, is_memory_device};
 use stillpoint_linux::Error;
 use stillpoint_linux::fdinfo::Folders;
 use stillpoint_linux::mounts;
@@ -129,7 +129,7 @@ fn note(builder: &mut Builder, folders: &Folders, fd: u32) -> stillpoint_linux::
     match FileType::from_raw_mode(stat.st_mode) {
         FileType::RegularFile if leads_to(&link, &stat) => {}
         FileType::RegularFile | FileType::Fifo | FileType::Socket => return Ok(true),
-        FileType::CharacterDevice => return Ok(!terminals::is_of_memory(stat.st_rdev)),
+        FileType::CharacterDevice => return Ok(!is_memory_device(stat.st_rdev)),
         _ => return Ok(false),
     }
     let magic = rustix::fs::fstatfs(&file).map_err(failed)?.f_type as u64 & 0xffff_ffff;
@@ -268,7 +268,11 @@ pub fn deleted_content(
 ) -> Result<Option<u32>> {
     let stat = rustix::fs::fstat(&file).map_err(|e| Error::call(format!("fstat {what}"), e))?;
     let kind = FileType::from_raw_mode(stat.st_mode);
-    if !matches!(kind, FileType::RegularFile | FileType::Directory | FileType::Fifo) {
+    let can_be_made = match kind {
+        FileType::CharacterDevice => is_memory_device(stat.st_rdev),
+        kind => matches!(kind, FileType::RegularFile | FileType::Directory | FileType::Fifo),
+    };
+    if !can_be_made {
         builder.refuse(what, "its name was removed", "let the program close it");
         return Ok(None);
     }

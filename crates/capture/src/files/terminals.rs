@@ -4,26 +4,27 @@
 //! together with its devpts, where that is one of the program's own ([`home`]).
 
 use super::descriptions::Description;
-use super::{Scan, paths};
+use super::{Scan, devices, paths};
 use crate::Result;
 use rustix::fs::{FileType, major, minor};
 use std::os::fd::AsFd;
-use stillpoint_image::{Bytes, FileKind, PathFile, Pty, Terminal, TerminalOwner, Usage};
+use stillpoint_image::{Bytes, FileKind, PathFile, Pty, Terminal, TerminalOwner, Usage, is_memory_device};
 use stillpoint_linux::descriptors::{poll_now, readable};
 use stillpoint_linux::proc::Stat;
 use stillpoint_linux::tty;
 
 /// Device number of memory devices.
 const MEMORY: u32 = 1;
-/// `null`, `zero`, `full`, `random`, `urandom`.
-const MEMORY_DEVICES: [u32; 5] = [3, 5, 7, 8, 9];
 
 /// Captures a character device that is not a standard stream.
 pub(crate) fn device(scan: &mut Scan<'_>, d: &Description) -> Result<Option<FileKind>> {
     let (major, minor) = (major(d.stat.st_rdev), minor(d.stat.st_rdev));
-    if is_of_memory(d.stat.st_rdev) {
+    if is_memory_device(d.stat.st_rdev) {
         let row = paths::path_file(scan.builder, &d.link, &d.file, Usage::Path, &d.name())?;
         return Ok(row.map(FileKind::Path));
+    }
+    if let Some(device) = devices::known(d) {
+        return devices::capture(scan, d, device);
     }
     if (major, minor) == (5, 0) {
         return controlling(scan, d);
@@ -46,11 +47,6 @@ pub(crate) fn device(scan: &mut Scan<'_>, d: &Description) -> Result<Option<File
     }
     let why = "it is a terminal that is neither a standard stream nor the controlling terminal";
     scan.refuse(d, why, "close it before the checkpoint")
-}
-
-/// Whether a character device is one without any state, such as `/dev/null`.
-pub(crate) fn is_of_memory(device: u64) -> bool {
-    major(device) == MEMORY && MEMORY_DEVICES.contains(&minor(device))
 }
 
 /// `/dev/tty`, or the controlling terminal by its own name.

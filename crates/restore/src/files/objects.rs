@@ -129,7 +129,7 @@ pub(super) fn give_status(of: impl AsFd, status: &Status) -> rustix::io::Result<
 /// A deleted file that was made anew. It has a name for the moment, so that it can be opened.
 #[derive(Debug)]
 pub(super) struct Recreated {
-    /// For reading and writing; a directory for reading; a FIFO as a handle (`O_PATH`).
+    /// For reading and writing; a directory for reading; a FIFO or device as a handle (`O_PATH`).
     pub file: OwnedFd,
     name: Option<PathBuf>,
     /// The name it had.
@@ -220,7 +220,9 @@ pub(super) fn recreate(
             fill(&made.file, Owner::File(row), file.size, 0, contents)?;
             Ok(if is_nameless { made } else { give_name(made) })
         }
-        kind @ FileType::Fifo => or_elsewhere(path, notes, |path| node(path, kind), detour),
+        kind @ (FileType::Fifo | FileType::CharacterDevice) => {
+            or_elsewhere(path, notes, |path| node(path, kind, file.rdev), detour)
+        }
         _ => Err(Error::Failed(format!("{path:?}: a deleted file of a kind that cannot be made anew"))),
     }
 }
@@ -282,9 +284,10 @@ fn named(path: &Path) -> Result<Recreated> {
     Ok(Recreated { file, name: Some(name), lost: path.to_owned(), directory: false })
 }
 
-/// A FIFO. It is not opened for that, as its other end would see it.
-fn node(path: &Path, kind: FileType) -> Result<Recreated> {
-    let make = |name: &Path| rustix::fs::mknodat(rustix::fs::CWD, name, kind, Mode::RUSR | Mode::WUSR, 0);
+/// A FIFO or a device. It is not opened for that: the other end of a FIFO would see it.
+fn node(path: &Path, kind: FileType, device: u64) -> Result<Recreated> {
+    let mode = Mode::RUSR | Mode::WUSR;
+    let make = |name: &Path| rustix::fs::mknodat(rustix::fs::CWD, name, kind, mode, device);
     let (name, ()) = with_free_name(names(path), make).map_err(|e| Kernel::file(path, e))?;
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let file = rustix::fs::open(&name, flags, Mode::empty()).map_err(|e| Kernel::file(&name, e))?;

@@ -2,9 +2,9 @@
 
 use super::{Opening, TMPFILE, mapped_rows, missing, objects, open_flags, seek};
 use crate::Result;
-use rustix::fs::{FileType, Mode, OFlags};
+use rustix::fs::{FileType, Mode, OFlags, SeekFrom};
 use std::os::fd::OwnedFd;
-use stillpoint_image::{FileKind, OpenFile, PathFile};
+use stillpoint_image::{FileKind, OpenFile, PathFile, is_kernel_log};
 use stillpoint_linux::Error as Kernel;
 
 /// Makes files anew that are gone; what they held is written back at the end.
@@ -52,6 +52,13 @@ fn open_those(opening: &mut Opening<'_>, pick: impl Fn(FileType) -> bool) -> Res
             && file.flags & libc::O_PATH as u32 == 0
         {
             seek(&fd, file.position)?;
+        }
+        let flags = file.flags as i32;
+        let reads = flags & libc::O_PATH == 0 && flags & libc::O_ACCMODE != libc::O_WRONLY;
+        if reads && is_kernel_log(opening.image.paths[path as usize].rdev) {
+            // The program had read all that there was.
+            rustix::fs::seek(&fd, SeekFrom::End(0))
+                .map_err(|e| Kernel::call("seek to the end of /dev/kmsg", e))?;
         }
         opening.put(row, fd)?;
     }
