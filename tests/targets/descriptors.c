@@ -1031,6 +1031,32 @@ static void pidfds(void) {
   EQUAL(poll(&p, 1, 0), 0);
 }
 
+// Handles to children that have ended, and are waited for later.
+static void pidfds_unwaited(void) {
+  pid_t pids[2];
+  int handles[2];
+  for (int i = 0; i < 2; i++) {
+    pids[i] = fork();
+    if (!pids[i])
+      _exit(i ? 5 : 0);
+    MUST((handles[i] = syscall(SYS_pidfd_open, pids[i], i ? O_NONBLOCK : 0)) >= 0);
+    siginfo_t info;
+    MUST(waitid(P_PID, pids[i], &info, WEXITED | WNOWAIT) == 0);
+  }
+  cut();
+  for (int i = 0; i < 2; i++) {
+    struct pollfd p = {.fd = handles[i], .events = POLLIN};
+    siginfo_t info = {0};
+    EQUAL(poll(&p, 1, 0), 1);
+    EQUAL(syscall(SYS_pidfd_send_signal, handles[i], 0, 0, 0), 0);
+    EQUAL(waitid(3 /* P_PIDFD */, handles[i], &info, WEXITED), 0);
+    EQUAL(info.si_pid, pids[i]);
+    EQUAL(info.si_status, i ? 5 : 0);
+    EQUAL(syscall(SYS_pidfd_send_signal, handles[i], 0, 0, 0), -1);
+    EQUAL(fcntl(handles[i], F_GETFL) & O_NONBLOCK, i ? O_NONBLOCK : 0);
+  }
+}
+
 // --- terminals and devices
 
 static void ptys(void) {
@@ -1487,6 +1513,6 @@ SCENARIOS({"regular", regular}, {"duplicates", duplicates}, {"deleted", deleted}
           {"pipes", pipes}, {"owners", owners}, {"fifo", fifo}, {"fifo_in_common", fifo_in_common}, {"fifo_removed", fifo_removed}, {"fifo_left", fifo_left}, {"stream_pair", stream_pair}, {"credentials_pair", credentials_pair}, {"message_pairs", message_pairs},
           {"half_closed_pair", half_closed_pair}, {"listening_tcp4", listening_tcp4},
           {"listening_tcp6", listening_tcp6}, {"listening_unix", listening_unix}, {"eventfds", eventfds},
-          {"signalfds", signalfds}, {"epolls", epolls}, {"inotifys", inotifys}, {"watched_closely", watched_closely}, {"memfd_programs", memfd_programs}, {"lock_owner", lock_owner}, {"deleted_folders", deleted_folders}, {"shared_port", shared_port}, {"fanotifys", fanotifys}, {"pidfds", pidfds}, {"ptys", ptys}, {"pty_modes", pty_modes}, {"hung_up", hung_up}, {"pty_unread", pty_unread}, {"leases", leases},
+          {"signalfds", signalfds}, {"epolls", epolls}, {"inotifys", inotifys}, {"watched_closely", watched_closely}, {"memfd_programs", memfd_programs}, {"lock_owner", lock_owner}, {"deleted_folders", deleted_folders}, {"shared_port", shared_port}, {"fanotifys", fanotifys}, {"pidfds", pidfds}, {"pidfds_unwaited", pidfds_unwaited}, {"ptys", ptys}, {"pty_modes", pty_modes}, {"hung_up", hung_up}, {"pty_unread", pty_unread}, {"leases", leases},
           {"devices", devices}, {"idle_devices", idle_devices}, {"locks", locks}, {"signal_driven", signal_driven}, {"proc_files", proc_files}, {"network_files", network_files}, {"ended_proc_files", ended_proc_files},
           {"many_descriptors", many_descriptors})

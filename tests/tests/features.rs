@@ -87,6 +87,7 @@ mod descriptors {
         shared_port,
         fanotifys,
         pidfds,
+        pidfds_unwaited,
         ptys.in_turn(turn::TERMINALS),
         pty_modes.in_turn(turn::TERMINALS),
         hung_up.in_turn(turn::TERMINALS).ignoring(&["fd"]),

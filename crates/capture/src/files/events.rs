@@ -131,7 +131,10 @@ fn watched(scan: &Scan<'_>, epoll: &Description, number: u32, nth: u32) -> Resul
 fn pid_handle(scan: &mut Scan<'_>, d: &Description, pid: i64, inner: i64) -> Result<Option<FileKind>> {
     let of_thread = d.info.flags & libc::O_EXCL as u32 != 0;
     let own = u32::try_from(pid).ok();
-    let inner_id = |pid| if of_thread { scan.inner_id(pid) } else { scan.inner_pid(pid) };
+    let inner_id = |pid| {
+        let living = if of_thread { scan.inner_id(pid) } else { scan.inner_pid(pid) };
+        living.or_else(|| ended_child(scan, pid))
+    };
     match own.and_then(inner_id) {
         Some(id) => Ok(Some(FileKind::Pid(id))),
         _ if pid < 0 => {
@@ -147,6 +150,13 @@ fn pid_handle(scan: &mut Scan<'_>, d: &Description, pid: i64, inner: i64) -> Res
             scan.refuse(d, why, "close it before the checkpoint")
         }
     }
+}
+
+/// Id, as the program sees it, of a child of its processes that has ended and for which they have not waited yet.
+fn ended_child(scan: &Scan<'_>, pid: u32) -> Option<u32> {
+    let id = scan.builder.home.pid(&Proc::process(pid).ok()?.status().ok()?);
+    let mut ended = scan.builder.image.processes.iter().flat_map(|process| process.ended());
+    ended.any(|child| child.pid == id).then_some(id)
 }
 
 fn inotify(scan: &mut Scan<'_>, d: &Description, lines: &[InotifyLine]) -> Result<Option<FileKind>> {
