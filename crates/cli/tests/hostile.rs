@@ -343,6 +343,18 @@ fn files() {
             let row = file(i);
             (i.paths[row].deleted, i.paths[row].mode) = (true, 0o140_777);
         }),
+        ("a deleted device that keeps something", |i| {
+            let row = file(i);
+            (i.paths[row].deleted, i.paths[row].mode, i.paths[row].rdev) = (true, 0o020_600, 0x0a82);
+        }),
+        ("a deleted disk", |i| {
+            let row = file(i);
+            (i.paths[row].deleted, i.paths[row].mode, i.paths[row].rdev) = (true, 0o060_600, 0x0103);
+        }),
+        ("a reader of a FIFO that is none", |i| {
+            open_file(i).kind = FileKind::Pipe(i.pipes.len() as u32);
+            i.pipes.push(Pipe { capacity: 4096, hung_up: Some(vec![u32::MAX]), ..Pipe::default() });
+        }),
         ("an offset below zero", |i| open_file(i).position = u64::MAX),
         ("a descriptor of no number", |i| i.tables[0].descriptors.last_mut().unwrap().fd = u32::MAX),
         ("a lock without a beginning", |i| {

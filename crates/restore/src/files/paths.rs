@@ -46,8 +46,10 @@ fn open_those(opening: &mut Opening<'_>, pick: impl Fn(FileType) -> bool) -> Res
         _ => None,
     });
     for (row, file, path) in rows {
-        let fd = open_row(opening, path, file.flags)?;
         let kind = FileType::from_raw_mode(opening.image.paths[path as usize].mode);
+        // An end of a FIFO would wait for the other one.
+        let does_not_wait = if kind == FileType::Fifo { libc::O_NONBLOCK as u32 } else { 0 };
+        let fd = open_row(opening, path, file.flags | does_not_wait)?;
         if matches!(kind, FileType::RegularFile | FileType::Directory)
             && file.flags & libc::O_PATH as u32 == 0
         {
