@@ -3,6 +3,7 @@
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/inotify.h>
+#include <grp.h>
 #include <sys/file.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -492,6 +493,153 @@ static void by_itself(void) {
   EQUAL(access(gone.sun_path, F_OK), -1);
 }
 
+// Whom a socket tells of at its other end: process, user, group, groups.
+struct known {
+  struct ucred who;
+  gid_t groups[300];
+  int count;
+};
+
+static struct known known(int s) {
+  struct known k = {.count = 0};
+  socklen_t length = sizeof k.who;
+  EQUAL(getsockopt(s, SOL_SOCKET, SO_PEERCRED, &k.who, &length), 0);
+  length = sizeof k.groups;
+  k.count = getsockopt(s, SOL_SOCKET, 59 /* SO_PEERGROUPS */, k.groups, &length) ? -errno : (int)(length / sizeof(gid_t));
+  return k;
+}
+
+static void same(struct known then, struct known now) {
+  EQUAL((int)now.who.uid, (int)then.who.uid);
+  EQUAL((int)now.who.gid, (int)then.who.gid);
+  EQUAL(now.count, then.count);
+  if (then.count > 0 && now.count == then.count)
+    CHECK(!memcmp(now.groups, then.groups, then.count * sizeof(gid_t)));
+}
+
+// As another user, of so many groups, and then as before. Threads are none, so that this is the whole program.
+static void be(int uid, int gid, int groups) {
+  gid_t all[300];
+  for (int i = 0; i < groups; i++)
+    all[i] = 4000 + i;
+  MUST(!seteuid(0) && !setgroups(groups, all) && !setegid(gid) && !seteuid(uid));
+}
+
+#define PEERS 14
+static void peers(void) { // of other users: pairs, connections, those who listen
+  if (getuid()) { // who cannot be anybody else
+    cut();
+    return;
+  }
+  gid_t before[300];
+  int count = getgroups(300, before), s[PEERS], l[3], pair[2];
+  gid_t group = getegid();
+  char path[108];
+  snprintf(path, sizeof path, "%s/peers", directory);
+  const char *names[] = {path, "@stillpoint-peers", "@stillpoint-closed-peers"};
+  MUST(!chmod(directory, 0777));
+  for (int i = 0; i < 3; i++) {
+    l[i] = bound(i == 1 ? SOCK_SEQPACKET : SOCK_STREAM, names[i]);
+    be(2000 + i, 2100 + i, i * 40);
+    MUST(!listen(l[i], 5));
+    be(0, 0, 0);
+  }
+  MUST(!chmod(path, 0777));
+  for (int i = 0; i < 3; i++) {
+    MUST((s[i] = socket(AF_UNIX, i == 1 ? SOCK_SEQPACKET : SOCK_STREAM, 0)) >= 0);
+    be(3000 + i, 3100 + i, 100 * i);
+    MUST(!reach(s[i], names[i]));
+    be(0, 0, 0);
+    MUST((s[3 + i] = accept(l[i], 0, 0)) >= 0);
+  }
+  MUST(!close(l[2])); // the others go on to listen
+  s[6] = l[0], s[7] = l[1];
+  int kinds[] = {SOCK_STREAM, SOCK_DGRAM, SOCK_SEQPACKET};
+  for (int i = 0; i < 3; i++) {
+    be(1001 + i, 1101 + i, 1 + i);
+    MUST(!socketpair(AF_UNIX, kinds[i], 0, pair));
+    be(0, 0, 0);
+    MUST(write(pair[1], "unread", 6) == 6);
+    s[8 + i] = pair[0];
+    if (i != 1)
+      s[11 + i / 2] = pair[1];
+    else
+      close(pair[1]);
+  }
+  // Two that tell of nobody.
+  int a = bound(SOCK_DGRAM, "@stillpoint-nobody"), b = bound(SOCK_DGRAM, "@stillpoint-no-one");
+  MUST(!reach(a, "@stillpoint-no-one") && !reach(b, "@stillpoint-nobody"));
+  s[13] = a;
+  MUST(!setgroups(count, before) && !setegid(group));
+  struct known then[PEERS];
+  for (int i = 0; i < PEERS; i++)
+    then[i] = known(s[i]);
+  EQUAL((int)then[4].who.uid, 3001);
+  EQUAL(then[5].count, 200);
+  EQUAL((int)then[6].who.uid, 2000);
+  EQUAL((int)then[9].who.gid, 1102);
+  EQUAL((int)then[13].who.uid, -1);
+  cut();
+  for (int i = 0; i < PEERS; i++)
+    same(then[i], known(s[i]));
+  // Who connects from now on is told of who listens.
+  int c[2];
+  for (int i = 0; i < 2; i++) {
+    MUST((c[i] = socket(AF_UNIX, i ? SOCK_SEQPACKET : SOCK_STREAM, 0)) >= 0);
+    EQUAL(reach(c[i], names[i]), 0);
+    same(then[6 + i], known(c[i]));
+  }
+  for (int i = 0; i < 3; i++)
+    expect(take(s[8 + i], 64), "unread", 0);
+  EQUAL(send(b, "to a", 4, 0), 4);
+  expect(take(a, 64), "to a", 0);
+}
+
+static void pending_peers(void) { // of which the other side is told when it accepts
+  if (getuid()) {
+    cut();
+    return;
+  }
+  int l = bound(SOCK_STREAM, "@stillpoint-waiting"), ours, go[2], back[2];
+  MUST(!listen(l, 5) && !pipe(go) && !pipe(back));
+  pid_t child = fork();
+  MUST(child >= 0);
+  if (!child) {
+    close(l);
+    gid_t groups[70];
+    for (int i = 0; i < 70; i++)
+      groups[i] = 5000 + i;
+    struct sockaddr_un a = {.sun_family = AF_UNIX};
+    int length = 3 + snprintf(a.sun_path + 1, sizeof a.sun_path - 1, "stillpoint-waiting-%d", getppid());
+    MUST(!setgroups(70, groups) && !setresgid(1234, 1234, 1234) && !setresuid(1235, 1235, 1235));
+    int c = socket(AF_UNIX, SOCK_STREAM, 0);
+    MUST(!connect(c, (void *)&a, length));
+    MUST(write(back[1], "", 1) == 1 && read(go[0], &length, 1) == 1);
+    _exit(known(c).who.uid ? 1 : 0); // the one who listens is root
+  }
+  char byte;
+  MUST(read(back[0], &byte, 1) == 1);
+  MUST((ours = socket(AF_UNIX, SOCK_STREAM, 0)) >= 0 && !reach(ours, "@stillpoint-waiting"));
+  // From now on those who come are told of somebody else.
+  be(1300, 1301, 2);
+  MUST(!listen(l, 4));
+  be(0, 0, 0);
+  struct known then[] = {known(ours), known(l)};
+  cut();
+  same(then[0], known(ours));
+  same(then[1], known(l));
+  int first = accept(l, 0, 0), second = accept(l, 0, 0);
+  struct known now = known(first);
+  EQUAL((int)now.who.uid, 1235);
+  EQUAL((int)now.who.gid, 1234);
+  EQUAL(now.count, 70);
+  EQUAL((int)known(second).who.uid, 0);
+  EQUAL(write(go[1], "", 1), 1);
+  int status = -1;
+  EQUAL(waitpid(child, &status, 0), child);
+  EQUAL(status, 0);
+}
+
 // Each of a pair lies in the queues of both, so that nobody can close them but the kernel when it looks for such.
 static void each_other(void) {
   int pair[2];
@@ -526,4 +674,4 @@ static void each_other(void) {
 SCENARIOS({"in_flight", in_flight}, {"each_other", each_other}, {"by_itself", by_itself}, {"watch_in_flight", watch_in_flight}, {"nested", nested}, {"left_behind", left_behind}, {"credentials", credentials},
           {"senders", senders}, {"mutual", mutual}, {"clients", clients}, {"pending", pending},
           {"listener_closed", listener_closed}, {"directory_gone", directory_gone}, {"renamed", renamed}, {"peek_offset", peek_offset}, {"half_closed", half_closed},
-          {"logging", logging}, {"listening", listening}, {"empty_inside", empty_inside})
+          {"logging", logging}, {"listening", listening}, {"peers", peers}, {"pending_peers", pending_peers}, {"empty_inside", empty_inside})

@@ -387,6 +387,8 @@ mod unix {
         directory_gone,
         renamed,
         peek_offset,
+        peers,
+        pending_peers,
         half_closed,
     );
 }

@@ -559,6 +559,28 @@ pub struct Socket {
     /// Owner, mode and times.
     #[n(27)]
     pub status: Option<Status>,
+    /// Who made the other end of this unix socket, as it tells (`SO_PEERCRED`, `SO_PEERGROUPS`); of one that listens whoever made it do so,
+    /// of whom those are told who connect to it. None: it tells of nobody, or (before version 9) nobody has looked.
+    #[n(28)]
+    pub told: Option<Identity>,
+    /// Who made this unix connection, of whom the one is told that is to accept it; only where it waits for that.
+    #[n(29)]
+    pub waits_as: Option<Identity>,
+}
+
+/// By which somebody is known to the other end of a unix socket.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Encode, Decode)]
+#[cbor(map)]
+pub struct Identity {
+    /// User.
+    #[n(0)]
+    pub uid: u32,
+    /// Group.
+    #[n(1)]
+    pub gid: u32,
+    /// Further groups, ascending.
+    #[n(2)]
+    pub groups: Vec<u32>,
 }
 
 impl Socket {
@@ -610,7 +632,7 @@ pub struct Message {
 }
 
 /// Credentials that go with a message (`SCM_CREDENTIALS`).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Encode, Decode)]
 #[cbor(map)]
 pub struct Sender {
     /// Process, as the program sees it.

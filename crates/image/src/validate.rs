@@ -204,6 +204,10 @@ pub fn image(image: &Image) -> Result<(), Invalid> {
             socket.renamed_from.is_none() || socket.path.is_some(),
             "its file was renamed, and yet it has none",
         )?;
+        for who in socket.told.iter().chain(&socket.waits_as) {
+            let is_named = ![who.uid, who.gid].contains(&u32::MAX) && !who.groups.contains(&u32::MAX);
+            row.must(is_named && who.groups.len() <= 65_536, "its other end is nobody's")?;
+        }
         check_is_mount(&row, socket.mounts, image)?;
         check_connection(&row, socket, image)?;
     }

@@ -105,7 +105,7 @@ fn says_what_is_wrong() {
     };
     assert_eq!(wire::decode(b"#!/bin/sh"), Err(WireError::Foreign));
     assert_eq!(changed(0, true, b"X"), WireError::Foreign);
-    assert_eq!(changed(8, true, &[9]), WireError::Newer { found: 9 });
+    assert_eq!(changed(8, true, &[10]), WireError::Newer { found: 10 });
     assert_eq!(changed(8, true, &[0]), WireError::Header);
     assert_eq!(changed(52, true, &[1]), WireError::Header);
     assert_eq!(changed(16, true, &[0xff; 8]), WireError::Header);

@@ -51,6 +51,7 @@ pub mod ptrace;
 pub mod remote;
 pub mod sched;
 pub mod seccomp;
+pub mod seeming;
 pub mod shared;
 pub mod sharing;
 pub mod silent;

@@ -3,6 +3,7 @@
 
 use crate::descriptors::check;
 use crate::netlink::{self, attributes, u32_at};
+use crate::seeming::Identity;
 use crate::{Error, Result};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::path::Path;
@@ -61,10 +62,35 @@ pub fn int_option(socket: impl AsFd, level: u32, name: u32) -> Result<Option<i32
 /// User id of whoever is at the other end of a unix socket (`SO_PEERCRED`, unix(7)), also where their process has no id
 /// in our pid namespace.
 pub fn peer_user(socket: impl AsFd) -> Result<u32> {
-    let credentials = option(socket, libc::SOL_SOCKET as u32, libc::SO_PEERCRED as u32)?;
+    let who = peer_identity(socket)?;
+    who.map(|who| who.uid).ok_or_else(|| Error::Other("the socket has no other end".into()))
+}
+
+/// What a unix socket tells of who made its other end, or listens on it (`SO_PEERCRED`, `SO_PEERGROUPS`); `None` where it tells of nobody,
+/// as one that was never connected.
+pub fn peer_identity(socket: impl AsFd) -> Result<Option<Identity>> {
+    const SOL: u32 = libc::SOL_SOCKET as u32;
+    const WORD: usize = size_of::<libc::gid_t>();
+    /// `NGROUPS_MAX`
+    const MOST: usize = 65_536;
+    let word = |bytes: &[u8]| bytes.try_into().map_or(u32::MAX, u32::from_ne_bytes);
+    let told = |bytes| option_of(&socket, SOL, libc::SO_PEERGROUPS as u32, bytes);
+    let groups = match told(64 * WORD) {
+        Err(e) if e.errno() == Some(libc::ERANGE) => told(MOST * WORD),
+        groups => groups,
+    };
+    let groups = match groups {
+        Err(e) if e.errno() == Some(libc::ENODATA) => return Ok(None),
+        groups => groups?.unwrap_or_default(),
+    };
     // struct ucred: process, user and group id.
-    let user = credentials.as_deref().and_then(|c| c.get(4..8)).and_then(|user| user.try_into().ok());
-    user.map(u32::from_ne_bytes).ok_or_else(|| Error::Other("the socket has no other end".into()))
+    let told =
+        option_of(&socket, SOL, libc::SO_PEERCRED as u32, size_of::<libc::ucred>())?.unwrap_or_default();
+    let (Some(uid), Some(gid)) = (told.get(4..8).map(word), told.get(8..12).map(word)) else {
+        return Ok(None);
+    };
+    let groups = groups.chunks_exact(WORD).map(word).collect();
+    Ok(Some(Identity { uid, gid, groups }).filter(|who| who.uid != u32::MAX))
 }
 
 /// Whether a packet filter is attached (`SO_GET_FILTER`).

@@ -5,6 +5,7 @@ use super::Scan;
 use super::descriptions::Description;
 use super::messages::is_socket;
 use crate::Result;
+use stillpoint_image::Identity;
 use stillpoint_linux::messages::outgoing;
 use stillpoint_linux::sockets::UnixSocket;
 
@@ -57,10 +58,42 @@ pub(crate) fn resolve(scan: &mut Scan<'_>) -> Result<()> {
             continue;
         }
         let pending = scan.unix_socket(ino as u32)?.map(|s| s.pending).unwrap_or_default();
-        let clients = pending.iter().filter_map(|ino| scan.sockets.get(&u64::from(*ino)).copied()).collect();
+        let mut clients = Vec::with_capacity(pending.len());
+        for ino in pending {
+            let Some(&client) = scan.sockets.get(&u64::from(ino)) else { continue };
+            clients.push(client);
+            if let Some(d) = scan.socket(ino) {
+                scan.builder.image.sockets[client as usize].waits_as = maker(scan, d)?;
+            }
+        }
         scan.builder.image.sockets[row as usize].pending = clients;
     }
     Ok(())
+}
+
+/// Who has made a connection that waits, of whom the other side is told that nobody can ask yet; `None` if refused. It is whose the socket is, and
+/// whose the processes are that have it, if these are the same.
+fn maker(scan: &mut Scan<'_>, d: &Description) -> Result<Option<Identity>> {
+    let mut who: Vec<Identity> = Vec::new();
+    // One in a message can have been connected by any.
+    let has_it = |pid: u32| d.held.is_empty() || d.held.iter().any(|held| held.pid == pid);
+    for holder in scan.target.holders.iter().filter(|holder| has_it(holder.pid)) {
+        let status = holder.process.status()?;
+        let mut groups = status.groups;
+        groups.sort_unstable();
+        let one = Identity { uid: status.uid[1], gid: status.gid[1], groups };
+        if !who.contains(&one) {
+            who.push(one);
+        }
+    }
+    match who.as_slice() {
+        [one] if (one.uid, one.gid) == (d.stat.st_uid, d.stat.st_gid) => Ok(who.pop()),
+        _ => {
+            let why = "it waits to be accepted, and which user the other side is to be told of cannot be seen: whose it is \
+                       has changed since it was made";
+            scan.refuse(d, why, "try again when it was accepted")
+        }
+    }
 }
 
 impl<'a> Scan<'a> {

@@ -10,7 +10,7 @@ use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use stillpoint_image::{Bytes, FileKind, PathFile, Socket, SocketOption, Usage};
+use stillpoint_image::{Bytes, FileKind, Identity, PathFile, Socket, SocketOption, Usage};
 use stillpoint_linux::Error as Kernel;
 use stillpoint_linux::descriptors::{poll_now, readable};
 use stillpoint_linux::fdinfo::Detail;
@@ -248,6 +248,8 @@ fn unix(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)) -> Result<O
     socket.local = Bytes(if local.len() > 2 { local } else { Vec::new() });
     socket.listening = (diag.state == TCP_LISTEN).then_some(diag.send_queue);
     socket.shutdown = u32::from(diag.shutdown);
+    let told = sockets::peer_identity(&d.file)?;
+    socket.told = told.map(|who| Identity { uid: who.uid, gid: who.gid, groups: who.groups });
     let Some(peer) = peer(scan, d, sort.1, &diag, &mut socket)? else { return Ok(None) };
     if !name(scan, d, &diag, peer, &mut socket)? {
         return Ok(None);

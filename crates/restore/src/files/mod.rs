@@ -24,6 +24,7 @@ pub mod moves;
 mod objects;
 mod options;
 mod paths;
+mod peers;
 mod pipes;
 mod queues;
 mod rehearsal;

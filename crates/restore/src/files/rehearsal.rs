@@ -1,7 +1,7 @@
 //! What of the open files can be tried beside the program, which still has its names and addresses.
 
 use super::sockets::{name, refusal};
-use super::{check, connections, mapped_rows, objects, options};
+use super::{check, connections, mapped_rows, objects, options, peers};
 use crate::{Error, Result};
 use rustix::fs::{Access, AtFlags, FileType, StatxAttributes, StatxFlags};
 use std::collections::HashMap;
@@ -23,6 +23,7 @@ pub(crate) fn rehearse(image: &Image, is_still: bool) -> Result<()> {
         against.extend(misplaced(image));
         against.extend(inaccessible(image)?);
     }
+    peers::check(image, &mut against);
     // The others are made in a network that is new, where all is permitted.
     let sockets = image.sockets.iter().filter(|_| image.network.is_none());
     let sockets = sockets.map(|socket| make_socket(image, socket, is_still));

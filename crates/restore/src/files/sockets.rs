@@ -2,7 +2,7 @@
 
 use super::detour::Detour;
 use super::kept::Kept;
-use super::{Opening, clones, connections, datagrams, messages, missing, options};
+use super::{OpenFiles, Opening, clones, connections, datagrams, messages, missing, options, peers};
 use crate::{Error, Result, TcpPolicy};
 use rustix::fs::{FileType, Gid, Mode, Uid};
 use std::collections::{HashMap, HashSet};
@@ -31,6 +31,7 @@ const SUN_PATH: usize = 108;
 /// Refuses where names of unix sockets are in use. A name that is left over from a socket nobody listens on is not.
 pub(super) fn check(image: &Image, refusals: &mut Vec<String>) {
     let began = Instant::now();
+    peers::check(image, refusals);
     for socket in &image.sockets {
         let Some(file) = file_of(image, socket.path) else { continue };
         if let Some(file) = file_of(image, socket.renamed_from).filter(|file| file.path.as_path().exists()) {
@@ -100,7 +101,7 @@ pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
         if made.contains_key(&index) {
             continue;
         }
-        let (own, other) = sockets::pair(socket.kind as i32)?;
+        let (own, other) = peers::pair(opening, index)?;
         made.insert(index, own);
         match socket.peer {
             Some(peer) => {
@@ -179,17 +180,29 @@ fn leave(
 /// Connections that wait to be accepted, in their order.
 fn connect_waiting(opening: &mut Opening<'_>, made: &mut HashMap<usize, OwnedFd>) -> Result<()> {
     let image = opening.image;
-    for listener in image.sockets.iter().filter(|s| !s.pending.is_empty()) {
+    for (index, listener) in image.sockets.iter().enumerate().filter(|(_, s)| !s.pending.is_empty()) {
+        let what = name(image, listener);
         let (address, _directory) = address_of(image, listener)?;
+        let door = made.get(&index).ok_or_else(|| missing("socket", index as u32))?;
+        let door = door.try_clone().map_err(|e| Kernel::call("duplicate a socket", e))?;
+        let backlog = listener.listening.unwrap_or_default();
         for &row in &listener.pending {
             let client = image.sockets.get(row as usize).ok_or_else(|| missing("socket", row))?;
-            let fd = sockets::socket(libc::AF_UNIX, client.kind as i32 | libc::SOCK_NONBLOCK, 0)?;
+            let kind = client.kind | libc::SOCK_NONBLOCK as u32;
+            let fd = peers::socket_of(client.waits_as.as_ref(), kind, &what)?;
             options::apply(&fd, client, &name(image, client))?;
             if !client.local.0.is_empty() {
                 bind_name(opening, client, &fd)?;
             }
-            let failed = |e| Kernel::call(format!("connect to {}", name(image, listener)), e);
-            sockets::connect(&fd, &address).map_err(failed)?;
+            // Somebody else may have made it listen since.
+            let is_other = client.told.is_some() && client.told != listener.told;
+            if is_other {
+                peers::listen_as(&door, client.told.as_ref(), backlog, &what)?;
+            }
+            peers::connect_as(&fd, client.waits_as.as_ref(), &address, &what)?;
+            if is_other {
+                peers::listen_as(&door, listener.told.as_ref(), backlog, &what)?;
+            }
             shut_down(&fd, client)?;
             made.insert(row as usize, fd);
         }
@@ -205,11 +218,22 @@ pub(super) fn address_of(image: &Image, socket: &Socket) -> Result<(Vec<u8>, Opt
     }
 }
 
-/// Where a datagram socket that sends to one of the program's reaches it, if that has no name any more.
-fn nameless(opening: &Opening<'_>, socket: &Socket) -> Option<Vec<u8>> {
-    let handle = opening.files.nameless.get(&socket.sends_to?)?;
-    let way = format!("/proc/self/fd/{}\0", handle.as_raw_fd());
-    Some([&(libc::AF_UNIX as u16).to_ne_bytes()[..], way.as_bytes()].concat())
+impl OpenFiles {
+    /// Where a unix socket that has no name any more is reached, by its row.
+    fn way_to_nameless(&self, row: u32) -> Option<Vec<u8>> {
+        let handle = self.nameless.get(&row)?;
+        let way = format!("/proc/self/fd/{}\0", handle.as_raw_fd());
+        Some([&(libc::AF_UNIX as u16).to_ne_bytes()[..], way.as_bytes()].concat())
+    }
+
+    /// The address by which a unix socket of the program is reached by us, whether it has a name still or not, by its row; the descriptor is
+    /// to be kept meanwhile.
+    pub(super) fn way_to(&self, image: &Image, row: u32) -> Result<(Vec<u8>, Option<OwnedFd>)> {
+        match self.way_to_nameless(row) {
+            Some(address) => Ok((address, None)),
+            None => address_of(image, image.sockets.get(row as usize).ok_or_else(|| missing("socket", row))?),
+        }
+    }
 }
 
 /// Where a datagram socket that sends to one of the program's reaches it, if that has another name than it tells.
@@ -261,7 +285,7 @@ fn bind_all(opening: &mut Opening<'_>, made: &mut HashMap<usize, OwnedFd>) -> Re
     // Some may send to others of them.
     for (index, socket) in opening.image.sockets.iter().enumerate().filter(|(_, s)| !s.remote.0.is_empty()) {
         let Some(fd) = made.get(&index).filter(|_| refusals.is_empty()) else { continue };
-        let elsewhere = match nameless(opening, socket) {
+        let elsewhere = match socket.sends_to.and_then(|row| opening.files.way_to_nameless(row)) {
             Some(address) => Some((address, None)),
             None => renamed_to(opening, socket)?,
         };
@@ -365,14 +389,10 @@ pub(super) fn forget(socket: &Socket) -> bool {
 }
 
 fn listen(socket: &Socket, fd: &OwnedFd, what: &str) -> Result<()> {
-    if let Some(backlog) = socket.listening {
-        let backlog = i32::try_from(backlog).unwrap_or(i32::MAX);
-        rustix::net::listen(fd, backlog).map_err(|e| refusal(what, &e.into()))?;
-    }
-    Ok(())
+    socket.listening.map_or(Ok(()), |backlog| peers::listen_as(fd, socket.told.as_ref(), backlog, what))
 }
 
-fn bind_name(opening: &mut Opening<'_>, socket: &Socket, fd: &OwnedFd) -> Result<()> {
+pub(super) fn bind_name(opening: &mut Opening<'_>, socket: &Socket, fd: &OwnedFd) -> Result<()> {
     let what = name(opening.image, socket);
     let Some(row) = socket.path else {
         return when_free(opening, socket, || bind_address(socket, fd).map_err(|e| refusal(&what, &e)));
@@ -552,9 +572,12 @@ fn accept_connections(opening: &mut Opening<'_>, made: &mut HashMap<usize, Owned
                 when_free(opening, accepted, bind)?;
             }
         }
-        rustix::net::listen(&door, 16).map_err(|e| Kernel::call("listen", e))?;
-        let client = sockets::socket(libc::AF_UNIX, accepted.kind as i32, 0)?;
-        sockets::connect(&client, &address).map_err(|e| Kernel::call("connect to ourselves", e))?;
+        let what = name(image, accepted);
+        let told = accepted.peer.and_then(|peer| image.sockets.get(peer as usize)?.told.as_ref());
+        peers::listen_as(&door, told, 16, &what)?;
+        let maker = peers::told(opening, accepted);
+        let client = peers::socket_of(maker, accepted.kind, &what)?;
+        peers::connect_as(&client, maker, &address, &what)?;
         let server = accept_own(&door)?;
         // A name that was left over is so again.
         if let Some(file) = path.filter(|file| !is_closed || file.deleted) {
@@ -608,7 +631,8 @@ fn finish(opening: &mut Opening<'_>, made: &HashMap<usize, OwnedFd>, kept: &Hash
     for (index, socket) in opening.image.sockets.iter().enumerate() {
         let connected = (socket.peer.is_some() || socket.orphan) && socket.connection.is_none();
         let Some(fd) = made.get(&index).filter(|_| connected && !kept.contains(&index)) else { continue };
-        if socket.kind == DATAGRAM && !socket.local.0.is_empty() {
+        let is_bound = || Ok::<_, Kernel>(sockets::local_address(fd)?.len() > 2);
+        if socket.kind == DATAGRAM && !socket.local.0.is_empty() && !is_bound()? {
             bind_name(opening, socket, fd)?;
         }
         if messages::is_laden(opening.image, socket) {
