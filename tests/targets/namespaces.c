@@ -1,5 +1,6 @@
 // Processes of a tree in namespaces that they made: which of them share one, and what is in it.
 #include "family.h"
+#include <linux/sockios.h>
 #include <mqueue.h>
 #include <net/if.h>
 #include <netinet/in.h>
@@ -546,6 +547,73 @@ static void network_of_sockets(void) {
   CHECK(!memcmp(text, "before", 6));
 }
 
+static const struct {
+  const char *name, *value;
+} network_wishes[] = {
+    {"net/ipv4/ip_local_port_range", "100\t200\n"},
+    {"net/ipv4/ping_group_range", "0\t2147483647\n"},
+    {"net/ipv4/ip_forward", "1\n"}, // changes others
+    {"net/ipv4/conf/lo/rp_filter", "2\n"},
+    {"net/ipv6/conf/all/disable_ipv6", "1\n"},
+    {"net/ipv6/conf/lo/disable_ipv6", "0\n"}, // but not here
+    {"net/core/somaxconn", "77\n"},
+    {"net/ipv4/tcp_fastopen_key", "00000001-00000002-00000003-00000004\n"},
+    {"net/unix/max_dgram_qlen", "3\n"},
+};
+enum { NETWORK_WISHES = sizeof network_wishes / sizeof *network_wishes };
+
+static void look_at_network_wishes(void) {
+  for (int n = 0; n < NETWORK_WISHES; n++) {
+    char path[100];
+    snprintf(path, sizeof path, "/proc/sys/%s", network_wishes[n].name);
+    char *now = contents(path, 0);
+    if (strcmp(now, network_wishes[n].value))
+      printf("%s is %s", path, now);
+    CHECK(!strcmp(now, network_wishes[n].value));
+    free(now);
+  }
+}
+
+static void network_settings_child(long up) {
+  enter_new(CLONE_NEWNET);
+  if (up)
+    loopback(1);
+  write_setting("net/ipv4/ip_default_ttl", up ? "33" : "34");
+  arrive();
+  wait_go();
+  EQUAL(setting("net/ipv4/ip_default_ttl"), up ? 33 : 34);
+  EQUAL(setting("net/core/somaxconn"), 4096);
+  EQUAL(!!loopback(0), up);
+}
+
+// As containers have them. What the kernel has of others in new namespaces must be as it was, too.
+static void network_settings(void) {
+  open_board();
+  pid_t pids[2] = {child(network_settings_child, 0), child(network_settings_child, 1)};
+  enter_new(CLONE_NEWNET);
+  loopback(1);
+  // The range must not reach below it.
+  write_setting("net/ipv4/ip_unprivileged_port_start", "80");
+  for (int n = 0; n < NETWORK_WISHES; n++)
+    write_setting(network_wishes[n].name, network_wishes[n].value);
+  look_at_network_wishes();
+  struct sockaddr_in a = {.sin_family = AF_INET, .sin_port = htons(80), .sin_addr = {htonl(INADDR_LOOPBACK)}};
+  int door = socket(AF_INET, SOCK_STREAM, 0);
+  MUST(door >= 0 && !bind(door, (void *)&a, sizeof a) && !listen(door, 1000));
+  await_arrivals(2);
+  cut();
+  look_at_network_wishes();
+  EQUAL(setting("net/ipv4/ip_unprivileged_port_start"), 80);
+  EQUAL(setting("net/ipv4/ip_default_ttl"), 64);
+  int c = socket(AF_INET, SOCK_STREAM, 0);
+  EQUAL(connect(c, (void *)&a, sizeof a), 0);
+  socklen_t length = sizeof a;
+  EQUAL(getsockname(c, (void *)&a, &length), 0);
+  CHECK(ntohs(a.sin_port) >= 100 && ntohs(a.sin_port) <= 200);
+  for (int n = 0; n < 2; n++)
+    await_ok(pids[n]);
+}
+
 // --- what must be refused
 
 static void sockets_of_two_networks(void) {
@@ -558,14 +626,15 @@ static void sockets_of_two_networks(void) {
   close(inside);
 }
 
-static void network_with_a_setting(void) {
+static void network_with_a_bridge(void) {
   enter_new(CLONE_NEWNET);
-  char *was = contents("/proc/sys/net/ipv4/ip_default_ttl", 0);
-  write_setting("net/ipv4/ip_default_ttl", atoi(was) == 33 ? "34" : "33");
-  free(was);
+  int s = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  MUST(s >= 0);
+  if (ioctl(s, SIOCBRADDBR, "across"))
+    SKIP("no bridges here");
   cut();
-  long ttl = setting("net/ipv4/ip_default_ttl");
-  CHECK(ttl == 33 || ttl == 34);
+  CHECK(if_nametoindex("across"));
+  close(s);
 }
 
 static void later_children(void) {
@@ -649,6 +718,6 @@ SCENARIOS({"host_name", host_name}, {"host_names", host_names}, {"host_name_belo
           {"ipc_objects", ipc_objects}, {"posix_queues", posix_queues}, {"ipc_apart", ipc_apart},
           {"clocks", clocks}, {"control_groups", control_groups}, {"networks", networks},
           {"network_of_sockets", network_of_sockets}, {"network_sockets", network_sockets}, {"sockets_of_two_networks", sockets_of_two_networks},
-          {"network_with_a_setting", network_with_a_setting}, {"later_children", later_children},
+          {"network_settings", network_settings}, {"network_with_a_bridge", network_with_a_bridge}, {"later_children", later_children},
           {"full_queue", full_queue}, {"semaphore_undo", semaphore_undo}, {"attached_before", attached_before},
           {"shared_outside", shared_outside}, {"parted_threads", parted_threads})

@@ -200,6 +200,7 @@ mod namespaces {
         networks,
         network_of_sockets,
         network_sockets,
+        network_settings,
     );
 }
 

@@ -268,7 +268,7 @@ fn objects_of_another_ipc_namespace() {
 #[test]
 fn a_network_with_more_than_a_loopback_interface() {
     refused_of("namespaces", "sockets_of_two_networks", &["socket", "in another network namespace"]);
-    refused_of("namespaces", "network_with_a_setting", &["network namespace", "ip_default_ttl"]);
+    refused_of("namespaces", "network_with_a_bridge", &["network namespace", "interface across"]);
 }
 
 #[test]

@@ -59,8 +59,8 @@ struct Own {
     segments: Vec<(i32, sysv::Segment)>,
     /// Device number of its message queues.
     queues: Option<u64>,
-    /// What a new network namespace is like, with its loopback interface up or not.
-    fresh: Option<Arc<Fresh>>,
+    /// A new network namespace that was made the same as this one.
+    remade: Option<Arc<network::Remade>>,
     /// The pid namespaces around it, or those of users, by their inode numbers: its own first, without that in which ids are told.
     around: Vec<u64>,
     /// The user namespace of the program's own to which it belongs.
@@ -80,11 +80,12 @@ struct Other {
     pids: Vec<u32>,
 }
 
-/// A new network namespace.
+/// What is told of a network namespace.
 #[derive(Debug)]
-struct Fresh {
+struct Network {
+    /// Its loopback interface is up.
     up: bool,
-    tables: network::State,
+    tables: network::Tables,
     settings: network::State,
 }
 
@@ -102,8 +103,8 @@ enum When {
 impl Own {
     fn new(space: Namespace, file: OwnedFd, around: Vec<u64>, owner: Option<Owner>) -> Self {
         let (file, pids, segments) = (Arc::new(file), Vec::new(), Vec::new());
-        let (row, queues, fresh, names) = (None, None, None, None);
-        Own { space, file, pids, row, segments, queues, fresh, around, owner, names }
+        let (row, queues, remade, names) = (None, None, None, None);
+        Own { space, file, pids, row, segments, queues, remade, around, owner, names }
     }
 }
 
@@ -582,10 +583,7 @@ fn contents(
             refuse_below(builder, own)?;
             Ok(image::Namespace::Cgroup)
         }
-        NamespaceKind::Network => {
-            let up = refuse_network(builder, own, when)?;
-            Ok(image::Namespace::Network { up })
-        }
+        NamespaceKind::Network => describe_network(builder, own, when),
         kind => Err(Error::Failed(format!("a {} namespace cannot be described", kind.name()))),
     }
 }
@@ -610,60 +608,79 @@ fn refuse_below(builder: &mut Builder, own: &Own) -> Result<()> {
     Ok(())
 }
 
-/// Refuses a network namespace that is not as a new one would be. Returns whether its loopback interface is up.
-fn refuse_network(builder: &mut Builder, own: &mut Own, when: When) -> Result<bool> {
-    let look = || {
-        let settings = if when == When::Still { network::State::new() } else { network::settings() };
-        Ok::<_, Error>((network::is_up()?, network::tables()?, settings))
+/// Describes a network namespace by what was done to a new one to make it the same, and refuses what else is in it.
+fn describe_network(builder: &mut Builder, own: &mut Own, when: When) -> Result<image::Namespace> {
+    let inside =
+        |work: &(dyn Fn() -> Result<Network> + Sync)| inside(&[(own.space.kind, own.file.as_fd())], work);
+    let look = |settings: bool| {
+        let settings = if settings { network::settings() } else { network::State::new() };
+        Ok(Network { up: network::is_up()?, tables: network::tables()?, settings })
     };
-    let (up, tables, settings) = inside(&[(own.space.kind, own.file.as_fd())], look)?;
-    let fresh = match own.fresh.clone().filter(|fresh| fresh.up == up) {
-        Some(fresh) => fresh,
-        None => Arc::new(Fresh::make(up, own.owner.as_ref())?),
+    let mut found = inside(&|| look(when != When::Still))?;
+    let is_same = |remade: &&Arc<network::Remade>| {
+        let settings = when == When::Still || remade.settings == found.settings;
+        settings && remade.up == found.up && remade.tables == found.tables
     };
-    own.fresh = Some(fresh.clone());
-    let mut differences = network::differences(&tables, &fresh.tables);
-    if when != When::Still {
-        differences.extend(network::differences(&settings, &fresh.settings));
+    let remade = match own.remade.as_ref().filter(is_same) {
+        Some(remade) => remade.clone(),
+        None => {
+            if when == When::Still {
+                found = inside(&|| look(true))?;
+            }
+            Arc::new(found.remake(own.owner.as_ref())?)
+        }
+    };
+    let mut differences = found.tables.differences(&remade.tables);
+    if !found.settings.is_empty() {
+        let settings = network::differences(&found.settings, &remade.settings);
+        differences.extend(settings.into_iter().map(|name| format!("setting net/{name}")));
     }
+    own.remade = Some(remade.clone());
     if !differences.is_empty() {
         let more = differences.len().saturating_sub(FEW);
         differences.truncate(FEW);
         let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-        let why = format!("more is in it than a loopback interface: {}{more}", differences.join(", "));
-        builder.refuse(name(own.space.kind), why, "only namespaces with nothing but that can be made again");
+        let why = format!("it has what cannot be made again in a new one: {}{more}", differences.join(", "));
+        let what_to_do = "only a loopback interface and settings (/proc/sys/net) are made again";
+        builder.refuse(name(own.space.kind), why, what_to_do);
+    } else if remade.steps.len() > image::NETWORK_STEPS {
+        builder.refuse(name(own.space.kind), "more is set in it than an image has room for", "");
     }
-    Ok(up)
+    let step = |step: &network::Step| match step {
+        network::Step::Setting { name, value } => {
+            image::NetworkStep::Setting { name: name.clone(), value: value.clone().into() }
+        }
+    };
+    Ok(image::Namespace::Network { up: found.up, steps: remade.steps.iter().map(step).collect() })
 }
 
-impl Fresh {
-    /// One that belongs to the same user namespace: not all settings are everybody's.
-    fn make(up: bool, owner: Option<&Owner>) -> Result<Self> {
-        let mut fresh = Fresh { up, tables: network::State::new(), settings: network::State::new() };
-        let look = || {
-            if up {
-                network::bring_up()?;
-            }
-            (fresh.tables, fresh.settings) = (network::tables()?, network::settings());
-            Ok::<_, Error>(())
-        };
+impl Network {
+    /// A new one that is made the same. It belongs to the same user namespace: not all settings are everybody's.
+    fn remake(&self, owner: Option<&Owner>) -> Result<network::Remade> {
+        let remake = || network::remake(self.up, (&self.tables, &self.settings));
         match owner {
-            None => drop(namespaces::make(NamespaceKind::Network, look)?),
+            None => {
+                let mut remade = None;
+                drop(namespaces::make(NamespaceKind::Network, || {
+                    remade = Some(remake()?);
+                    Ok::<_, Error>(())
+                })?);
+                remade.ok_or_else(|| Error::Failed("a network namespace was not made".into()))
+            }
             Some((_, users)) => {
                 let made = messenger::make_in(users, NamespaceKind::Network)?;
-                inside(&[(NamespaceKind::Network, made.as_fd())], look)?;
+                inside(&[(NamespaceKind::Network, made.as_fd())], || Ok(remake()?))
             }
         }
-        Ok(fresh)
     }
 }
 
 /// Whether what was not looked at in the freeze ([`When::Still`]) has turned out to be as it was before.
 pub(crate) fn hold(found: &Namespaces) -> Result<bool> {
     for own in found.own.iter().filter(|own| own.row.is_some()) {
-        let Some(fresh) = &own.fresh else { continue };
+        let Some(remade) = &own.remade else { continue };
         let settings = inside(&[(own.space.kind, own.file.as_fd())], || Ok::<_, Error>(network::settings()))?;
-        if settings != fresh.settings {
+        if settings != remade.settings {
             return Ok(false);
         }
     }

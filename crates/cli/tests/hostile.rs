@@ -273,6 +273,20 @@ fn into_ipc(image: &mut Image, change: fn(&mut Ipc)) {
     image.processes[0].namespaces.push(image.namespaces.len() as u32 - 1);
 }
 
+/// A network namespace with settings.
+fn network(settings: &[(&str, &str)]) -> Namespace {
+    let step = |(name, value): &(&str, &str)| NetworkStep::Setting {
+        name: (*name).into(),
+        value: value.as_bytes().to_vec().into(),
+    };
+    Namespace::Network { up: false, steps: settings.iter().map(step).collect() }
+}
+
+fn into_network(image: &mut Image, settings: &[(&str, &str)]) {
+    image.namespaces.push(network(settings));
+    image.processes[0].namespaces.push(image.namespaces.len() as u32 - 1);
+}
+
 fn set(id: i32, key: i32) -> SemaphoreSet {
     SemaphoreSet { common: SystemV { id, key, ..SystemV::default() }, values: vec![1] }
 }
@@ -284,7 +298,7 @@ fn namespaces() {
             i.namespaces.push(Namespace::Uts { host: b"a\0b".to_vec().into(), domain: Vec::new().into() });
             i.processes[0].namespaces.push(0);
         }),
-        ("namespaces without end", |i| i.namespaces = vec![Namespace::Network { up: true }; 100_000]),
+        ("namespaces without end", |i| i.namespaces = vec![network(&[]); 100_000]),
         ("a namespace twice", |i| {
             i.namespaces.push(Namespace::Cgroup);
             i.processes[0].namespaces = vec![0; 100_000];
@@ -295,6 +309,16 @@ fn namespaces() {
             let Some(Namespace::Ipc(ipc)) = i.namespaces.last_mut() else { return };
             ipc.settings.push(Setting { name, value: "1".into() });
         }),
+        ("a setting of another folder", |i| {
+            into_network(i, &[("../kernel/core_pattern", "|/bin/sh")]);
+        }),
+        ("a setting by another way", |i| {
+            into_network(i, &[("ipv4/../../kernel/core_pattern", "|/bin/sh")]);
+        }),
+        ("a network setting of the machine's", |i| {
+            into_network(i, &[("ipv4/ip_forward", "1\n"), ("netfilter/nf_hooks_lwtunnel", "1\n")]);
+        }),
+        ("a network setting of no value", |i| into_network(i, &[("ipv4/ip_forward", "yes\n")])),
         ("a setting too high", |i| {
             into_ipc(i, |ipc| {
                 let value = "9".repeat(60);

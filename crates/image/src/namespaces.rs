@@ -32,12 +32,16 @@ pub enum Namespace {
     /// Control groups: its processes are in that which is its root.
     #[n(3)]
     Cgroup,
-    /// Network, with nothing in it but the loopback interface.
+    /// Network, with no interface in it but the loopback one.
     #[n(4)]
     Network {
         /// That is up.
         #[n(0)]
         up: bool,
+        /// What was done then to a new one, to make it what this was.
+        #[n(1)]
+        #[cbor(default)]
+        steps: Vec<NetworkStep>,
     },
     /// Process ids: those in it have one more.
     #[n(5)]
@@ -63,6 +67,26 @@ pub enum Namespace {
     #[n(7)]
     User(#[n(0)] Users),
 }
+
+/// A change of a network namespace.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub enum NetworkStep {
+    /// A setting gets a value.
+    #[n(0)]
+    Setting {
+        /// Its name below `/proc/sys/net`.
+        #[n(0)]
+        name: String,
+        /// What is written.
+        #[n(1)]
+        value: Bytes,
+    },
+}
+
+/// Most changes of a network namespace that an image has.
+pub const NETWORK_STEPS: usize = 1 << 16;
+/// Longest value of a setting of a network namespace, bytes: what the kernel takes at once.
+pub const NETWORK_VALUE: usize = 1 << 16;
 
 /// A user namespace. All ids but those within it are such as whoever restores sees. user_namespaces(7)
 #[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]

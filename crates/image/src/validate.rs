@@ -6,9 +6,9 @@
 use crate::pids::{DEEPEST, Pids, namespace_of};
 use crate::{
     Backing, Bytes, Codec, Directories, Dispatch, Entry, FileKind, IPC_SETTINGS, IdRange, Image, Ipc,
-    MADE_ANEW, MAX_BLOCK_PAGES, Mapping, MemoryObject, Mounted, Mounts, Namespace, OVERLAY, OpenFile, Owner,
-    PAGE, PageMap, Place, Process, Propagation, Receives, Role, Setting, Socket, SystemV,
-    are_within_each_other, is_memory_device, tree, users,
+    MADE_ANEW, MAX_BLOCK_PAGES, Mapping, MemoryObject, Mounted, Mounts, NETWORK_STEPS, NETWORK_VALUE,
+    Namespace, NetworkStep, OVERLAY, OpenFile, Owner, PAGE, PageMap, Place, Process, Propagation, Receives,
+    Role, Setting, Socket, SystemV, are_within_each_other, is_memory_device, tree, users,
 };
 use std::collections::{HashMap, HashSet};
 
@@ -548,11 +548,23 @@ fn check_namespace(row: &Row, namespace: &Namespace) -> Result<(), Invalid> {
         }
         Namespace::Ipc(ipc) => check_ipc(row, ipc),
         // Pid namespaces with the processes in them ([`check_pids`]).
-        Namespace::Time { .. } | Namespace::Cgroup | Namespace::Network { .. } => Ok(()),
+        Namespace::Time { .. } | Namespace::Cgroup => Ok(()),
+        Namespace::Network { steps, .. } => check_network(row, steps),
         Namespace::Pid { .. } | Namespace::Mount { .. } => Ok(()),
         // With what belongs to them ([`check_owners`]).
         Namespace::User(_) => Ok(()),
     }
+}
+
+/// Which settings there are, the program that makes the namespace knows.
+fn check_network(row: &Row, steps: &[NetworkStep]) -> Result<(), Invalid> {
+    row.must(steps.len() <= NETWORK_STEPS, "more is changed in it than any image has")?;
+    for NetworkStep::Setting { name, value } in steps {
+        let is_path = name.split('/').all(|part| !matches!(part, "" | "." | "..")) && !name.contains('\0');
+        row.must(is_path && name.len() <= 200, "a setting of it is none")?;
+        row.must(value.0.len() <= NETWORK_VALUE, "a setting of it is longer than any can be")?;
+    }
+    Ok(())
 }
 
 fn check_is_mount(row: &Row, namespace: Option<u32>, image: &Image) -> Result<(), Invalid> {

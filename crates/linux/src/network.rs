@@ -1,21 +1,36 @@
 //! What is in a network namespace besides sockets: everything that the kernel tells of it, so that one can be compared with
-//! another that was just made. All of it is about the namespace that the calling thread is in. `rtnetlink(7)`,
-//! `network_namespaces(7)`.
+//! another that was just made, and [steps](steps) by which that becomes the same. All of it is about the namespace that the
+//! calling thread is in. `rtnetlink(7)`, `network_namespaces(7)`.
+
+mod steps;
+
+pub use steps::{Remade, Step, perform, remake};
 
 use crate::descriptors::check;
-use crate::netlink::{DUMP, Request};
+use crate::netlink::{DUMP, Request, attributes, u32_at};
 use crate::sockets;
 use crate::{Error, Result};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
+use std::net::{Ipv4Addr, Ipv6Addr};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 
+const FRA_PRIORITY: u16 = 6;
 const NETLINK_XFRM: i32 = 6;
 const NETLINK_NETFILTER: i32 = 12;
 /// `SIOCGSKNS`.
 const GET_NAMESPACE: libc::c_ulong = 0x894c;
 
-/// Everything that is told of a namespace, by what it is.
+/// Files and what is in them, by their names.
 pub type State = BTreeMap<String, Vec<u8>>;
+
+/// Everything that is told of a namespace but its settings.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Tables {
+    /// Rows of each of the [`TABLES`], in the kernel's order.
+    rows: [Vec<Vec<u8>>; TABLES.len()],
+    /// Files that tell of packet filters.
+    files: State,
+}
 
 /// A table that the kernel tells by netlink.
 struct Table {
@@ -64,8 +79,10 @@ const fn route(name: &'static str, request: u16, head: usize, passing: &'static 
 /// Files that tell of packet filters.
 const FILES: [&str; 4] = ["ip_tables_names", "ip6_tables_names", "arp_tables_names", "ip_vs"];
 
-/// Settings that change by themselves, or are chosen at random.
-const PASSING: [&str; 3] = ["nf_conntrack_count", "tcp_fastopen_key", "stable_secret"];
+/// Settings that change by themselves.
+const PASSING: [&str; 1] = ["nf_conntrack_count"];
+/// Where settings are.
+const SETTINGS: &str = "/proc/sys/net";
 
 /// The network namespace of a socket, by its inode number.
 pub fn namespace_of(socket: impl AsFd) -> Result<u64> {
@@ -79,46 +96,119 @@ pub fn namespace_of(socket: impl AsFd) -> Result<u64> {
 }
 
 /// Everything that is told of this namespace but its settings.
-pub fn tables() -> Result<State> {
-    let mut state = State::new();
-    for table in &TABLES {
-        for (n, row) in dump(table)?.into_iter().enumerate() {
-            state.insert(format!("{} {n}", table.name), row);
-        }
+pub fn tables() -> Result<Tables> {
+    let mut all = Tables::default();
+    for (rows, table) in all.rows.iter_mut().zip(&TABLES) {
+        *rows = dump(table)?;
     }
     for name in FILES {
         if let Ok(text) = std::fs::read(format!("/proc/thread-self/net/{name}")) {
-            state.insert(name.into(), text);
+            all.files.insert(name.into(), text);
         }
     }
-    Ok(state)
+    Ok(all)
 }
 
-/// Its settings (`/proc/sys/net`), hundreds of files: this takes some 10 ms.
+impl Tables {
+    /// What differs between two of them, in words.
+    pub fn differences(&self, other: &Tables) -> Vec<String> {
+        let mut told = Vec::new();
+        for (table, (one, other)) in TABLES.iter().zip(self.rows.iter().zip(&other.rows)) {
+            let rows = without(one, other).into_iter().chain(without(other, one));
+            let before = told.len();
+            for what in rows.map(|row| table.tell(row)) {
+                // One that has changed is there in both.
+                if !told[before..].contains(&what) {
+                    told.push(what);
+                }
+            }
+            if told.len() == before && one != other {
+                told.push(format!("the order of each {}", table.name));
+            }
+        }
+        told.extend(differences(&self.files, &other.files));
+        told
+    }
+}
+
+/// Rows that another table does not have, each as often as it has it less.
+fn without<'r>(rows: &'r [Vec<u8>], other: &[Vec<u8>]) -> Vec<&'r [u8]> {
+    let mut counts: HashMap<&[u8], usize> = HashMap::new();
+    other.iter().for_each(|row| *counts.entry(row.as_slice()).or_default() += 1);
+    let mut left = Vec::new();
+    for row in rows {
+        match counts.get_mut(row.as_slice()).filter(|count| **count > 0) {
+            Some(count) => *count -= 1,
+            None => left.push(row.as_slice()),
+        }
+    }
+    left
+}
+
+impl Table {
+    /// A row in words.
+    fn tell(&self, row: &[u8]) -> String {
+        let name = self.name;
+        let attribute = |wanted: u16| {
+            let mut all = attributes(row.get(self.head..).unwrap_or(&[])).flatten();
+            all.find(|(kind, _)| *kind == wanted).map(|(_, value)| value)
+        };
+        let number = |wanted: u16| attribute(wanted).and_then(|value| u32_at(value, 0)).unwrap_or(0);
+        let address = |value: &[u8]| match (<[u8; 4]>::try_from(value), <[u8; 16]>::try_from(value)) {
+            (Ok(four), _) => Ipv4Addr::from(four).to_string(),
+            (_, Ok(sixteen)) => Ipv6Addr::from(sixteen).to_string(),
+            _ => "unknown".into(),
+        };
+        let prefix = row.get(1).copied().unwrap_or(0);
+        match name {
+            "interface" => {
+                let text = attribute(libc::IFLA_IFNAME).unwrap_or(&[]);
+                format!(
+                    "interface {}",
+                    String::from_utf8_lossy(text.split(|b| *b == 0).next().unwrap_or(&[]))
+                )
+            }
+            "address" => {
+                let its = attribute(libc::IFA_LOCAL).or_else(|| attribute(libc::IFA_ADDRESS));
+                format!("address {}/{prefix}", address(its.unwrap_or(&[])))
+            }
+            "route" => {
+                let to = attribute(libc::RTA_DST).map(|to| format!("{}/{prefix}", address(to)));
+                let to = to.unwrap_or_else(|| "everywhere".into());
+                format!("route to {to} in table {}", number(libc::RTA_TABLE))
+            }
+            "rule" => format!("rule {}", number(FRA_PRIORITY)),
+            _ => name.into(),
+        }
+    }
+}
+
+/// Its settings, by their names below `/proc/sys/net`, hundreds of files: this takes some 10 ms.
 pub fn settings() -> State {
     let mut state = State::new();
-    add_settings("/proc/sys/net", &mut state);
+    add_settings("", &mut state);
     state
 }
 
-/// What differs between two of them.
+/// Names of files that differ between two states.
 pub fn differences(one: &State, other: &State) -> Vec<String> {
     let keys = one.keys().chain(other.keys().filter(|key| !one.contains_key(*key)));
     keys.filter(|key| one.get(*key) != other.get(*key)).cloned().collect()
 }
 
 fn add_settings(folder: &str, state: &mut State) {
-    let Ok(entries) = std::fs::read_dir(folder) else { return };
+    let Ok(entries) = std::fs::read_dir(format!("{SETTINGS}/{folder}")) else { return };
     for entry in entries.flatten() {
-        let name = entry.file_name().to_string_lossy().into_owned();
-        let path = format!("{folder}/{name}");
+        let file = entry.file_name();
+        let file = file.to_string_lossy();
+        let name = if folder.is_empty() { file.to_string() } else { format!("{folder}/{file}") };
         if entry.file_type().is_ok_and(|t| t.is_dir()) {
-            add_settings(&path, state);
-        } else if !PASSING.contains(&name.as_str())
-            && let Ok(value) = std::fs::read(&path)
+            add_settings(&name, state);
+        } else if !PASSING.contains(&&*file)
+            && let Ok(value) = std::fs::read(entry.path())
         {
             // Those that can only be written, or have no value, cannot be read.
-            state.insert(path, value);
+            state.insert(name, value);
         }
     }
 }
@@ -197,7 +287,7 @@ mod tests {
     #[test]
     fn what_differs_is_told() {
         let fresh = |up: bool| {
-            let mut state = State::new();
+            let mut state = (Tables::default(), State::new());
             let made = make(NamespaceKind::Network, || {
                 if up {
                     bring_up()?;
@@ -205,18 +295,18 @@ mod tests {
                 assert_eq!(is_up()?, up);
                 let socket = sockets::socket(libc::AF_INET, libc::SOCK_DGRAM, 0)?;
                 assert_eq!(namespace_of(&socket)?, open("/proc/thread-self", NamespaceKind::Network)?.1.id);
-                state = tables()?;
-                state.append(&mut settings());
+                state = (tables()?, settings());
                 Ok::<_, Error>(())
             });
             made.map(|_| state)
         };
         let (Ok(down), Ok(up)) = (fresh(false), fresh(true)) else { return }; // not permitted
-        assert_eq!(differences(&down, &fresh(false).unwrap()), Vec::<String>::new());
-        assert_eq!(differences(&up, &fresh(true).unwrap()), Vec::<String>::new());
-        let told = differences(&down, &up);
-        assert!(told.iter().any(|what| what.starts_with("interface")), "{told:?}");
-        assert!(told.iter().any(|what| what.starts_with("address")), "{told:?}");
-        assert!(up.keys().any(|key| key.contains("ip_forward")));
+        assert!(down == fresh(false).unwrap());
+        assert!(up == fresh(true).unwrap());
+        let told = down.0.differences(&up.0);
+        for what in ["interface lo", "address 127.0.0.1/8", "route to 127.0.0.0/8 in table 255"] {
+            assert!(told.iter().any(|told| told == what), "{told:?}");
+        }
+        assert!(up.1.contains_key("ipv4/ip_forward"));
     }
 }

@@ -14,8 +14,8 @@ use std::path::Path;
 use stillpoint_image::pids::namespace_of;
 use stillpoint_image::users::{born_in, inherited, owner, users};
 use stillpoint_image::{
-    Credentials, FileSystem, IdRange, Image, Ipc, Mounts, Namespace, Process, Propagation, Setting, SystemV,
-    Usage,
+    Credentials, FileSystem, IdRange, Image, Ipc, Mounts, Namespace, NetworkStep, Process, Propagation,
+    Setting, SystemV, Usage,
 };
 use stillpoint_linux::cgroups::Group;
 use stillpoint_linux::messenger::{self, make_by, make_in};
@@ -393,8 +393,8 @@ fn fill(namespace: &Namespace) -> KernelResult<()> {
         Namespace::Uts { host, domain } => namespaces::set_host_names(&host.0, &domain.0),
         Namespace::Ipc(ipc) => fill_ipc(ipc),
         Namespace::Time { monotonic_ns, boottime_ns } => shift_clocks(*monotonic_ns, *boottime_ns),
-        Namespace::Network { up: true } => network::bring_up(),
-        Namespace::Network { up: false } | Namespace::Cgroup => Ok(()),
+        Namespace::Network { up, steps } => fill_network(*up, steps),
+        Namespace::Cgroup => Ok(()),
         Namespace::Pid { .. } | Namespace::Mount { .. } | Namespace::User(_) => Ok(()),
     }
 }
@@ -416,6 +416,18 @@ fn way(root: &OwnedFd) -> String {
 fn shift_clocks(monotonic_ns: i64, boottime_ns: i64) -> KernelResult<()> {
     let of_root = Proc::process(std::process::id())?.time_offsets()?.unwrap_or_default();
     namespaces::set_clocks(of_root.0.saturating_add(monotonic_ns), of_root.1.saturating_add(boottime_ns))
+}
+
+fn fill_network(up: bool, steps: &[NetworkStep]) -> KernelResult<()> {
+    if up {
+        network::bring_up()?;
+    }
+    let step = |step: &NetworkStep| match step {
+        NetworkStep::Setting { name, value } => {
+            network::Step::Setting { name: name.clone(), value: value.0.clone() }
+        }
+    };
+    network::perform(&steps.iter().map(step).collect::<Vec<_>>())
 }
 
 fn fill_ipc(of: &Ipc) -> KernelResult<()> {

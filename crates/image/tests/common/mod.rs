@@ -93,7 +93,13 @@ pub fn sample() -> Image {
             Namespace::Ipc(ipc()),
             Namespace::Time { monotonic_ns: -5, boottime_ns: 1 << 40 },
             Namespace::Cgroup,
-            Namespace::Network { up: true },
+            Namespace::Network {
+                up: true,
+                steps: vec![NetworkStep::Setting {
+                    name: "ipv4/ip_forward".into(),
+                    value: b"1\n".to_vec().into(),
+                }],
+            },
         ],
         network: Some(4),
         leaders: Vec::new(),

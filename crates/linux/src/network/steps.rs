@@ -1,0 +1,209 @@
+//! Making a new network namespace what another one is, step by step, and doing those steps again in yet another one.
+
+use super::{SETTINGS, State, Tables, bring_up, differences, settings, tables};
+use crate::{Error, Result};
+use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, openat, openat2};
+use std::os::fd::OwnedFd;
+
+/// So often it is looked what still differs. Some settings change others: `conf/all` those of every interface.
+const MOST_ROUNDS: usize = 8;
+/// Folders below `/proc/sys/net` whose settings each namespace has for itself. What others there may be is not known here.
+const FOLDERS: [&str; 8] = ["bridge", "core", "ipv4", "ipv6", "mptcp", "netfilter", "sctp", "unix"];
+/// Settings in them that are told, and can be changed, in each namespace, and are the whole machine's.
+const MACHINES: [&str; 1] = ["netfilter/nf_hooks_lwtunnel"];
+
+/// A change of a network namespace.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// A setting gets a value.
+    Setting {
+        /// Its name below `/proc/sys/net`.
+        name: String,
+        /// What is written.
+        value: Vec<u8>,
+    },
+}
+
+/// A new network namespace that was made what another one is, as far as that can be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Remade {
+    /// Its loopback interface was brought up first.
+    pub up: bool,
+    /// What was done then.
+    pub steps: Vec<Step>,
+    /// What is told of it but its settings.
+    pub tables: Tables,
+    /// Its settings.
+    pub settings: State,
+}
+
+impl Step {
+    fn check(&self) -> Result<()> {
+        match self {
+            Step::Setting { name, .. } if is_own(name) => Ok(()),
+            Step::Setting { name, .. } => Err(Error::Other(format!(
+                "setting net/{name} is none that a network namespace has for itself"
+            ))),
+        }
+    }
+
+    fn perform(&self) -> Result<()> {
+        match self {
+            Step::Setting { name, value } => set(name, value),
+        }
+    }
+}
+
+/// Makes the new namespace that this thread is in what another one is, of which this is told.
+///
+/// # Errors
+/// That the new one cannot be looked at. What cannot be made the same is no error: it differs in the end.
+pub fn remake(up: bool, wanted: (&Tables, &State)) -> Result<Remade> {
+    if up {
+        bring_up()?;
+    }
+    let mut made = Remade { up, steps: Vec::new(), tables: tables()?, settings: settings() };
+    for _ in 0..MOST_ROUNDS {
+        let before = made.steps.len();
+        let steps = steps(wanted, &made);
+        made.steps
+            .extend(steps.into_iter().filter(|step| step.check().and_then(|()| step.perform()).is_ok()));
+        if made.steps.len() == before {
+            break;
+        }
+        (made.tables, made.settings) = (tables()?, settings());
+    }
+    Ok(made)
+}
+
+/// What would bring one nearer to what is wanted.
+fn steps((_, wanted): (&Tables, &State), made: &Remade) -> Vec<Step> {
+    let differ = differences(wanted, &made.settings).into_iter();
+    differ
+        .filter_map(|name| {
+            let value = wanted.get(&name)?.clone();
+            Some(Step::Setting { name, value })
+        })
+        .collect()
+}
+
+/// Does steps in the new namespace that this thread is in, in their order, and looks whether they have come to what they were to.
+///
+/// # Errors
+/// Which of them cannot be done; then some may have been.
+pub fn perform(steps: &[Step]) -> Result<()> {
+    steps.iter().try_for_each(Step::check)?;
+    steps.iter().try_for_each(Step::perform)?;
+    // Of what is set several times, the value is the same each time.
+    for Step::Setting { name, value } in steps {
+        let path = format!("{SETTINGS}/{name}");
+        let now = std::fs::read(&path).map_err(|e| Error::file(&path, e))?;
+        if now != *value {
+            let text = |value: &[u8]| String::from_utf8_lossy(value.trim_ascii()).into_owned();
+            let (now, wanted) = (text(&now), text(value));
+            return Err(Error::Other(format!(
+                "setting net/{name} is {now:?} in a new network namespace of this machine, where it was {wanted:?}"
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// Whether a namespace has such a setting for itself. The kernel lets nobody write others, but for those of [`MACHINES`]
+/// (`ensure_safe_net_sysctl`).
+fn is_own(name: &str) -> bool {
+    let mut parts = name.split('/');
+    parts.next().is_some_and(|folder| FOLDERS.contains(&folder))
+        && parts.clone().next().is_some()
+        && parts.all(|part| !matches!(part, "" | "." | ".."))
+        && !MACHINES.contains(&name)
+}
+
+fn set(name: &str, value: &[u8]) -> Result<()> {
+    let told = || format!("set net/{name}");
+    let folder: OwnedFd =
+        openat(CWD, SETTINGS, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())
+            .map_err(|e| Error::call(told(), e))?;
+    let within = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_XDEV;
+    let file = openat2(&folder, name, OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty(), within);
+    let file = file.map_err(|e| Error::call(told(), e))?;
+    let written = rustix::io::write(&file, value).map_err(|e| Error::call(told(), e))?;
+    match written == value.len() {
+        true => Ok(()),
+        false => Err(Error::Other(format!("{}: the kernel takes a part of the value only", told()))),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::namespaces::make;
+    use crate::proc::NamespaceKind;
+
+    fn setting(name: &str, value: &str) -> Step {
+        Step::Setting { name: name.into(), value: value.into() }
+    }
+
+    #[test]
+    fn only_settings_of_a_namespace_are_written() {
+        let all = [
+            "netfilter/nf_hooks_lwtunnel",
+            "../kernel/core_pattern",
+            "ipv4/../../kernel/core_pattern",
+            "ipv4",
+        ];
+        for name in
+            all.into_iter().chain(["/proc/sys/net/ipv4/ip_forward", "", "ipv4//ip_forward", "netrom/x"])
+        {
+            assert!(setting(name, "1\n").check().is_err(), "{name}");
+        }
+        setting("ipv4/ip_forward", "1\n").check().unwrap();
+    }
+
+    #[test]
+    fn a_new_one_becomes_what_another_is() {
+        let wanted = [
+            ("ipv4/ip_local_port_range", "100\t200\n"),
+            ("ipv4/ip_unprivileged_port_start", "80\n"),
+            ("ipv4/ping_group_range", "0\t2147483647\n"),
+            ("ipv6/conf/all/disable_ipv6", "1\n"),
+            ("ipv6/conf/default/disable_ipv6", "1\n"),
+            ("ipv6/conf/lo/disable_ipv6", "0\n"),
+            ("core/somaxconn", "77\n"),
+            ("ipv4/ip_forward", "1\n"),
+            ("ipv4/tcp_fastopen_key", "00000001-00000002-00000003-00000004\n"),
+        ];
+        let (mut other, mut remade, mut again) = (None, None, None);
+        let of_other = make(NamespaceKind::Network, || {
+            bring_up()?;
+            // The first range is not allowed before the second setting.
+            wanted[1..]
+                .iter()
+                .chain(&wanted[..1])
+                .try_for_each(|(name, value)| set(name, value.as_bytes()))?;
+            other = Some((tables()?, settings()));
+            Ok::<_, Error>(())
+        });
+        if of_other.is_err_and(|e| e.errno() == Some(libc::EPERM)) {
+            return; // not permitted
+        }
+        let (tables_of_other, settings_of_other) = other.unwrap();
+        make(NamespaceKind::Network, || {
+            remade = Some(remake(true, (&tables_of_other, &settings_of_other))?);
+            Ok::<_, Error>(())
+        })
+        .unwrap();
+        let remade = remade.unwrap();
+        assert_eq!(differences(&remade.settings, &settings_of_other), Vec::<String>::new());
+        assert_eq!(remade.tables.differences(&tables_of_other), Vec::<String>::new());
+        make(NamespaceKind::Network, || {
+            bring_up()?;
+            perform(&remade.steps)?;
+            again = Some((tables()?, settings()));
+            Ok::<_, Error>(())
+        })
+        .unwrap();
+        assert!(again.unwrap() == (tables_of_other, settings_of_other));
+    }
+}
