@@ -28,6 +28,18 @@ impl Folder {
         self.segments().join("spare")
     }
 
+    /// One of several that are kept.
+    pub fn further_spare(&self, id: u64) -> PathBuf {
+        self.segments().join(format!("{id}.spare"))
+    }
+
+    /// All segment files that are kept to be written anew.
+    pub fn spares(&self) -> Result<Vec<PathBuf>> {
+        let first = Some(self.spare()).filter(|spare| spare.exists());
+        let further = numbers(&self.segments(), ".spare")?.into_iter().map(|id| self.further_spare(id));
+        Ok(first.into_iter().chain(further).collect())
+    }
+
     /// Locked for as long as somebody works in a segment.
     pub fn pin(&self, id: u64) -> PathBuf {
         self.segments().join(format!("{id}.pin"))

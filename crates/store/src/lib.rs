@@ -3,7 +3,7 @@
 //! ```text
 //! STORE/jobs/JOB/segments/ID.pages     page data, written once with direct I/O
 //! STORE/jobs/JOB/segments/ID.pin       locked while the job's memory is paged to that segment
-//! STORE/jobs/JOB/segments/spare        a file to be written anew as the next segment
+//! STORE/jobs/JOB/segments/spare        a file to be written anew as the next segment; more of them are ID.spare
 //! STORE/jobs/JOB/checkpoints/ID        manifest: description of the program and page map; its rename commits
 //! STORE/jobs/JOB/tails/                cut tails of files, kept until the whole job is removed
 //! STORE/jobs/JOB/owes-room             room of removed checkpoints is given back later, by who has it locked

@@ -170,9 +170,8 @@ impl<S: Source> Work<'_, S> {
     fn reserve(&self, end: u64) {
         let mut reserved = self.target.reserved.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(from) = *reserved else { return };
-        if end > from {
-            let Target { medium, segment, .. } = self.target;
-            let to = end.next_multiple_of(segment.step());
+        let Target { medium, segment, .. } = self.target;
+        if let Some(to) = segment.reservation(from, end) {
             // Not every file system can, and a nearly full one may still have room for what is really written.
             let done = medium.preallocate(&segment.file, &segment.path, from, to - from);
             *reserved = done.is_ok().then_some(to);

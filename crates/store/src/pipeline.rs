@@ -392,12 +392,10 @@ impl Pipeline {
 
     /// Reserves room ahead of the writes. Inside the size of a file they run in parallel, at its end one by one.
     fn reserve(&mut self, end: u64) {
-        if !self.reserves || end <= self.reserved {
-            return;
-        }
-        let from = self.reserved;
         let Shared { medium, segment, .. } = &*self.shared;
-        self.reserved = end.next_multiple_of(segment.step());
+        let from = self.reserved;
+        let Some(to) = segment.reservation(from, end).filter(|_| self.reserves) else { return };
+        self.reserved = to;
         // Not every file system can, and a nearly full one may still have room for what is really written.
         let done = medium.preallocate(&segment.file, &segment.path, from, self.reserved - from);
         self.reserves = done.is_ok();
@@ -486,9 +484,8 @@ impl Pipeline {
         self.drain()?;
         self.stop();
         let Shared { medium, segment, .. } = &*self.shared;
-        let fits = self.reserved == segment.room
-            && self.offset <= segment.room
-            && segment.room / 5 <= self.offset / 4;
+        let most = if segment.room > 0 { self.offset + self.offset / 4 } else { self.offset };
+        let fits = self.reserved == segment.room && segment.len()? <= most;
         let cut = || medium.truncate(&segment.file, &segment.path, self.offset);
         let cut = if fits { Ok(()) } else { cut() };
         if let Err(e) = &cut {

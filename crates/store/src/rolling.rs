@@ -20,6 +20,8 @@ use std::time::{Duration, Instant};
 
 /// Room is owed for so long at most.
 const OWED: Duration = Duration::from_millis(250);
+/// So many segments are kept at most, to be written anew.
+const MOST_SPARES: usize = 64;
 
 /// Keeps the newest checkpoints of a job while others are added.
 #[derive(Debug)]
@@ -30,13 +32,15 @@ pub struct Rolling {
     /// Locked for as long as this lives, once there is something to owe.
     marker: Option<File>,
     given_back: Option<Instant>,
+    /// So many checkpoints have been removed since: as many segments will be wanted before room is given back again.
+    removed: usize,
 }
 
 impl Store {
     /// Begins to keep the newest `keep` checkpoints of a job, as [`Store::roll`] does. Dropped, it leaves what it owes to the next who
     /// opens the store; [`Store::end_rolling`] gives all of it back.
     pub fn rolling(&self, job: &str, keep: usize) -> Rolling {
-        Rolling { store: self.clone(), job: job.to_owned(), keep, marker: None, given_back: None }
+        Rolling { store: self.clone(), job: job.to_owned(), keep, marker: None, given_back: None, removed: 0 }
     }
 }
 
@@ -70,13 +74,14 @@ impl Rolling {
         let spared = self.store.spared(&self.job);
         let _lock = self.store.writer_lock(&folder)?;
         let ids = self.store.older(&folder, self.keep, &spared)?;
+        self.removed += ids.len();
         let Some(newest) = folder.checkpoint_ids()?.last().copied().filter(|_| !ids.is_empty()) else {
             return Ok(ids);
         };
         self.marker = mark(&self.store.medium, &folder, self.marker.take())?;
         // The number of the newest is remembered by its name.
         if self.marker.is_none() || ids.contains(&newest) {
-            return Ok(self.store.drop_checkpoints(&folder, ids, Room::Reused)?.checkpoints);
+            return Ok(self.store.drop_checkpoints(&folder, ids, Room::Reused(1))?.checkpoints);
         }
         for id in &ids {
             self.store.medium.remove(&folder.checkpoint(*id))?;
@@ -92,9 +97,13 @@ impl Rolling {
         let folder = self.store.known(&self.job)?;
         let _lock = self.store.writer_lock(&folder)?;
         let freed = match folder.owes_room().exists() {
-            true => sweep(&self.store, &folder, Rewriting::Yes, Room::Reused)?,
+            true => {
+                let room = Room::Reused(self.removed.clamp(1, MOST_SPARES));
+                sweep(&self.store, &folder, Rewriting::Yes, room)?
+            }
             false => Freed::default(),
         };
+        self.removed = 0;
         self.given_back = Some(Instant::now());
         Ok(freed)
     }

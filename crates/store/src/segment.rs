@@ -20,6 +20,8 @@ const VERSION: u32 = 1;
 const RESERVE: u64 = 256 << 20;
 /// or of so many where there was some.
 const MORE: u64 = 16 << 20;
+/// Where so few bytes are missing none is reserved: to free the rest of it takes longer than these take to write.
+const LITTLE: u64 = 4 << 20;
 
 /// A segment that is open.
 #[derive(Debug)]
@@ -87,9 +89,11 @@ impl Segment {
         Ok(Some(Segment { id, path, file, room: 0 }))
     }
 
-    /// In which steps, bytes, room is reserved ahead of the writes: what is not used is freed in the end, which takes time.
-    pub fn step(&self) -> u64 {
-        if self.room > 0 { MORE } else { RESERVE }
+    /// Up to where, bytes, room is to be reserved for writes up to `end`, if it is up to `from` now; nothing if it need not be. What is not used
+    /// is freed in the end, which takes time.
+    pub fn reservation(&self, from: u64, end: u64) -> Option<u64> {
+        let step = if self.room > 0 { MORE } else { RESERVE };
+        (end > from && end > self.room + LITTLE).then(|| end.next_multiple_of(step))
     }
 
     /// Its length in bytes.

@@ -1,9 +1,9 @@
-//! The spare: a segment file that nothing points to any more, kept to be written anew.
+//! Spares: segment files that nothing points to any more, kept to be written anew.
 //!
 //! To free a file's blocks and to allocate others makes everybody who waits for the same disk wait longer than to overwrite
-//! them, and takes twice the time. So a job that is checkpointed again and again keeps one file at a time. It is one that no
-//! loaded checkpoint still reads: each holds shared locks of its segments, and nobody is between a manifest
-//! and its segments while one becomes the spare.
+//! them, and takes twice the time. So a job that is checkpointed again and again keeps one file at a time, or as many as it will need until
+//! there are more. They are such that no loaded checkpoint still reads: each holds shared locks of its segments, and nobody is between a manifest
+//! and its segments while one becomes a spare.
 
 use crate::Result;
 use crate::folder::Folder;
@@ -16,10 +16,10 @@ use std::path::Path;
 /// What becomes of segments that nothing points to any more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Room {
-    /// They are deleted, and so is the spare.
+    /// They are deleted, and so are spares.
     GivenBack,
-    /// They are deleted, but for one that may become the spare.
-    Reused,
+    /// They are deleted, but for so many that may be or become spares.
+    Reused(usize),
 }
 
 /// What a file takes on the medium, bytes: parts of it may have been given back.
@@ -27,25 +27,39 @@ pub(crate) fn held(path: &Path) -> u64 {
     path.metadata().map_or(0, |m| m.len().min(m.blocks() * 512))
 }
 
-/// Makes one of these segments the spare, if one is as large as the newest of the others, about, and better than the spare there is,
-/// which goes if it is not. The caller holds the exclusive reader lock. Returns which one.
-pub(crate) fn keep(medium: &Medium, folder: &Folder, ids: &[u64]) -> Result<Option<u64>> {
+/// Removes all spares. Returns what they took, bytes.
+pub(crate) fn remove_all(medium: &Medium, folder: &Folder) -> Result<u64> {
+    let mut bytes = 0;
+    for spare in folder.spares()? {
+        bytes += held(&spare);
+        medium.remove(&spare)?;
+    }
+    Ok(bytes)
+}
+
+/// Makes some of these segments spares, such as are about as large as the newest of the others, so that there are at most so many; spares
+/// that are worse go. The caller holds the exclusive reader lock. Returns which ones.
+pub(crate) fn keep(medium: &Medium, folder: &Folder, ids: &[u64], most: usize) -> Result<Vec<u64>> {
     let living = folder.segment_ids()?.into_iter().rfind(|id| !ids.contains(id));
     let newest = living.map_or(0, |id| held(&folder.segment(id)));
     let differs = |path: &Path| newest.abs_diff(held(path));
     let fits = |path: &Path| held(path) / 3 <= newest / 2 && newest / 2 <= held(path);
-    let spare = folder.spare();
-    if spare.exists() && !fits(&spare) {
-        medium.remove(&spare)?;
+    let spares = folder.spares()?.into_iter().map(|path| (None, path));
+    let segments = ids.iter().map(|&id| (Some(id), folder.segment(id))).filter(|(_, path)| is_free(path));
+    let (mut chosen, mut others): (Vec<_>, Vec<_>) = spares.chain(segments).partition(|(_, path)| fits(path));
+    chosen.sort_by_key(|(_, path)| differs(path)); // of those that are alike, spares stay in front
+    others.extend(chosen.split_off(chosen.len().min(most)));
+    for (_, path) in others.iter().filter(|(id, _)| id.is_none()) {
+        medium.remove(path)?;
     }
-    let others = ids.iter().filter(|&&id| fits(&folder.segment(id)) && is_free(&folder.segment(id)));
-    let Some(&chosen) = others.min_by_key(|&&id| differs(&folder.segment(id))) else { return Ok(None) };
-    let path = folder.segment(chosen);
-    if spare.exists() && differs(&spare) <= differs(&path) {
-        return Ok(None);
+    let mut kept = Vec::new();
+    for (id, path) in chosen {
+        let Some(id) = id else { continue };
+        let is_first = !folder.spare().exists();
+        medium.rename(&path, &if is_first { folder.spare() } else { folder.further_spare(id) })?;
+        kept.push(id);
     }
-    medium.rename(&path, &spare)?;
-    Ok(Some(chosen))
+    Ok(kept)
 }
 
 /// Whether a segment is nobody's but ours: no other name leads to it, as those that backups make do; it belongs to who we are; and
@@ -57,12 +71,9 @@ fn is_free(path: &Path) -> bool {
         && rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive).is_ok()
 }
 
-/// Gives the spare the name of a new segment and opens it; `None` if there is none that can be had.
+/// Gives a spare the name of a new segment and opens it; `None` if there is none that can be had.
 pub(crate) fn take(medium: &Medium, folder: &Folder, path: &Path, flags: OFlags) -> Result<Option<File>> {
-    let spare = folder.spare();
-    if !spare.exists() {
-        return Ok(None);
-    }
+    let Some(spare) = folder.spares()?.pop() else { return Ok(None) };
     medium.rename(&spare, path)?;
     let flags = flags | OFlags::RDWR | OFlags::CLOEXEC;
     match rustix::fs::open(path, flags, rustix::fs::Mode::empty()) {

@@ -69,7 +69,7 @@ impl Store {
     /// # Errors
     /// As [`Store::prune`].
     pub fn roll(&self, job: &str, keep: usize) -> Result<Freed> {
-        self.keep_newest(job, keep, &self.spared(job), Room::Reused)
+        self.keep_newest(job, keep, &self.spared(job), Room::Reused(1))
     }
 
     /// Gives back what [`Store::roll`] has kept, and what [`Rolling`](crate::Rolling) owes, unless somebody is at work on the job just now.
@@ -82,7 +82,7 @@ impl Store {
             Some(_lock) if folder.owes_room().exists() => {
                 sweep(self, &folder, Rewriting::Yes, Room::GivenBack)?;
             }
-            Some(_lock) => self.medium.remove(&folder.spare())?,
+            Some(_lock) => drop(spare::remove_all(&self.medium, &folder)?),
             None => return Ok(()),
         }
         self.collect_copies()
@@ -248,8 +248,7 @@ pub(crate) fn sweep(store: &Store, folder: &Folder, rewriting: Rewriting, room: 
         }
     }
     if room == Room::GivenBack {
-        freed.bytes = held(&folder.spare());
-        store.medium.remove(&folder.spare())?;
+        freed.bytes = spare::remove_all(&store.medium, folder)?;
     }
     freed.bytes += delete_segments(store, folder, &dead, room)?;
     if rewriting == Rewriting::Yes {
@@ -283,16 +282,22 @@ fn read_usage(folder: &Folder) -> Result<Usage> {
     Ok(usage)
 }
 
-/// Deletes segments while nobody is between a manifest and its segments; one may become the spare. Returns the bytes given back.
+/// Deletes segments while nobody is between a manifest and its segments; some may become spares. Returns the bytes given back.
 pub(crate) fn delete_segments(store: &Store, folder: &Folder, ids: &[u64], room: Room) -> Result<u64> {
-    let rolls = room == Room::Reused;
-    if ids.is_empty() && !(rolls && folder.spare().exists()) {
+    let spares = match room {
+        Room::GivenBack => 0,
+        Room::Reused(most) => most,
+    };
+    if ids.is_empty() && (spares == 0 || folder.spares()?.is_empty()) {
         return Ok(0);
     }
     let _lock = Lock::exclusive(&folder.reader_lock(), Duration::MAX)?;
     let mut bytes = 0;
-    let kept = if rolls { spare::keep(&store.medium, folder, ids)? } else { None };
-    for id in ids.iter().filter(|&&id| Some(id) != kept) {
+    let kept = match spares {
+        0 => Vec::new(),
+        most => spare::keep(&store.medium, folder, ids, most)?,
+    };
+    for id in ids.iter().filter(|id| !kept.contains(id)) {
         let path = folder.segment(*id);
         bytes += held(&path);
         store.medium.remove(&path)?;

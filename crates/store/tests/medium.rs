@@ -249,7 +249,7 @@ fn commits_are_in_order() {
     let folder = tempfile::tempdir().expect("folder");
     let records = Arc::new(Records::default());
     let store = Store::open_faulty(folder.path(), records.clone()).expect("open");
-    checkpoint(&store, "web", &memory(0, 600, 1)).expect("checkpoint");
+    checkpoint(&store, "web", &memory(0, 1200, 1)).expect("checkpoint");
     let records = records.0.lock().expect("records");
     let last = |op, name: &str| {
         let found = records.iter().rposition(|(o, n)| *o == op && n == name);
