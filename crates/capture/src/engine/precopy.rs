@@ -133,6 +133,10 @@ impl Precopy {
                 }
                 break;
             }
+            // The cut copies that as fast. Where all is to be saved there is no such round: much is found in the first.
+            if bytes <= LITTLE && self.incremental {
+                break;
+            }
             self.copy_found(running)?;
             let rate = match std::mem::replace(&mut self.rounds_before, true) {
                 false => String::new(),
