@@ -501,6 +501,16 @@ fn what_its_user_could_not_make_again_is_not_killed() {
         ("s = socket.socket(socket.AF_UNIX); s.bind('narrow/name')", "narrow/name: we may not make"),
         ("import fcntl; f = open('/etc/passwd'); fcntl.fcntl(f, fcntl.F_SETFL, os.O_NOATIME)", "CAP_FOWNER"),
         ("m = os.memfd_create('mine')", "memfd mine cannot be made"),
+        ("a, b = socket.socketpair()", "tells of user 0"),
+        (
+            "s = socket.socket(socket.AF_UNIX); s.bind('\\0root' + str(os.getpid())); s.listen()",
+            "tells of user 0",
+        ),
+        (
+            "os.setgroups([]); os.setegid(65534); os.seteuid(65534); a, b = socket.socketpair(type=socket.SOCK_DGRAM)\n\
+             os.seteuid(0); os.setegid(0); b.setsockopt(socket.SOL_SOCKET, 16, 1); a.send(b'x')",
+            "user 0, group 0, and sending it again needs",
+        ),
     ];
     for (more, why) in cases {
         let mut program = begin(more);
@@ -513,12 +523,14 @@ fn what_its_user_could_not_make_again_is_not_killed() {
         stillpoint.run(&["checkpoint", &pid, "--check"]).ok();
         program.kill().and_then(|()| program.wait()).expect("killed");
     }
-    let mut program =
-        begin("f = open('/etc/passwd'); s = socket.socket(); s.bind(('127.0.0.3', 0)); s.listen()");
+    // Who was at the other end of a connection that is over is told by us as well as not.
+    let more = "f = open('/etc/passwd'); s = socket.socket(); s.bind(('127.0.0.3', 0)); s.listen()\na, b = socket.socketpair(); b.close()";
+    let mut program = begin(more);
     let pid = program.id().to_string();
     stillpoint.run_as_nobody_with(RIGHT, &["checkpoint", &pid, "--name", "own", "--kill"]).ok();
     program.wait().expect("killed");
-    stillpoint.run_as_nobody_with(RIGHT, &["restore", "own", "--detach"]).ok();
+    let restored = stillpoint.run_as_nobody_with(RIGHT, &["restore", "own", "--detach"]).ok();
+    right!(restored.stderr.contains("tells of user 0"), "{restored}");
     right!(kernel::alive(program.id()));
     kernel::kill(program.id(), kernel::SIGKILL);
     kernel::wait_gone(program.id(), PATIENCE);

@@ -59,10 +59,7 @@ fn why_not(what: &str, who: &Identity, e: &Kernel) -> String {
         Some(libc::EINVAL) => "there is no such user or group in this user namespace".to_owned(),
         _ => e.to_string(),
     };
-    format!(
-        "{what}: it tells of user {}, group {} at its other end (SO_PEERCRED), and {why}",
-        who.uid, who.gid
-    )
+    format!("{what}: it tells of user {}, group {} (SO_PEERCRED), and {why}", who.uid, who.gid)
 }
 
 fn of_image(who: &Identity) -> seeming::Identity {
