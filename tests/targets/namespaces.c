@@ -1,5 +1,8 @@
 // Processes of a tree in namespaces that they made: which of them share one, and what is in it.
 #include "family.h"
+#include <arpa/inet.h>
+#include <linux/fib_rules.h>
+#include <linux/rtnetlink.h>
 #include <linux/sockios.h>
 #include <mqueue.h>
 #include <net/if.h>
@@ -568,7 +571,7 @@ static void look_at_network_wishes(void) {
     snprintf(path, sizeof path, "/proc/sys/%s", network_wishes[n].name);
     char *now = contents(path, 0);
     if (strcmp(now, network_wishes[n].value))
-      printf("%s is %s", path, now);
+      say("%s is %s", path, now);
     CHECK(!strcmp(now, network_wishes[n].value));
     free(now);
   }
@@ -612,6 +615,238 @@ static void network_settings(void) {
   CHECK(ntohs(a.sin_port) >= 100 && ntohs(a.sin_port) <= 200);
   for (int n = 0; n < 2; n++)
     await_ok(pids[n]);
+}
+
+// A request of netlink that is being put together.
+struct request {
+  struct nlmsghdr head;
+  char rest[400];
+};
+
+static struct request begin_request(int kind, const void *body, size_t length) {
+  struct request m = {.head = {.nlmsg_len = NLMSG_LENGTH(length), .nlmsg_type = kind}};
+  memcpy(m.rest, body, length);
+  return m;
+}
+
+static void attribute(struct request *m, int kind, const void *value, size_t length) {
+  struct rtattr head = {.rta_len = RTA_LENGTH(length), .rta_type = kind};
+  char *at = (char *)m + NLMSG_ALIGN(m->head.nlmsg_len);
+  memcpy(at, &head, sizeof head);
+  memcpy(at + sizeof head, value, length);
+  m->head.nlmsg_len = NLMSG_ALIGN(m->head.nlmsg_len) + RTA_ALIGN(head.rta_len);
+}
+
+static void number_attribute(struct request *m, int kind, unsigned value) {
+  attribute(m, kind, &value, sizeof value);
+}
+
+static void address_attribute(struct request *m, int kind, const char *address) {
+  char bytes[16];
+  int family = strchr(address, ':') ? AF_INET6 : AF_INET;
+  MUST(inet_pton(family, address, bytes) == 1);
+  attribute(m, kind, bytes, family == AF_INET6 ? 16 : 4);
+}
+
+static void ask(struct request m, int flags) {
+  struct {
+    struct nlmsghdr head;
+    struct nlmsgerr error;
+    char rest[1000];
+  } answer;
+  m.head.nlmsg_flags = NLM_F_REQUEST | NLM_F_ACK | flags;
+  int s = socket(AF_NETLINK, SOCK_RAW | SOCK_CLOEXEC, NETLINK_ROUTE);
+  MUST(s >= 0 && send(s, &m, m.head.nlmsg_len, 0) == m.head.nlmsg_len);
+  MUST(recv(s, &answer, sizeof answer, 0) > 0 && answer.head.nlmsg_type == NLMSG_ERROR && !answer.error.error);
+  close(s);
+}
+
+static int family_of(const char *address) { return strchr(address, ':') ? AF_INET6 : AF_INET; }
+
+static void add_address(const char *address, int prefix) {
+  struct ifaddrmsg head = {.ifa_family = family_of(address), .ifa_prefixlen = prefix, .ifa_index = 1};
+  struct request m = begin_request(RTM_NEWADDR, &head, sizeof head);
+  address_attribute(&m, IFA_LOCAL, address);
+  address_attribute(&m, IFA_ADDRESS, address);
+  ask(m, NLM_F_CREATE | NLM_F_EXCL);
+}
+
+static void route(int kind, const char *to, int prefix, int type, unsigned table, const char *gateway) {
+  int scope = type == RTN_LOCAL ? RT_SCOPE_HOST : gateway ? RT_SCOPE_UNIVERSE : RT_SCOPE_LINK;
+  struct rtmsg head = {.rtm_family = family_of(to), .rtm_dst_len = prefix, .rtm_type = type, .rtm_scope = scope,
+                       .rtm_protocol = kind == RTM_NEWROUTE ? RTPROT_STATIC : RTPROT_UNSPEC};
+  struct request m = begin_request(kind, &head, sizeof head);
+  address_attribute(&m, RTA_DST, to);
+  number_attribute(&m, RTA_TABLE, table);
+  if (gateway)
+    address_attribute(&m, RTA_GATEWAY, gateway);
+  if (type == RTN_UNICAST || type == RTN_LOCAL)
+    number_attribute(&m, RTA_OIF, 1);
+  ask(m, kind == RTM_NEWROUTE ? NLM_F_CREATE | NLM_F_EXCL : 0);
+}
+
+static void rule(int kind, int family, unsigned priority, unsigned table, const char *from) {
+  struct fib_rule_hdr head = {.family = family, .src_len = from ? 32 : 0, .action = FR_ACT_TO_TBL};
+  struct request m = begin_request(kind, &head, sizeof head);
+  number_attribute(&m, FRA_PRIORITY, priority);
+  number_attribute(&m, FRA_TABLE, table);
+  if (from)
+    address_attribute(&m, FRA_SRC, from);
+  ask(m, kind == RTM_NEWRULE ? NLM_F_CREATE : 0);
+}
+
+// All rows of a table, without the attribute that tells of times.
+struct rows {
+  size_t length;
+  char bytes[1 << 16];
+};
+
+static struct rows *rows(int kind, size_t head, int times) {
+  struct rows *all = calloc(1, sizeof *all);
+  char none[32] = {0}, buffer[1 << 15];
+  struct request m = begin_request(kind, none, head);
+  m.head.nlmsg_flags = NLM_F_REQUEST | NLM_F_DUMP;
+  int s = socket(AF_NETLINK, SOCK_RAW | SOCK_CLOEXEC, NETLINK_ROUTE), done = 0;
+  MUST(s >= 0 && send(s, &m, m.head.nlmsg_len, 0) == m.head.nlmsg_len);
+  while (!done) {
+    int n = recv(s, buffer, sizeof buffer, 0);
+    MUST(n > 0);
+    for (struct nlmsghdr *row = (void *)buffer; NLMSG_OK(row, n); row = NLMSG_NEXT(row, n)) {
+      if ((done = row->nlmsg_type == NLMSG_DONE))
+        break;
+      MUST(row->nlmsg_type != NLMSG_ERROR);
+      int rest = row->nlmsg_len - NLMSG_SPACE(head);
+      for (struct rtattr *a = (void *)((char *)row + NLMSG_SPACE(head)); RTA_OK(a, rest); a = RTA_NEXT(a, rest))
+        if (a->rta_type == times)
+          memset(RTA_DATA(a), 0, RTA_PAYLOAD(a));
+      size_t length = row->nlmsg_len - NLMSG_HDRLEN;
+      MUST(all->length + length <= sizeof all->bytes);
+      memcpy(all->bytes + all->length, NLMSG_DATA(row), length);
+      all->length += length;
+    }
+  }
+  close(s);
+  return all;
+}
+
+static int are_same(struct rows *before, struct rows *after) {
+  int same = before->length == after->length && !memcmp(before->bytes, after->bytes, before->length);
+  free(before);
+  free(after);
+  return same;
+}
+
+static struct rows *address_rows(void) { return rows(RTM_GETADDR, sizeof(struct ifaddrmsg), IFA_CACHEINFO); }
+static struct rows *route_rows(void) { return rows(RTM_GETROUTE, sizeof(struct rtmsg), RTA_CACHEINFO); }
+static struct rows *rule_rows(void) { return rows(RTM_GETRULE, sizeof(struct fib_rule_hdr), 0); }
+
+static int of_loopback(unsigned long command) {
+  struct ifreq request = {.ifr_name = "lo"};
+  int s = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  MUST(s >= 0 && !ioctl(s, command, &request));
+  close(s);
+  return request.ifr_mtu;
+}
+
+static void set_loopback(unsigned long command, int value) {
+  struct ifreq request = {.ifr_name = "lo", .ifr_mtu = value};
+  int s = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  MUST(s >= 0 && !ioctl(s, command, &request));
+  close(s);
+}
+
+static socklen_t named_by(const char *address, int port, struct sockaddr_storage *a) {
+  struct sockaddr_in *four = (void *)a;
+  struct sockaddr_in6 *six = (void *)a;
+  memset(a, 0, sizeof *a);
+  a->ss_family = family_of(address);
+  int is_six = a->ss_family == AF_INET6;
+  MUST(inet_pton(a->ss_family, address, is_six ? (void *)&six->sin6_addr : (void *)&four->sin_addr) == 1);
+  *(is_six ? &six->sin6_port : &four->sin_port) = htons(port);
+  return is_six ? sizeof *six : sizeof *four;
+}
+
+static int door_at(const char *address, int port) {
+  struct sockaddr_storage a;
+  socklen_t length = named_by(address, port, &a);
+  int s = socket(a.ss_family, SOCK_STREAM, 0);
+  MUST(s >= 0);
+  // A new address of IPv6 can be used in a moment.
+  while (bind(s, (void *)&a, length))
+    MUST(errno == EADDRNOTAVAIL && !usleep(1000));
+  MUST(!listen(s, 5));
+  return s;
+}
+
+static int connected_to(const char *address, int port) {
+  struct sockaddr_storage a;
+  socklen_t length = named_by(address, port, &a);
+  int s = socket(a.ss_family, SOCK_STREAM, 0);
+  CHECK(s >= 0 && !connect(s, (void *)&a, length));
+  return s;
+}
+
+static void network_addresses(void) {
+  static const char *const addresses[] = {"10.1.2.3", "fd00::5", "10.1.2.4", "fd00::6", "192.0.2.1"};
+  enum { ALL = sizeof addresses / sizeof *addresses };
+  int doors[ALL], ends[ALL][2];
+  enter_new(CLONE_NEWNET);
+  loopback(1);
+  set_loopback(SIOCSIFMTU, 1400);
+  set_loopback(SIOCSIFTXQLEN, 17);
+  for (int n = 0; n < ALL; n++) {
+    add_address(addresses[n], family_of(addresses[n]) == AF_INET6 ? 64 : 24);
+    doors[n] = door_at(addresses[n], 80);
+    ends[n][0] = connected_to(addresses[n], 80);
+    MUST((ends[n][1] = accept(doors[n], 0, 0)) >= 0 && write(ends[n][0], addresses[n], 7) == 7);
+  }
+  struct rows *before = address_rows(), *routes = route_rows();
+  cut();
+  CHECK(are_same(before, address_rows()));
+  CHECK(are_same(routes, route_rows()));
+  EQUAL(of_loopback(SIOCGIFMTU), 1400);
+  EQUAL(of_loopback(SIOCGIFTXQLEN), 17);
+  for (int n = 0; n < ALL; n++) {
+    char text[7];
+    EQUAL(read(ends[n][1], text, 7), 7);
+    CHECK(!memcmp(text, addresses[n], 7));
+    close(connected_to(addresses[n], 80));
+    CHECK(accept(doors[n], 0, 0) >= 0);
+  }
+}
+
+static void network_routes(void) {
+  enter_new(CLONE_NEWNET);
+  loopback(1);
+  add_address("10.1.2.3", 24);
+  add_address("fd00::5", 64);
+  close(door_at("fd00::5", 80));
+  route(RTM_NEWROUTE, "10.9.0.0", 16, RTN_UNICAST, RT_TABLE_MAIN, 0);
+  route(RTM_NEWROUTE, "10.8.0.0", 16, RTN_UNICAST, RT_TABLE_MAIN, "10.9.0.1");
+  route(RTM_NEWROUTE, "198.51.100.0", 24, RTN_LOCAL, RT_TABLE_LOCAL, 0); // all of these are ours
+  route(RTM_NEWROUTE, "203.0.113.0", 24, RTN_UNREACHABLE, 1000, 0);
+  route(RTM_NEWROUTE, "2001:db8:1::", 48, RTN_LOCAL, RT_TABLE_LOCAL, 0);
+  route(RTM_NEWROUTE, "2001:db8:2::", 48, RTN_BLACKHOLE, RT_TABLE_MAIN, 0);
+  route(RTM_DELROUTE, "127.255.255.255", 32, RTN_BROADCAST, RT_TABLE_LOCAL, 0);
+  rule(RTM_NEWRULE, AF_INET, 100, 1000, "10.1.2.3");
+  rule(RTM_NEWRULE, AF_INET, 100, RT_TABLE_MAIN, "10.9.0.1"); // of two, the first counts
+  rule(RTM_NEWRULE, AF_INET6, 70, RT_TABLE_MAIN, 0);
+  rule(RTM_DELRULE, AF_INET, 32767, RT_TABLE_DEFAULT, 0);
+  int door = door_at("198.51.100.7", 80), other = door_at("::", 81);
+  struct rows *addresses = address_rows(), *routes = route_rows(), *rules = rule_rows();
+  cut();
+  CHECK(are_same(addresses, address_rows()));
+  CHECK(are_same(routes, route_rows()));
+  CHECK(are_same(rules, rule_rows()));
+  close(connected_to("198.51.100.7", 80));
+  CHECK(accept(door, 0, 0) >= 0);
+  close(connected_to("2001:db8:1::9", 81));
+  CHECK(accept(other, 0, 0) >= 0);
+  struct sockaddr_storage from, to;
+  socklen_t length = named_by("10.1.2.3", 0, &from), of_to = named_by("203.0.113.1", 80, &to);
+  int s = socket(AF_INET, SOCK_DGRAM, 0);
+  CHECK(!bind(s, (void *)&from, length));
+  CHECK(connect(s, (void *)&to, of_to) && errno == EHOSTUNREACH);
 }
 
 // --- what must be refused
@@ -718,6 +953,6 @@ SCENARIOS({"host_name", host_name}, {"host_names", host_names}, {"host_name_belo
           {"ipc_objects", ipc_objects}, {"posix_queues", posix_queues}, {"ipc_apart", ipc_apart},
           {"clocks", clocks}, {"control_groups", control_groups}, {"networks", networks},
           {"network_of_sockets", network_of_sockets}, {"network_sockets", network_sockets}, {"sockets_of_two_networks", sockets_of_two_networks},
-          {"network_settings", network_settings}, {"network_with_a_bridge", network_with_a_bridge}, {"later_children", later_children},
+          {"network_settings", network_settings}, {"network_addresses", network_addresses}, {"network_routes", network_routes}, {"network_with_a_bridge", network_with_a_bridge}, {"later_children", later_children},
           {"full_queue", full_queue}, {"semaphore_undo", semaphore_undo}, {"attached_before", attached_before},
           {"shared_outside", shared_outside}, {"parted_threads", parted_threads})

@@ -201,6 +201,8 @@ mod namespaces {
         network_of_sockets,
         network_sockets,
         network_settings,
+        network_addresses,
+        network_routes,
     );
 }
 

@@ -613,6 +613,10 @@ fn describe_network(builder: &mut Builder, own: &mut Own, when: When) -> Result<
     let inside =
         |work: &(dyn Fn() -> Result<Network> + Sync)| inside(&[(own.space.kind, own.file.as_fd())], work);
     let look = |settings: bool| {
+        if !(if when == When::Running { network::settle()? } else { network::is_settled()? }) {
+            let what = "it is still asked whether an address of its network namespace is somebody else's";
+            return Err(Error::Passing(what.into()));
+        }
         let settings = if settings { network::settings() } else { network::State::new() };
         Ok(Network { up: network::is_up()?, tables: network::tables()?, settings })
     };
@@ -641,7 +645,7 @@ fn describe_network(builder: &mut Builder, own: &mut Own, when: When) -> Result<
         differences.truncate(FEW);
         let more = if more > 0 { format!(" and {more} more") } else { String::new() };
         let why = format!("it has what cannot be made again in a new one: {}{more}", differences.join(", "));
-        let what_to_do = "only a loopback interface and settings (/proc/sys/net) are made again";
+        let what_to_do = "only a loopback interface with addresses and routes, rules, and settings (/proc/sys/net) are made again";
         builder.refuse(name(own.space.kind), why, what_to_do);
     } else if remade.steps.len() > image::NETWORK_STEPS {
         builder.refuse(name(own.space.kind), "more is set in it than an image has room for", "");
@@ -649,6 +653,9 @@ fn describe_network(builder: &mut Builder, own: &mut Own, when: When) -> Result<
     let step = |step: &network::Step| match step {
         network::Step::Setting { name, value } => {
             image::NetworkStep::Setting { name: name.clone(), value: value.clone().into() }
+        }
+        network::Step::Request { kind, body } => {
+            image::NetworkStep::Request { kind: *kind, body: body.clone().into() }
         }
     };
     Ok(image::Namespace::Network { up: found.up, steps: remade.steps.iter().map(step).collect() })

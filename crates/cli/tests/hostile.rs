@@ -273,6 +273,13 @@ fn into_ipc(image: &mut Image, change: fn(&mut Ipc)) {
     image.processes[0].namespaces.push(image.namespaces.len() as u32 - 1);
 }
 
+/// A network namespace with a request.
+fn into_network_by(image: &mut Image, kind: u16, body: &[u8]) {
+    let steps = vec![NetworkStep::Request { kind, body: body.to_vec().into() }];
+    image.namespaces.push(Namespace::Network { up: true, steps });
+    image.processes[0].namespaces.push(image.namespaces.len() as u32 - 1);
+}
+
 /// A network namespace with settings.
 fn network(settings: &[(&str, &str)]) -> Namespace {
     let step = |(name, value): &(&str, &str)| NetworkStep::Setting {
@@ -319,6 +326,27 @@ fn namespaces() {
             into_network(i, &[("ipv4/ip_forward", "1\n"), ("netfilter/nf_hooks_lwtunnel", "1\n")]);
         }),
         ("a network setting of no value", |i| into_network(i, &[("ipv4/ip_forward", "yes\n")])),
+        ("an interface that is new", |i| into_network_by(i, 16, &[0; 16])),
+        ("an interface that goes elsewhere", |i| {
+            // IFLA_NET_NS_PID
+            let to_init = [8, 0, 19, 0, 1, 0, 0, 0];
+            into_network_by(
+                i,
+                19,
+                &[&[0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], &to_init[..]].concat(),
+            );
+        }),
+        ("a request that ends early", |i| into_network_by(i, 20, &[2, 8])),
+        ("a route by a program", |i| {
+            // RTA_ENCAP_TYPE
+            let by = [6, 0, 21, 0, 6, 0, 0, 0];
+            into_network_by(i, 24, &[&[2, 0, 0, 0, 254, 4, 0, 1, 0, 0, 0, 0], &by[..]].concat());
+        }),
+        ("a route by a program of one of its ways", |i| {
+            // RTA_MULTIPATH, struct rtnexthop, RTA_ENCAP_TYPE
+            let by = [20, 0, 9, 0, 16, 0, 0, 0, 1, 0, 0, 0, 6, 0, 21, 0, 6, 0, 0, 0];
+            into_network_by(i, 24, &[&[2, 0, 0, 0, 254, 4, 0, 1, 0, 0, 0, 0], &by[..]].concat());
+        }),
         ("a setting too high", |i| {
             into_ipc(i, |ipc| {
                 let value = "9".repeat(60);

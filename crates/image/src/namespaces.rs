@@ -81,11 +81,21 @@ pub enum NetworkStep {
         #[n(1)]
         value: Bytes,
     },
+    /// The loopback interface, an address, a rule or a route is changed. rtnetlink(7)
+    #[n(1)]
+    Request {
+        /// What is asked of the kernel, `RTM_*`.
+        #[n(0)]
+        kind: u16,
+        /// What follows the head of the message.
+        #[n(1)]
+        body: Bytes,
+    },
 }
 
 /// Most changes of a network namespace that an image has.
 pub const NETWORK_STEPS: usize = 1 << 16;
-/// Longest value of a setting of a network namespace, bytes: what the kernel takes at once.
+/// Longest value of a setting of a network namespace, and longest request, bytes: what the kernel takes at once.
 pub const NETWORK_VALUE: usize = 1 << 16;
 
 /// A user namespace. All ids but those within it are such as whoever restores sees. user_namespaces(7)

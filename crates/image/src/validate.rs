@@ -556,10 +556,17 @@ fn check_namespace(row: &Row, namespace: &Namespace) -> Result<(), Invalid> {
     }
 }
 
-/// Which settings there are, the program that makes the namespace knows.
+/// Which settings and requests there are, the program that makes the namespace knows.
 fn check_network(row: &Row, steps: &[NetworkStep]) -> Result<(), Invalid> {
     row.must(steps.len() <= NETWORK_STEPS, "more is changed in it than any image has")?;
-    for NetworkStep::Setting { name, value } in steps {
+    for step in steps {
+        let (name, value) = match step {
+            NetworkStep::Setting { name, value } => (name, value),
+            NetworkStep::Request { body, .. } => {
+                row.must(body.0.len() <= NETWORK_VALUE, "a change of it is longer than any can be")?;
+                continue;
+            }
+        };
         let is_path = name.split('/').all(|part| !matches!(part, "" | "." | "..")) && !name.contains('\0');
         row.must(is_path && name.len() <= 200, "a setting of it is none")?;
         row.must(value.0.len() <= NETWORK_VALUE, "a setting of it is longer than any can be")?;

@@ -2,9 +2,10 @@
 //! another that was just made, and [steps](steps) by which that becomes the same. All of it is about the namespace that the
 //! calling thread is in. `rtnetlink(7)`, `network_namespaces(7)`.
 
+mod requests;
 mod steps;
 
-pub use steps::{Remade, Step, perform, remake};
+pub use steps::{Remade, Step, perform, remake, settle};
 
 use crate::descriptors::check;
 use crate::netlink::{DUMP, Request, attributes, u32_at};
@@ -14,6 +15,8 @@ use std::collections::{BTreeMap, HashMap};
 use std::net::{Ipv4Addr, Ipv6Addr};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 
+/// `IFA_F_TENTATIVE`: it is still asked whether anybody else has the address.
+const TENTATIVE: u32 = 0x40;
 const FRA_PRIORITY: u16 = 6;
 const NETLINK_XFRM: i32 = 6;
 const NETLINK_NETFILTER: i32 = 12;
@@ -47,8 +50,8 @@ struct Table {
 const TABLES: [Table; 9] = [
     // Carrier changes and statistics.
     route("interface", 18, 16, &[7, 23, 26, 35, 47, 48]),
-    route("address", 22, 8, &[6]),
-    route("route", 26, 12, &[12]),
+    route("address", 22, 8, &[]),
+    route("route", 26, 12, &[]),
     route("rule", 34, 12, &[]),
     route("queueing discipline", 38, 20, &[3, 4, 7]),
     route("next hop", 106, 8, &[]),
@@ -79,6 +82,8 @@ const fn route(name: &'static str, request: u16, head: usize, passing: &'static 
 /// Files that tell of packet filters.
 const FILES: [&str; 4] = ["ip_tables_names", "ip6_tables_names", "arp_tables_names", "ip_vs"];
 
+/// A time that does not end (`INFINITY_LIFE_TIME`).
+const FOREVER: u32 = u32::MAX;
 /// Settings that change by themselves.
 const PASSING: [&str; 1] = ["nf_conntrack_count"];
 /// Where settings are.
@@ -99,7 +104,7 @@ pub fn namespace_of(socket: impl AsFd) -> Result<u64> {
 pub fn tables() -> Result<Tables> {
     let mut all = Tables::default();
     for (rows, table) in all.rows.iter_mut().zip(&TABLES) {
-        *rows = dump(table)?;
+        *rows = dump(table, lasting)?;
     }
     for name in FILES {
         if let Ok(text) = std::fs::read(format!("/proc/thread-self/net/{name}")) {
@@ -109,7 +114,27 @@ pub fn tables() -> Result<Tables> {
     Ok(all)
 }
 
+/// Whether nothing is asked any more about the addresses of the loopback interface: it takes a moment until they can be used, and
+/// have the routes that they bring along. While it is down, nothing is asked.
+///
+/// # Errors
+/// That they cannot be looked at.
+pub fn is_settled() -> Result<bool> {
+    let Some(table) = TABLES.iter().find(|table| table.name == "address") else { return Ok(true) };
+    let rows = dump(table, |_, body| Some(body.to_vec()))?;
+    let is_asked = |row: &Vec<u8>| {
+        let flags = attributes(row.get(table.head..)?).flatten().find(|(kind, _)| *kind == libc::IFA_FLAGS);
+        Some(u32_at(row, 4)? == 1 && u32_at(flags?.1, 0)? & TENTATIVE != 0)
+    };
+    Ok(!rows.iter().any(|row| is_asked(row) == Some(true)) || !is_up()?)
+}
+
 impl Tables {
+    fn of(&self, table: &str) -> &[Vec<u8>] {
+        let found = TABLES.iter().zip(&self.rows).find(|(t, _)| t.name == table);
+        found.map_or(&[], |(_, rows)| rows.as_slice())
+    }
+
     /// What differs between two of them, in words.
     pub fn differences(&self, other: &Tables) -> Vec<String> {
         let mut told = Vec::new();
@@ -214,7 +239,7 @@ fn add_settings(folder: &str, state: &mut State) {
 }
 
 /// The rows of a table, in the kernel's order; none if this kernel does not have it.
-fn dump(table: &Table) -> Result<Vec<Vec<u8>>> {
+fn dump(table: &Table, parse: impl Fn(&Table, &[u8]) -> Option<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
     let Table { family, request: kind, flags, .. } = *table;
     let (body, what) = (vec![0; table.head], format!("ask for every {}", table.name));
     let request = Request { family, kind, flags, body: &body, what: &what };
@@ -223,7 +248,7 @@ fn dump(table: &Table) -> Result<Vec<Vec<u8>>> {
         netlink => netlink?,
     };
     let mut rows = Vec::new();
-    match request.answers(&netlink, &mut rows, |body| lasting(table, body)) {
+    match request.answers(&netlink, &mut rows, |body| parse(table, body)) {
         // Nothing of the kind is built in, or loaded.
         Err(e) if matches!(e.errno(), Some(libc::EOPNOTSUPP | libc::EINVAL | libc::ENOENT)) => Ok(rows),
         answered => answered.map(|()| rows),
@@ -237,12 +262,35 @@ fn lasting(table: &Table, body: &[u8]) -> Option<Vec<u8>> {
     if table.head == 0 {
         return Some(body.to_vec());
     }
+    if table.name == "address" {
+        row[2] &= !(TENTATIVE as u8);
+    }
     while rest.len() >= 4 {
         let len = usize::from(u16::from_ne_bytes([rest[0], rest[1]]));
         let kind = u16::from_ne_bytes([rest[2], rest[3]]) & 0x3fff;
         let attribute = rest.get(..len).filter(|a| a.len() >= 4)?;
-        if !table.passing.contains(&kind) {
-            row.extend_from_slice(attribute);
+        match (table.name, kind) {
+            ("address", libc::IFA_FLAGS) => {
+                let flags = u32_at(attribute, 4)? & !TENTATIVE;
+                row.extend_from_slice(&attribute[..4]);
+                row.extend_from_slice(&flags.to_ne_bytes());
+            }
+            // How long it will be there passes, that it will not stay does not.
+            ("address", libc::IFA_CACHEINFO) => {
+                if u32_at(attribute, 4)? != FOREVER || u32_at(attribute, 8)? != FOREVER {
+                    row.extend_from_slice(&attribute[..4]);
+                }
+            }
+            ("route", libc::RTA_CACHEINFO) => {
+                if u32_at(attribute, 12)? != 0 {
+                    row.extend_from_slice(&attribute[..4]);
+                }
+            }
+            _ if table.passing.contains(&kind) => {}
+            _ => {
+                row.extend_from_slice(attribute);
+                row.resize(row.len().next_multiple_of(4), 0);
+            }
         }
         rest = rest.get(len.next_multiple_of(4)..).unwrap_or(&[]);
     }

@@ -426,6 +426,7 @@ fn fill_network(up: bool, steps: &[NetworkStep]) -> KernelResult<()> {
         NetworkStep::Setting { name, value } => {
             network::Step::Setting { name: name.clone(), value: value.0.clone() }
         }
+        NetworkStep::Request { kind, body } => network::Step::Request { kind: *kind, body: body.0.clone() },
     };
     network::perform(&steps.iter().map(step).collect::<Vec<_>>())
 }

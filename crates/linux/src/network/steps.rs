@@ -1,9 +1,10 @@
 //! Making a new network namespace what another one is, step by step, and doing those steps again in yet another one.
 
-use super::{SETTINGS, State, Tables, bring_up, differences, settings, tables};
+use super::{SETTINGS, State, Tables, bring_up, differences, is_settled, requests, settings, tables};
 use crate::{Error, Result};
 use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, openat, openat2};
 use std::os::fd::OwnedFd;
+use std::time::Duration;
 
 /// So often it is looked what still differs. Some settings change others: `conf/all` those of every interface.
 const MOST_ROUNDS: usize = 8;
@@ -21,6 +22,13 @@ pub enum Step {
         name: String,
         /// What is written.
         value: Vec<u8>,
+    },
+    /// The loopback interface, an address, a rule or a route is changed.
+    Request {
+        /// What is asked of the kernel, `RTM_*`.
+        kind: u16,
+        /// What follows the head of the message.
+        body: Vec<u8>,
     },
 }
 
@@ -44,12 +52,14 @@ impl Step {
             Step::Setting { name, .. } => Err(Error::Other(format!(
                 "setting net/{name} is none that a network namespace has for itself"
             ))),
+            Step::Request { kind, body } => requests::check(*kind, body),
         }
     }
 
     fn perform(&self) -> Result<()> {
         match self {
             Step::Setting { name, value } => set(name, value),
+            Step::Request { kind, body } => requests::send(*kind, body),
         }
     }
 }
@@ -61,23 +71,64 @@ impl Step {
 pub fn remake(up: bool, wanted: (&Tables, &State)) -> Result<Remade> {
     if up {
         bring_up()?;
+        settle()?;
     }
     let mut made = Remade { up, steps: Vec::new(), tables: tables()?, settings: settings() };
     for _ in 0..MOST_ROUNDS {
         let before = made.steps.len();
-        let steps = steps(wanted, &made);
-        made.steps
-            .extend(steps.into_iter().filter(|step| step.check().and_then(|()| step.perform()).is_ok()));
+        for steps_to in [link, to_settings, addresses, rules, routes] {
+            let steps = steps_to(wanted, &made);
+            if steps.is_empty() {
+                continue;
+            }
+            let can_be = |step: &Step| step.check().and_then(|()| step.perform()).is_ok();
+            made.steps.extend(steps.into_iter().filter(can_be));
+            settle()?;
+            made.tables = tables()?;
+        }
         if made.steps.len() == before {
             break;
         }
-        (made.tables, made.settings) = (tables()?, settings());
+        made.settings = settings();
     }
     Ok(made)
 }
 
-/// What would bring one nearer to what is wanted.
-fn steps((_, wanted): (&Tables, &State), made: &Remade) -> Vec<Step> {
+/// Waits until the addresses of the loopback interface can be used; a second at most. Returns whether they can.
+///
+/// # Errors
+/// That they cannot be looked at.
+pub fn settle() -> Result<bool> {
+    for _ in 0..200 {
+        if is_settled()? {
+            return Ok(true);
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Ok(false)
+}
+
+fn link((wanted, _): (&Tables, &State), made: &Remade) -> Vec<Step> {
+    asked(requests::of_link(wanted, &made.tables))
+}
+
+fn addresses((wanted, _): (&Tables, &State), made: &Remade) -> Vec<Step> {
+    asked(requests::of_addresses(wanted, &made.tables))
+}
+
+fn rules((wanted, _): (&Tables, &State), made: &Remade) -> Vec<Step> {
+    asked(requests::of_rules(wanted, &made.tables))
+}
+
+fn routes((wanted, _): (&Tables, &State), made: &Remade) -> Vec<Step> {
+    asked(requests::of_routes(wanted, &made.tables))
+}
+
+fn asked(requests: Vec<(u16, Vec<u8>)>) -> Vec<Step> {
+    requests.into_iter().map(|(kind, body)| Step::Request { kind, body }).collect()
+}
+
+fn to_settings((_, wanted): (&Tables, &State), made: &Remade) -> Vec<Step> {
     let differ = differences(wanted, &made.settings).into_iter();
     differ
         .filter_map(|name| {
@@ -93,9 +144,19 @@ fn steps((_, wanted): (&Tables, &State), made: &Remade) -> Vec<Step> {
 /// Which of them cannot be done; then some may have been.
 pub fn perform(steps: &[Step]) -> Result<()> {
     steps.iter().try_for_each(Step::check)?;
-    steps.iter().try_for_each(Step::perform)?;
+    let adds = |step: &Step| matches!(step, Step::Request { kind, .. } if requests::adds_address(*kind));
+    for (at, step) in steps.iter().enumerate() {
+        step.perform()?;
+        // Routes can lead from addresses only that can be used, and what is made next may be bound to them.
+        if adds(step) && !steps.get(at + 1).is_some_and(adds) && !settle()? {
+            let why =
+                "addresses of the loopback interface of a network namespace cannot be used after a second";
+            return Err(Error::Other(why.into()));
+        }
+    }
     // Of what is set several times, the value is the same each time.
-    for Step::Setting { name, value } in steps {
+    for step in steps {
+        let Step::Setting { name, value } = step else { continue };
         let path = format!("{SETTINGS}/{name}");
         let now = std::fs::read(&path).map_err(|e| Error::file(&path, e))?;
         if now != *value {
