@@ -6,8 +6,10 @@ use crate::home::Home;
 use crate::target::Target;
 use crate::{Builder, Error, Result, namespaces};
 use std::collections::HashMap;
+use std::time::{Duration, Instant};
 use stillpoint_image::pids::{Pids, namespace_of};
 use stillpoint_image::{Ended, Image, LostLeader, Namespace, tree};
+use stillpoint_linux::Error as Kernel;
 use stillpoint_linux::proc::{self, Proc, Stat, Status};
 use stillpoint_linux::sharing::{self, Shared};
 
@@ -126,10 +128,24 @@ impl Leaders {
     }
 }
 
+/// How long we wait for a child that is just ending, while the program stands still: most take less than a millisecond.
+const ENDING: Duration = Duration::from_millis(20);
+
 /// A child that is not part of the tree: it has ended, or is about to.
 fn zombie(builder: &mut Builder, pid: u32, leaders: &mut Leaders) -> Result<Option<(Ids, Ended)>> {
     let Ok(folder) = Proc::process(pid) else { return Ok(None) };
-    let (stat, status) = (folder.stat()?, folder.status()?);
+    let began = Instant::now();
+    let (stat, status) = loop {
+        match folder.stat().and_then(|stat| Ok((stat, folder.status()?))) {
+            Ok((stat, _)) if stat.state != b'Z' && stat.ends() && began.elapsed() < ENDING => {
+                std::thread::sleep(Duration::from_micros(100));
+            }
+            Ok(both) => break both,
+            // Nobody has to wait for it.
+            Err(Kernel::Gone(_)) => return Ok(None),
+            Err(e) => return Err(e.into()),
+        }
+    };
     if stat.state != b'Z' {
         builder.refuse(format!("child {}", named(pid)), "it is just beginning or ending", "try again");
         return Ok(None);
