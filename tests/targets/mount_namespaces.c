@@ -8,6 +8,7 @@
 #include <sys/mount.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
+#include <sys/vfs.h>
 #include <sys/un.h>
 #include <sys/xattr.h>
 #include <termios.h>
@@ -459,6 +460,34 @@ static void bound(void) {
   CHECK(!access(path_of("here/file"), F_OK) && !access("file", F_OK));
 }
 
+// File systems of which the machine has one each.
+static void of_the_machine(void) {
+  static const char *const kinds[] = {"debugfs", "tracefs", "securityfs", "pstore", "fusectl", "configfs", "binfmt_misc"};
+  struct stat then[COUNT(kinds)], now;
+  struct statfs system[COUNT(kinds)], system_now;
+  int mounted[COUNT(kinds)], any = 0;
+  enter_new(CLONE_NEWNS);
+  share(MS_PRIVATE);
+  for (size_t i = 0; i < COUNT(kinds); i++) {
+    MUST(!mkdir(path_of(kinds[i]), 0700));
+    mounted[i] = !mount("it", path_of(kinds[i]), kinds[i], MS_NOSUID | MS_NOEXEC, 0);
+    any += mounted[i];
+    MUST(!mounted[i] || (!stat(path_of(kinds[i]), &then[i]) && !statfs(path_of(kinds[i]), &system[i])));
+  }
+  if (!any)
+    SKIP("none of them can be mounted");
+  strcpy(told, mounts_told());
+  cut();
+  same_mounts(told);
+  for (size_t i = 0; i < COUNT(kinds); i++)
+    if (mounted[i]) {
+      EQUAL(stat(path_of(kinds[i]), &now), 0);
+      EQUAL(now.st_mode, then[i].st_mode);
+      EQUAL(statfs(path_of(kinds[i]), &system_now), 0);
+      EQUAL(system_now.f_type, system[i].f_type);
+    }
+}
+
 // --- another root
 
 static void makes(const char *path) {
@@ -896,7 +925,7 @@ static void holds_another_proc(void) {
 }
 
 SCENARIOS({"copied", copied}, {"entered", entered}, {"with_proc", with_proc},
-          {"with_a_file_system", with_a_file_system}, {"bound", bound}, {"other_root", other_root},
+          {"with_a_file_system", with_a_file_system}, {"bound", bound}, {"of_the_machine", of_the_machine}, {"other_root", other_root},
           {"other_root_and_processes", other_root_and_processes}, {"changed_root", changed_root},
           {"passing_on", passing_on}, {"over_directories", over_directories}, {"over_memory", over_memory},
           {"over_both", over_both}, {"over_read_only", over_read_only}, {"over_the_root", over_the_root},

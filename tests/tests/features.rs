@@ -227,6 +227,7 @@ mod mount_namespaces {
         with_proc,
         with_a_file_system,
         bound,
+        of_the_machine,
         other_root,
         other_root_and_processes,
         changed_root,

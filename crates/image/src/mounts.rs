@@ -8,6 +8,9 @@ use std::path::{Path, PathBuf};
 
 /// Kinds of file systems that are made anew.
 pub const MADE_ANEW: [&str; 6] = ["tmpfs", "proc", "sysfs", "mqueue", "devpts", OVERLAY];
+/// Kinds of file systems of which a machine has one each, which is mounted once more.
+pub const OF_THE_MACHINE: [&str; 7] =
+    ["debugfs", "tracefs", "securityfs", "pstore", "fusectl", "configfs", "binfmt_misc"];
 /// The kind that lies over directories.
 pub const OVERLAY: &str = "overlay";
 
@@ -102,7 +105,7 @@ pub enum Receives {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
 #[cbor(map)]
 pub struct FileSystem {
-    /// Its kind, one of [`MADE_ANEW`].
+    /// Its kind, one of [`MADE_ANEW`] or [`OF_THE_MACHINE`].
     #[n(0)]
     pub kind: String,
     /// What it is called where its source is told.

@@ -7,8 +7,9 @@ use crate::pids::{DEEPEST, Pids, namespace_of};
 use crate::{
     Backing, Bytes, Codec, Directories, Dispatch, Entry, FileKind, IPC_SETTINGS, IdRange, Image, Ipc,
     MADE_ANEW, MAX_BLOCK_PAGES, Mapping, MemoryObject, Mounted, Mounts, NETWORK_STEPS, NETWORK_VALUE,
-    Namespace, NetworkStep, OVERLAY, OpenFile, Owner, PAGE, PageMap, Place, Process, Propagation, Receives,
-    Role, Setting, Socket, SystemV, are_within_each_other, is_memory_device, tree, users,
+    Namespace, NetworkStep, OF_THE_MACHINE, OVERLAY, OpenFile, Owner, PAGE, PageMap, Place, Process,
+    Propagation, Receives, Role, Setting, Socket, SystemV, are_within_each_other, is_memory_device, tree,
+    users,
 };
 use std::collections::{HashMap, HashSet};
 
@@ -594,7 +595,13 @@ fn is_absolute(path: &Bytes) -> bool {
 fn check_mounts(row: &Row, mounts: &Mounts, image: &Image) -> Result<(), Invalid> {
     row.must(mounts.gone.iter().all(is_absolute), "a mount point of it is no path")?;
     for (number, system) in mounts.systems.iter().enumerate() {
-        row.must(MADE_ANEW.contains(&system.kind.as_str()), "a file system of it cannot be made anew")?;
+        let kind = system.kind.as_str();
+        let is_of_machine = OF_THE_MACHINE.contains(&kind);
+        row.must(is_of_machine || MADE_ANEW.contains(&kind), "a file system of it cannot be made anew")?;
+        row.must(
+            !is_of_machine || system.settings.0.is_empty(),
+            "a file system of it that the machine has once is to be had with options",
+        )?;
         row.must(
             !system.settings.0.contains(&0) && !system.source.0.contains(&0),
             "an option of it is none",

@@ -22,7 +22,9 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::Arc;
 use stillpoint_image as image;
-use stillpoint_image::{Bytes, FileSystem, Mounted, Mounts, OVERLAY, Propagation, Receives, Sharing};
+use stillpoint_image::{
+    Bytes, FileSystem, Mounted, Mounts, OF_THE_MACHINE, OVERLAY, Propagation, Receives, Sharing,
+};
 use stillpoint_linux::mounts::{self, handle};
 use stillpoint_linux::namespaces::{self, inside};
 use stillpoint_linux::proc::mounts::{Mount, unescaped};
@@ -214,6 +216,18 @@ fn is_reached(all: &[Mount], mount: &Mount) -> bool {
 
 fn groups(mounts: &[Mount]) -> HashSet<u64> {
     mounts.iter().filter_map(|mount| mount.shared).collect()
+}
+
+/// Whether the machine has one file system of a kind.
+fn is_of_machine(kind: &str) -> bool {
+    OF_THE_MACHINE.contains(&kind)
+}
+
+/// Whether what is mounted anew of the kind of a mount, here, is its file system.
+fn is_made(mount: &Mount) -> stillpoint_linux::Result<bool> {
+    let made = mounts::make(&text(&mount.kind), b"", &[])?;
+    let stat = rustix::fs::fstat(&made).map_err(|e| stillpoint_linux::Error::call("fstat a mount", e))?;
+    Ok(stat.st_dev == makedev(mount.device.0, mount.device.1))
 }
 
 /// Those that are on this one.
@@ -418,6 +432,11 @@ impl<'a> Work<'a, '_> {
             "mqueue" => self.shown(mount, NamespaceKind::Ipc),
             "devpts" => self.note_terminals(mount),
             OVERLAY => overlays::refused(&mount.settings).map_or(Ok(None), Err),
+            kind if is_of_machine(kind) && self.is_running() => Ok(None),
+            kind if is_of_machine(kind) => match self.is_made_again(mount) {
+                true => Ok(None),
+                false => Err("it is another one than that which the machine has"),
+            },
             "fuse" | "fuseblk" => Err("another program serves it"),
             "nsfs" => Err("it keeps a namespace"),
             _ => Err("what is mounted there is nowhere around the program"),
@@ -437,12 +456,15 @@ impl<'a> Work<'a, '_> {
                 false => !SETTINGS.iter().any(|known| known.as_bytes() == name),
             }
         };
-        if let Some(setting) = mount.settings.split(|b| *b == b',').find(unknown) {
+        // Those that the machine has are left as they are.
+        let all_settings: &[u8] = if is_of_machine(&kind) { b"" } else { &mount.settings[..] };
+        let mut told = all_settings.split(|b| *b == b',').filter(|_| !all_settings.is_empty());
+        if let Some(setting) = told.find(unknown) {
             let why = format!("it has an option that is not known ({})", text(setting));
             self.refuse_mount(mount, &why, "");
         }
         let row = self.done.systems.len() as u32;
-        let (source, settings) = (Bytes(unescaped(&mount.source)), Bytes(mount.settings.clone()));
+        let (source, settings) = (Bytes(unescaped(&mount.source)), Bytes(all_settings.to_vec()));
         self.done.systems.push(FileSystem { kind, source, settings, namespace, ..FileSystem::default() });
         self.systems.insert(mount.device, row);
         let device = makedev(mount.device.0, mount.device.1);
@@ -543,17 +565,15 @@ impl<'a> Work<'a, '_> {
         private.map(|space| space.id).or_else(ours)
     }
 
+    /// Whether it is the same file system where it is mounted anew.
+    fn is_made_again(&self, mount: &Mount) -> bool {
+        is_made(mount).unwrap_or(false)
+    }
+
     /// The row of the namespace that a view of the kernel shows: where it is mounted anew, it is the same file system.
     fn shown(&self, mount: &Mount, kind: NamespaceKind) -> Result<Option<u32>, &'static str> {
-        let device = makedev(mount.device.0, mount.device.1);
-        let name = text(&mount.kind);
-        let is_it = || {
-            let made = mounts::make(&name, b"", &[])?;
-            let stat =
-                rustix::fs::fstat(&made).map_err(|e| stillpoint_linux::Error::call("fstat a mount", e))?;
-            Ok::<_, stillpoint_linux::Error>(stat.st_dev == device)
-        };
-        if is_it().unwrap_or(false) {
+        let is_it = || is_made(mount);
+        if self.is_made_again(mount) {
             return Ok(None);
         }
         let own = self.look.others.iter().filter(|other| other.space.kind == kind);
