@@ -636,7 +636,11 @@ fn describe_network(builder: &mut Builder, own: &mut Own, when: When) -> Result<
     };
     let mut differences = found.tables.differences(&remade.tables);
     if !found.settings.is_empty() {
-        let settings = network::differences(&found.settings, &remade.settings);
+        let mut settings = network::differences(&found.settings, &remade.settings);
+        // Those of another interface come with it.
+        let interfaces: Vec<_> =
+            differences.iter().filter_map(|told| told.strip_prefix("interface ")).collect();
+        settings.retain(|name| !name.split('/').any(|part| part != "lo" && interfaces.contains(&part)));
         differences.extend(settings.into_iter().map(|name| format!("setting net/{name}")));
     }
     own.remade = Some(remade.clone());

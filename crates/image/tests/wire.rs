@@ -105,7 +105,8 @@ fn says_what_is_wrong() {
     };
     assert_eq!(wire::decode(b"#!/bin/sh"), Err(WireError::Foreign));
     assert_eq!(changed(0, true, b"X"), WireError::Foreign);
-    assert_eq!(changed(8, true, &[10]), WireError::Newer { found: 10 });
+    let newer = wire::VERSION + 1;
+    assert_eq!(changed(8, true, &newer.to_le_bytes()), WireError::Newer { found: newer });
     assert_eq!(changed(8, true, &[0]), WireError::Header);
     assert_eq!(changed(52, true, &[1]), WireError::Header);
     assert_eq!(changed(16, true, &[0xff; 8]), WireError::Header);
@@ -291,6 +292,17 @@ fn references_are_validated() {
         ("queue in a namespace of another kind", |i| i.queues[0].namespace = Some(0)),
         ("setting of no name", |i| ipc(i).settings[0].name = "kernel/../../core_pattern".into()),
         ("setting that is no number", |i| ipc(i).settings[0].value = "|/bin/sh".into()),
+        ("setting of a network by another way", |i| {
+            let name = "ipv4/../../kernel/core_pattern".into();
+            *network(i) = NetworkStep::Setting { name, value: b"|/bin/sh".to_vec().into() };
+        }),
+        ("setting of a network that is too long", |i| {
+            let name = "ipv4/ip_forward".into();
+            *network(i) = NetworkStep::Setting { name, value: vec![b'1'; NETWORK_VALUE + 1].into() };
+        }),
+        ("request that is too long", |i| {
+            *network(i) = NetworkStep::Request { kind: 20, body: vec![0; NETWORK_VALUE + 1].into() };
+        }),
         ("set without semaphores", |i| ipc(i).semaphores[0].values.clear()),
         ("semaphore that is too high", |i| ipc(i).semaphores[0].values[0] = 32768),
         ("set with a negative id", |i| ipc(i).semaphores[0].common.id = -1),
@@ -635,6 +647,20 @@ fn uts(host: &[u8]) -> Namespace {
 
 fn segment(image: &mut Image) -> &mut Segment {
     image.objects[1].segment.as_mut().expect("a segment")
+}
+
+/// As version 8 had it.
+#[test]
+fn a_network_of_an_earlier_version() {
+    let decoded: Namespace = minicbor::decode(&[0x82, 4, 0x81, 0xf5]).expect("it can be read");
+    assert_eq!(decoded, Namespace::Network { up: true, steps: Vec::new() });
+}
+
+fn network(image: &mut Image) -> &mut NetworkStep {
+    match &mut image.namespaces[4] {
+        Namespace::Network { steps, .. } => &mut steps[0],
+        other => panic!("{other:?}"),
+    }
 }
 
 fn ipc(image: &mut Image) -> &mut Ipc {

@@ -95,10 +95,10 @@ pub fn sample() -> Image {
             Namespace::Cgroup,
             Namespace::Network {
                 up: true,
-                steps: vec![NetworkStep::Setting {
-                    name: "ipv4/ip_forward".into(),
-                    value: b"1\n".to_vec().into(),
-                }],
+                steps: vec![
+                    NetworkStep::Setting { name: "ipv4/ip_forward".into(), value: b"1\n".to_vec().into() },
+                    NetworkStep::Request { kind: 20, body: vec![2, 8, 128, 0, 1, 0, 0, 0].into() },
+                ],
             },
         ],
         network: Some(4),
