@@ -640,6 +640,70 @@ static void pending_peers(void) { // of which the other side is told when it acc
   EQUAL(status, 0);
 }
 
+static void nameless(void) { // with unread datagrams, and with connections that wait, when their names are gone
+  char path[2][108];
+  for (int i = 0; i < 2; i++)
+    snprintf(path[i], sizeof path[i], "%s/nameless-%d", directory, i);
+  int d = bound(SOCK_DGRAM, path[0]), l = bound(SOCK_STREAM, path[1]), s = socket(AF_UNIX, SOCK_DGRAM, 0), c[2];
+  MUST(!reach(s, path[0]) && send(s, "unread", 6, 0) == 6 && !listen(l, 2));
+  pass(s, "with this", 9, &l, 1);
+  for (int i = 0; i < 2; i++)
+    MUST((c[i] = socket(AF_UNIX, SOCK_STREAM, 0)) >= 0 && !reach(c[i], path[1]));
+  MUST(!unlink(path[0]) && !unlink(path[1]));
+  cut();
+  expect(take(d, 64), "unread", 0);
+  expect(take(d, 64), "with this", 1);
+  EQUAL(send(s, "more", 4, 0), 4);
+  expect(take(d, 64), "more", 0);
+  for (int i = 0; i < 2; i++) {
+    int a = accept(l, 0, 0);
+    EQUAL(write(c[i], "hello", 5), 5);
+    expect(take(a, 64), "hello", 0);
+    EQUAL(access(path[i], F_OK), -1);
+  }
+}
+
+// Whose process a message has a handle to.
+static int sent_by(int s, const char *text) {
+  char data[64], control[256], line[64], info[512] = {0};
+  struct iovec v = {data, sizeof data};
+  struct msghdr m = {.msg_iov = &v, .msg_iovlen = 1, .msg_control = control, .msg_controllen = sizeof control};
+  EQUAL(recvmsg(s, &m, MSG_DONTWAIT), (ssize_t)strlen(text));
+  CHECK(!memcmp(data, text, strlen(text)));
+  for (struct cmsghdr *c = CMSG_FIRSTHDR(&m); c; c = CMSG_NXTHDR(&m, c))
+    if (c->cmsg_type == 4) { // SCM_PIDFD
+      int fd, file;
+      memcpy(&fd, CMSG_DATA(c), sizeof fd);
+      snprintf(line, sizeof line, "/proc/self/fdinfo/%d", fd);
+      file = open(line, O_RDONLY);
+      ssize_t n = read(file, info, sizeof info - 1);
+      close(file);
+      close(fd);
+      const char *pid = n > 0 ? strstr(info, "Pid:") : 0;
+      return pid ? atoi(pid + 4) : -1;
+    }
+  return 0;
+}
+
+static void handles(void) { // of who sent a message, and security labels, where there are any
+  int one = 1, s[2], d[2], *pairs[] = {s, d};
+  MUST(!socketpair(AF_UNIX, SOCK_STREAM, 0, s) && !socketpair(AF_UNIX, SOCK_DGRAM, 0, d));
+  for (int i = 0; i < 2; i++) {
+    MUST(!setsockopt(pairs[i][1], SOL_SOCKET, SO_PASSCRED, &one, sizeof one));
+    MUST(!setsockopt(pairs[i][1], SOL_SOCKET, SO_PASSSEC, &one, sizeof one));
+    if (setsockopt(pairs[i][1], SOL_SOCKET, 76 /* SO_PASSPIDFD */, &one, sizeof one))
+      MUST(errno == ENOPROTOOPT);
+    MUST(send(pairs[i][0], "unread", 6, 0) == 6);
+  }
+  int can = getsockopt(s[1], SOL_SOCKET, 76, &one, &(socklen_t){sizeof one}) == 0;
+  cut();
+  for (int i = 0; i < 2; i++) {
+    EQUAL(sent_by(pairs[i][1], "unread"), can ? getpid() : 0);
+    EQUAL(send(pairs[i][0], "new", 3, 0), 3);
+    EQUAL(sent_by(pairs[i][1], "new"), can ? getpid() : 0);
+  }
+}
+
 // Each of a pair lies in the queues of both, so that nobody can close them but the kernel when it looks for such.
 static void each_other(void) {
   int pair[2];
@@ -674,4 +738,4 @@ static void each_other(void) {
 SCENARIOS({"in_flight", in_flight}, {"each_other", each_other}, {"by_itself", by_itself}, {"watch_in_flight", watch_in_flight}, {"nested", nested}, {"left_behind", left_behind}, {"credentials", credentials},
           {"senders", senders}, {"mutual", mutual}, {"clients", clients}, {"pending", pending},
           {"listener_closed", listener_closed}, {"directory_gone", directory_gone}, {"renamed", renamed}, {"peek_offset", peek_offset}, {"half_closed", half_closed},
-          {"logging", logging}, {"listening", listening}, {"peers", peers}, {"pending_peers", pending_peers}, {"empty_inside", empty_inside})
+          {"logging", logging}, {"listening", listening}, {"peers", peers}, {"pending_peers", pending_peers}, {"nameless", nameless}, {"handles", handles}, {"empty_inside", empty_inside})

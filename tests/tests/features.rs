@@ -393,6 +393,8 @@ mod unix {
         peek_offset,
         peers,
         pending_peers,
+        nameless,
+        handles,
         half_closed,
     );
 }

@@ -166,6 +166,9 @@ fn peek(socket: impl AsFd, most: usize, whole: bool) -> Result<Option<Message>> 
     Ok(Some(Message { data, sender, ..message }))
 }
 
+/// `linux/socket.h`
+const SCM_PIDFD: i32 = 4;
+
 /// # Safety
 /// The header is one that `recvmsg` has just filled in, with its control buffer still there.
 unsafe fn read_control(header: &libc::msghdr, message: &mut Message) {
@@ -188,6 +191,13 @@ unsafe fn read_control(header: &libc::msghdr, message: &mut Message) {
                     let who = data.cast::<libc::ucred>().read_unaligned();
                     message.credentials =
                         Some(Credentials { pid: who.pid as u32, uid: who.uid, gid: who.gid });
+                }
+                // A handle to who sent it, if he is there still: the credentials tell who that is.
+                (libc::SOL_SOCKET, SCM_PIDFD) if len == size_of::<i32>() => {
+                    let fd = data.cast::<i32>().read_unaligned();
+                    if fd >= 0 {
+                        drop(OwnedFd::from_raw_fd(fd));
+                    }
                 }
                 _ => message.has_more = true,
             }

@@ -120,8 +120,13 @@ pub(crate) fn capture(
     };
     let passes = |name: u32| socket.options.iter().any(|o| o.level == SOL_SOCKET && o.name == name);
     let strange = peeked.iter().any(|p| p.message.has_more || !p.message.files.is_empty());
-    if strange || !peeked.is_empty() && (passes(libc::SO_PASSSEC as u32) || passes(PASS_PIDFD)) {
+    if strange {
         return scan.refuse(d, "it has unread messages with more than descriptors and process ids", WAIT);
+    }
+    if !peeked.is_empty() && passes(PASS_PIDFD) && !passes(libc::SO_PASSCRED as u32) {
+        let why = "it has unread messages with handles to who sent them (SO_PASSPIDFD), and does not ask for their users \
+                   (SO_PASSCRED)";
+        return scan.refuse(d, why, WAIT);
     }
     let files: usize = peeked.iter().map(|p| p.files.len()).sum();
     let expected = match d.info.detail {

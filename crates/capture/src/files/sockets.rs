@@ -254,10 +254,6 @@ fn unix(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)) -> Result<O
     if !name(scan, d, &diag, peer, &mut socket)? {
         return Ok(None);
     }
-    if waited_for && socket.path.is_some_and(|row| scan.builder.image.paths[row as usize].deleted) {
-        let why = "a connection waits to be accepted by it, and it has no name any more to connect to";
-        return scan.refuse(d, why, "try again when the program has accepted it");
-    }
     // One that is not connected can have been sent datagrams only.
     let is_reached = sort.1 == libc::SOCK_DGRAM || peer.is_some() || socket.orphan;
     let has_queue = socket.listening.is_none() && is_reached;
@@ -573,9 +569,8 @@ fn queue(
         };
         let other = peer.and_then(|(_, other)| Some((other, diag.as_ref()?)));
         let Some(found) = messages::capture(scan, d, socket, other)? else { return Ok(false) };
-        let gone = socket.path.is_some_and(|row| scan.builder.image.paths[row as usize].deleted);
-        if !found.is_empty() && !connected && (socket.local.0.is_empty() || gone) {
-            let why = "it has unread datagrams, and no name any more to send them to";
+        if !found.is_empty() && !connected && socket.local.0.is_empty() {
+            let why = "it has unread datagrams, and no name to send them to";
             return scan.refuse::<()>(d, why, WAIT).map(|_| false);
         }
         let plain =

@@ -9,6 +9,8 @@ use stillpoint_linux::messages::{self, Credentials};
 use stillpoint_linux::{Error as Kernel, sockets};
 
 const SOL_SOCKET: u32 = libc::SOL_SOCKET as u32;
+/// `SO_PASSPIDFD`
+const PASS_PIDFD: u32 = 76;
 
 /// A socket whose messages come later.
 #[derive(Debug)]
@@ -58,7 +60,11 @@ impl OpenFiles {
             let what = files::name(image, socket);
             // Else the kernel would add our own.
             for fd in [Some(&laden.own), laden.via.as_ref()].into_iter().flatten() {
-                sockets::set_option(fd, SOL_SOCKET, libc::SO_PASSCRED as u32, &0i32.to_ne_bytes())?;
+                for name in [libc::SO_PASSCRED as u32, PASS_PIDFD] {
+                    if sockets::int_option(fd, SOL_SOCKET, name)?.is_some_and(|is_set| is_set != 0) {
+                        sockets::set_option(fd, SOL_SOCKET, name, &0i32.to_ne_bytes())?;
+                    }
+                }
             }
             self.fill(image, socket, &laden, &what)?;
             options::apply(&laden.own, socket, &what)?;
@@ -88,7 +94,7 @@ impl OpenFiles {
                     send(via, message, &files, &[], what)?;
                 }
                 None => {
-                    let (address, _directory) = files::address_of(image, socket)?;
+                    let (address, _directory) = self.way_to(image, laden.row as u32)?;
                     let sender = laden.senders.get(&message.sender.0);
                     match sender {
                         Some(sender) => send(sender, message, &files, &address, what)?,

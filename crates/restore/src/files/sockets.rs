@@ -182,7 +182,7 @@ fn connect_waiting(opening: &mut Opening<'_>, made: &mut HashMap<usize, OwnedFd>
     let image = opening.image;
     for (index, listener) in image.sockets.iter().enumerate().filter(|(_, s)| !s.pending.is_empty()) {
         let what = name(image, listener);
-        let (address, _directory) = address_of(image, listener)?;
+        let (address, _directory) = opening.files.way_to(image, index as u32)?;
         let door = made.get(&index).ok_or_else(|| missing("socket", index as u32))?;
         let door = door.try_clone().map_err(|e| Kernel::call("duplicate a socket", e))?;
         let backlog = listener.listening.unwrap_or_default();
@@ -211,7 +211,7 @@ fn connect_waiting(opening: &mut Opening<'_>, made: &mut HashMap<usize, OwnedFd>
 }
 
 /// The address by which a unix socket is reached; the descriptor is to be kept meanwhile.
-pub(super) fn address_of(image: &Image, socket: &Socket) -> Result<(Vec<u8>, Option<OwnedFd>)> {
+fn address_of(image: &Image, socket: &Socket) -> Result<(Vec<u8>, Option<OwnedFd>)> {
     match file_of(image, socket.path) {
         Some(file) => unix_address(file.path.as_path()),
         None => Ok((socket.local.0.clone(), None)),
