@@ -4,6 +4,7 @@
 #include <sys/eventfd.h>
 #include <sys/inotify.h>
 #include <grp.h>
+#include <linux/filter.h>
 #include <sys/file.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -704,6 +705,38 @@ static void handles(void) { // of who sent a message, and security labels, where
   }
 }
 
+static void filters(void) { // that let nothing pass that begins with 'n', when the queue has it already
+  struct sock_filter code[] = {BPF_STMT(BPF_LD | BPF_B | BPF_ABS, 0), BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, 'n', 0, 1),
+                               BPF_STMT(BPF_RET | BPF_K, 0), BPF_STMT(BPF_RET | BPF_K, ~0u)};
+  struct sock_fprog program = {COUNT(code), code};
+  int one = 1, s[2], d[2];
+  MUST(!socketpair(AF_UNIX, SOCK_DGRAM, 0, s) && !socketpair(AF_UNIX, SOCK_SEQPACKET, 0, d));
+  int r = bound(SOCK_DGRAM, "@stillpoint-filtered"), from = socket(AF_UNIX, SOCK_DGRAM, 0);
+  MUST(!reach(from, "@stillpoint-filtered"));
+  // In both directions, with nothing beside them and with something.
+  int ends[] = {s[0], s[1], d[0], d[1], r}, others[] = {s[1], s[0], d[1], d[0], from};
+  for (int i = 0; i < 5; i++) {
+    if (i < 2)
+      pass(others[i], "not yet", 7, &one, 0);
+    else
+      pass(others[i], "not yet", 7, &r, 1);
+  }
+  for (int i = 0; i < 5; i++) {
+    MUST(!setsockopt(ends[i], SOL_SOCKET, SO_ATTACH_FILTER, &program, sizeof program));
+    MUST(!setsockopt(ends[i], SOL_SOCKET, SO_LOCK_FILTER, &one, sizeof one));
+    send(others[i], "never", 5, MSG_DONTWAIT);
+    MUST(send(others[i], "passes", 6, 0) == 6);
+  }
+  cut();
+  for (int i = 0; i < 5; i++) {
+    expect(take(ends[i], 64), "not yet", i > 1);
+    expect(take(ends[i], 64), "passes", 0);
+    send(others[i], "no more", 7, MSG_DONTWAIT);
+    EQUAL(send(others[i], "more", 4, 0), 4);
+    expect(take(ends[i], 64), "more", 0);
+  }
+}
+
 // Each of a pair lies in the queues of both, so that nobody can close them but the kernel when it looks for such.
 static void each_other(void) {
   int pair[2];
@@ -738,4 +771,4 @@ static void each_other(void) {
 SCENARIOS({"in_flight", in_flight}, {"each_other", each_other}, {"by_itself", by_itself}, {"watch_in_flight", watch_in_flight}, {"nested", nested}, {"left_behind", left_behind}, {"credentials", credentials},
           {"senders", senders}, {"mutual", mutual}, {"clients", clients}, {"pending", pending},
           {"listener_closed", listener_closed}, {"directory_gone", directory_gone}, {"renamed", renamed}, {"peek_offset", peek_offset}, {"half_closed", half_closed},
-          {"logging", logging}, {"listening", listening}, {"peers", peers}, {"pending_peers", pending_peers}, {"nameless", nameless}, {"handles", handles}, {"empty_inside", empty_inside})
+          {"logging", logging}, {"listening", listening}, {"peers", peers}, {"pending_peers", pending_peers}, {"nameless", nameless}, {"handles", handles}, {"filters", filters}, {"empty_inside", empty_inside})

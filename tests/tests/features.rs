@@ -274,6 +274,7 @@ mod trees {
         lock_waiter,
         objects,
         handles,
+        filters,
         proc_files,
         asynchronous,
         alone,

@@ -169,7 +169,8 @@ fn is_foreign(d: &Description, (family, ..): (i32, i32, i32)) -> Result<bool> {
 fn is_of_packets((family, kind, _): (i32, i32, i32)) -> bool {
     let internet = matches!(family, libc::AF_INET | libc::AF_INET6);
     // A netlink socket's are looked at when they are sent to it: what is in its queue has passed.
-    matches!(family, libc::AF_PACKET | libc::AF_NETLINK)
+    // So are those of a unix socket, where there are packets; it is attached behind them.
+    matches!(family, libc::AF_PACKET | libc::AF_NETLINK | libc::AF_UNIX)
         || internet && matches!(kind, libc::SOCK_DGRAM | libc::SOCK_RAW)
 }
 

@@ -71,7 +71,9 @@ impl OpenFiles {
             files::shut_down(&laden.own, socket)?;
             let peer = socket.peer.and_then(|row| image.sockets.get(row as usize));
             if let (Some(peer), Some(via)) = (peer, &laden.via) {
-                options::apply(via, peer, &files::name(image, peer))?;
+                // Its filter is for what comes when its own messages are there.
+                let now = |level, name| peer.messages.is_empty() || !options::filters(level, name);
+                options::apply_some(via, peer, &files::name(image, peer), now)?;
                 if peer.messages.is_empty() {
                     files::shut_down(via, peer)?;
                 }

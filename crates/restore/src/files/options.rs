@@ -18,6 +18,11 @@ pub(super) fn stamps(level: u32, name: u32) -> bool {
     level == SOL_SOCKET && [libc::SO_TIMESTAMPING as u32, NEW].contains(&name)
 }
 
+/// Whether an option is a packet filter, or keeps it from being changed: on a unix socket they would be in the way of what is put into its queue.
+pub(super) fn filters(level: u32, name: u32) -> bool {
+    level == SOL_SOCKET && [FILTER, libc::SO_LOCK_FILTER as u32].contains(&name)
+}
+
 /// Sets all options of a socket.
 pub(super) fn apply(fd: impl AsFd, socket: &Socket, what: &str) -> Result<()> {
     apply_some(fd, socket, what, |_, _| true)

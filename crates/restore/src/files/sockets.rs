@@ -261,7 +261,10 @@ fn bind_all(opening: &mut Opening<'_>, made: &mut HashMap<usize, OwnedFd>) -> Re
             continue;
         }
         let fd = sockets::socket(socket.family as i32, socket.kind as i32, socket.protocol as i32)?;
-        options::apply_some(&fd, socket, &name(opening.image, socket), |l, n| !options::stamps(l, n))?;
+        // What is in its queue has passed its filter.
+        let is_laden = socket.family == UNIX && !socket.messages.is_empty();
+        let later = |l, n| options::stamps(l, n) || is_laden && options::filters(l, n);
+        options::apply_some(&fd, socket, &name(opening.image, socket), |l, n| !later(l, n))?;
         match bind(opening, socket, &fd) {
             Ok(()) => {}
             Err(Error::Refused(lines)) => refusals.extend(lines),
