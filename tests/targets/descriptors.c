@@ -154,9 +154,9 @@ static void times(void) {
   }
   fds[2] = create("timed", O_RDWR, "of another time");
   fds[3] = open(directory, O_TMPFILE | O_RDWR, 0600);
-  MUST(fds[3] >= 0 && ftruncate(fds[3], PAGE) == 0 && unlink(path_of("timed")) == 0);
+  MUST(fds[3] >= 0 && ftruncate(fds[2], PAGE) == 0 && unlink(path_of("timed")) == 0);
   char *p = mmap(0, 4 * PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, fds[0], 0);
-  char *q = mmap(0, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, fds[3], 0);
+  char *q = mmap(0, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, fds[2], 0);
   char *r = mmap(0, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   MUST(p != MAP_FAILED && q != MAP_FAILED && r != MAP_FAILED);
   fill(p, 3 * PAGE, 4);

@@ -548,7 +548,8 @@ fn what_cannot_be_captured_is_named() {
         "a handle to a namespace that none of its processes is in",
     );
     assert_refused("u = os.pidfd_open(1)", "a handle to process 1");
-    assert_refused("u = os.open('/dev/kmsg', 0)", "it is the device 1:11");
+    assert_refused("u = os.open('/dev/kmsg', 0)", "messages of the kernel that were not yet read");
+    assert_refused("u = os.open('/dev/fuse', 2)", "it is the device 10:229");
     assert_refused(
         "u = os.open('/dev/ptmx', 2); libc.unlockpt(u); v = os.open(os.ptsname(u) if hasattr(os, 'ptsname') else '/dev/pts/%d' % struct.unpack('i', fcntl.ioctl(u, 0x80045430, b'0000'))[0], 2 | os.O_NOCTTY); os.write(v, b'x'); select.select([u], [], [])",
         "not yet read",
