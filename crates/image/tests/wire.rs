@@ -172,7 +172,7 @@ fn connections_come_back_as_they_were() {
 
 #[test]
 fn references_are_validated() {
-    let wrong: [Spoiler<Image>; 79] = [
+    let wrong: [Spoiler<Image>; 82] = [
         ("space", |i| i.processes[0].space = 2),
         ("clocks of one with the same memory", |i| i.processes[1].space = 0),
         ("another program in the same memory", |i| {
