@@ -150,9 +150,9 @@ pub enum Error {
     /// The image to be committed contradicts itself: a bug of whoever made it.
     #[error("the description of the program is inconsistent: {0}")]
     Image(#[from] stillpoint_image::validate::Invalid),
-    /// An earlier write of this checkpoint failed, so nothing more can be added to it.
+    /// An earlier write of this checkpoint failed, so nothing more can be added to it; whether that was because there was no room left.
     #[error("this checkpoint has already failed ({0}): begin a new one")]
-    Failed(String),
+    Failed(String, bool),
     /// A small file of the store is not what it should be.
     #[error("{}: not a {kind} record, or damaged: remove the file", .path.display())]
     Record {
@@ -188,8 +188,13 @@ impl Error {
 
     /// Whether the medium has no room left.
     pub fn is_full(&self) -> bool {
-        let Error::Io { source, .. } = self else { return false };
-        matches!(source.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
+        match self {
+            Error::Io { source, .. } => {
+                matches!(source.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
+            }
+            Error::Failed(_, full) => *full,
+            _ => false,
+        }
     }
 }
 

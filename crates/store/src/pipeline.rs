@@ -84,7 +84,7 @@ pub(crate) struct Pipeline {
     freed: u64,
     /// Some of what was put has been forgotten since.
     has_forgotten: bool,
-    failed: Option<String>,
+    failed: Option<(String, bool)>,
     /// What has been put so far.
     pub layers: Layers,
     /// Whose pages may be as those of whom.
@@ -137,7 +137,7 @@ impl Pipeline {
     /// Whether nothing has failed so far.
     pub fn check(&self) -> Result<()> {
         match &self.failed {
-            Some(why) => Err(Error::Failed(why.clone())),
+            Some((why, full)) => Err(Error::Failed(why.clone(), *full)),
             None => Ok(()),
         }
     }
@@ -235,7 +235,7 @@ impl Pipeline {
             }
             Err(e) => {
                 if let PutError::Store(e) = &e {
-                    self.fail(e.to_string());
+                    self.fail(e.to_string(), e.is_full());
                 }
                 Err(e)
             }
@@ -279,7 +279,7 @@ impl Pipeline {
     fn wait(&mut self) {
         match self.written.recv() {
             Ok(written) => self.take_back(written),
-            Err(_) => self.fail("the writing threads are gone".into()),
+            Err(_) => self.fail("the writing threads are gone".into(), false),
         }
     }
 
@@ -288,14 +288,14 @@ impl Pipeline {
         self.free.push(written.buffer);
         written.checksums.into_iter().for_each(|(row, crc)| self.layers.seal(row, crc));
         if let Err(e) = written.result {
-            self.fail(e.to_string());
+            self.fail(e.to_string(), e.is_full());
         }
     }
 
-    /// Refuses everything from now on, for this reason or an earlier one.
-    pub fn fail(&mut self, why: String) {
+    /// Refuses everything from now on, for this reason or an earlier one; whether it is that there is no room left.
+    pub fn fail(&mut self, why: String, full: bool) {
         self.shared.stopped.store(true, Ordering::Relaxed);
-        self.failed.get_or_insert(why);
+        self.failed.get_or_insert((why, full));
     }
 
     /// Takes up what was filled in behind the used part: notes zero pages, closes up the others.
@@ -386,7 +386,7 @@ impl Pipeline {
         if sent {
             self.in_flight += 1;
         } else {
-            self.fail("the writing threads are gone".into());
+            self.fail("the writing threads are gone".into(), false);
         }
     }
 
@@ -473,7 +473,7 @@ impl Pipeline {
         let Shared { medium, segment, .. } = &*self.shared;
         let durable = medium.sync(&segment.file, &segment.path);
         if let Err(e) = &durable {
-            self.fail(e.to_string());
+            self.fail(e.to_string(), e.is_full());
         }
         durable
     }
@@ -489,7 +489,7 @@ impl Pipeline {
         let cut = || medium.truncate(&segment.file, &segment.path, self.offset);
         let cut = if fits { Ok(()) } else { cut() };
         if let Err(e) = &cut {
-            self.fail(e.to_string());
+            self.fail(e.to_string(), e.is_full());
         }
         cut
     }

@@ -20,8 +20,8 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::os::unix::fs::FileExt;
 use stillpoint_image::{Codec, Extent, MAX_BLOCK_PAGES, Owner, PAGE, PageMap, Place, Range, wire};
 
-/// More segments than this in one job are joined, because a reader holds all of its segments open.
-const MAX_SEGMENTS: usize = 128;
+/// More segments than this of one checkpoint are joined, because a reader holds all of its segments open. At most as many at a time.
+pub(crate) const MAX_SEGMENTS: usize = 128;
 /// Where a block is in the job: segment and offset.
 type BlockKey = (u64, u64);
 /// Moved blocks are put under made-up addresses, this far apart from each other: never adjacent.
@@ -43,17 +43,32 @@ struct Live {
 pub(crate) struct Usage {
     blocks: BTreeMap<BlockKey, Live>,
     segments: BTreeSet<u64>,
+    /// Those of the checkpoint that needs most of them.
+    widest: BTreeSet<u64>,
+}
+
+/// The segments that a page map points to.
+pub(crate) fn segments_of(pages: &PageMap) -> BTreeSet<u64> {
+    let segment = |extent: &Extent| match extent.place {
+        Place::Stored { segment, .. } => Some(segment),
+        _ => None,
+    };
+    pages.extents.iter().filter_map(segment).collect()
 }
 
 impl Usage {
     /// Adds what a page map points to.
     pub fn add(&mut self, pages: &PageMap) {
+        let own = segments_of(pages);
+        self.segments.extend(&own);
+        if own.len() > self.widest.len() {
+            self.widest = own;
+        }
         for extent in &pages.extents {
             let Place::Stored { segment, offset, length, block_pages, skip, codec, crc } = extent.place
             else {
                 continue;
             };
-            self.segments.insert(segment);
             let none = || Live { length, codec, crc, pages: vec![false; usize::from(block_pages)] };
             let live = self.blocks.entry((segment, offset)).or_insert_with(none);
             let used = live.pages.iter_mut().skip(usize::from(skip)).take(extent.pages as usize);
@@ -81,7 +96,7 @@ impl Usage {
         self.blocks_of(segment).map(|(_, block)| live(block)).sum::<u64>() * PAGE
     }
 
-    /// Segments worth rewriting: less than half of what was written alive, or less than 40 % of what they hold; and the smallest, where there are too many.
+    /// Segments worth rewriting: less than half of what was written alive, or less than 40 % of what they hold; and the smallest, where a checkpoint needs too many.
     fn candidates(&self, folder: &Folder) -> Result<Vec<Segment>> {
         let mut chosen = Vec::new();
         let mut others = Vec::new();
@@ -98,13 +113,13 @@ impl Usage {
             let (live, held) = (self.live_bytes(id), segment.held()?.saturating_sub(HEADER));
             if live * 2 < held.min(self.used(id)) || live * 5 < held * 2 {
                 chosen.push(segment)
-            } else {
+            } else if self.widest.contains(&id) {
                 others.push((live, segment))
             }
         }
         if others.len() > MAX_SEGMENTS {
             others.sort_by_key(|(live, _)| *live);
-            others.truncate(others.len() - MAX_SEGMENTS / 2);
+            others.truncate((others.len() - MAX_SEGMENTS / 2).min(MAX_SEGMENTS));
             chosen.extend(others.into_iter().map(|(_, segment)| segment));
         }
         Ok(chosen)

@@ -9,6 +9,7 @@
 use crate::folder::Folder;
 use crate::lock::is_at;
 use crate::medium::Medium;
+use crate::rewrite::{MAX_SEGMENTS, segments_of};
 use crate::spare::Room;
 use crate::sweep::{Freed, Rewriting, sweep};
 use crate::{Error, Result, Store};
@@ -17,9 +18,12 @@ use std::fs::File;
 use std::io;
 use std::path::Path;
 use std::time::{Duration, Instant};
+use stillpoint_image::wire;
 
-/// Room is owed for so long at most.
+/// Room is given back so often at most; whoever rolls does so soon after ([`Rolling::due`]).
 const OWED: Duration = Duration::from_millis(250);
+/// Where not all of it could be given back, or nothing, it is tried again after so long.
+const AFTER_FAILURE: Duration = Duration::from_secs(10);
 /// So many segments are kept at most, to be written anew.
 const MOST_SPARES: usize = 64;
 
@@ -31,16 +35,27 @@ pub struct Rolling {
     keep: usize,
     /// Locked for as long as this lives, once there is something to owe.
     marker: Option<File>,
+    /// When room was given back last, or could not be.
     given_back: Option<Instant>,
     /// So many checkpoints have been removed since: as many segments will be wanted before room is given back again.
     removed: usize,
+    /// There is something to give back.
+    owes: bool,
+    /// Highest number of a segment when it was last looked into how many segments the newest checkpoint needs.
+    looked: u64,
+    /// Why not all was given back the last time.
+    held_up: Option<String>,
 }
 
 impl Store {
-    /// Begins to keep the newest `keep` checkpoints of a job, as [`Store::roll`] does. Dropped, it leaves what it owes to the next who
-    /// opens the store; [`Store::end_rolling`] gives all of it back.
+    /// Begins to keep the newest `keep` checkpoints of a job, as [`Store::roll`] does; `usize::MAX` keeps all, and only sees to it that none
+    /// needs too many segments. Dropped, it leaves what it owes to the next who opens the store; [`Store::end_rolling`] gives all of it back.
     pub fn rolling(&self, job: &str, keep: usize) -> Rolling {
-        Rolling { store: self.clone(), job: job.to_owned(), keep, marker: None, given_back: None, removed: 0 }
+        let (store, job) = (self.clone(), job.to_owned());
+        let (marker, given_back, held_up) = (None, None, None);
+        // Who rolled before may have died in the middle.
+        let owes = keep < usize::MAX;
+        Rolling { store, job, keep, marker, given_back, removed: 0, owes, looked: 0, held_up }
     }
 }
 
@@ -54,15 +69,47 @@ impl Rolling {
         Ok(Freed { checkpoints, ..self.settle()? })
     }
 
-    /// Gives room back if that was done a while ago.
+    /// Gives room back if that was done a while ago, and joins segments where the newest checkpoint needs too many of them.
     ///
     /// # Errors
     /// As [`Rolling::give_back`].
     pub fn settle(&mut self) -> Result<Freed> {
-        match self.given_back.is_none_or(|last| last.elapsed() >= OWED) {
-            true => self.give_back(),
-            false => Ok(Freed::default()),
+        if self.next_at().is_some_and(|at| Instant::now() < at) {
+            return Ok(Freed::default());
         }
+        self.owes |= self.needs_joining()?;
+        self.give_back()
+    }
+
+    /// When what is owed is to be given back by [`Rolling::settle`], if anything is owed.
+    pub fn due(&self) -> Option<Instant> {
+        self.next_at().filter(|_| self.owes)
+    }
+
+    /// Why not all that could be given back was, the last time: it is tried again from time to time.
+    pub fn held_up(&self) -> Option<&str> {
+        self.held_up.as_deref()
+    }
+
+    fn next_at(&self) -> Option<Instant> {
+        let pause = if self.held_up.is_some() { AFTER_FAILURE } else { OWED };
+        self.given_back.map(|last| last + pause)
+    }
+
+    /// Whether the newest checkpoint needs so many segments that some are to be joined. Looked into once in many segments: there are many
+    /// also where each checkpoint needs few.
+    fn needs_joining(&mut self) -> Result<bool> {
+        let folder = self.store.known(&self.job)?;
+        let segments = folder.segment_ids()?;
+        let highest = segments.last().copied().unwrap_or(0);
+        if segments.len() <= MAX_SEGMENTS || highest < self.looked + MAX_SEGMENTS as u64 / 2 {
+            return Ok(false);
+        }
+        self.looked = highest;
+        let Some(newest) = folder.checkpoint_ids()?.last().copied() else { return Ok(false) };
+        // Of one that is gone meanwhile, or damaged, others tell.
+        let pages = std::fs::read(folder.checkpoint(newest)).ok().and_then(|m| wire::decode_pages(&m).ok());
+        Ok(pages.is_some_and(|pages| segments_of(&pages).len() > MAX_SEGMENTS))
     }
 
     /// Removes older checkpoints, which are there no more for anybody. Their room is owed. Returns which ones, oldest first.
@@ -70,11 +117,17 @@ impl Rolling {
     /// # Errors
     /// As [`Store::roll`].
     pub fn unlist(&mut self) -> Result<Vec<u64>> {
+        if self.keep == usize::MAX {
+            return Ok(Vec::new());
+        }
         let folder = self.store.known(&self.job)?;
         let spared = self.store.spared(&self.job);
+        // Where there is nothing to remove no lock is waited for.
+        if self.store.older(&folder, self.keep, &spared)?.is_empty() {
+            return Ok(Vec::new());
+        }
         let _lock = self.store.writer_lock(&folder)?;
         let ids = self.store.older(&folder, self.keep, &spared)?;
-        self.removed += ids.len();
         let Some(newest) = folder.checkpoint_ids()?.last().copied().filter(|_| !ids.is_empty()) else {
             return Ok(ids);
         };
@@ -83,8 +136,10 @@ impl Rolling {
         if self.marker.is_none() || ids.contains(&newest) {
             return Ok(self.store.drop_checkpoints(&folder, ids, Room::Reused(1))?.checkpoints);
         }
+        self.owes = true;
         for id in &ids {
             self.store.medium.remove(&folder.checkpoint(*id))?;
+            self.removed += 1;
         }
         Ok(ids)
     }
@@ -94,18 +149,45 @@ impl Rolling {
     /// # Errors
     /// As [`Store::roll`].
     pub fn give_back(&mut self) -> Result<Freed> {
-        let folder = self.store.known(&self.job)?;
-        let _lock = self.store.writer_lock(&folder)?;
-        let freed = match folder.owes_room().exists() {
-            true => {
-                let room = Room::Reused(self.removed.clamp(1, MOST_SPARES));
-                sweep(&self.store, &folder, Rewriting::Yes, room)?
-            }
-            false => Freed::default(),
+        let room = match self.removed {
+            0 => Room::GivenBack,
+            removed => Room::Reused(removed.min(MOST_SPARES)),
         };
-        self.removed = 0;
+        self.give_back_as(Rewriting::Yes, room)
+    }
+
+    /// Gives back all room at once, also what is kept to be written anew: something did not fit.
+    ///
+    /// # Errors
+    /// As [`Store::roll`].
+    pub fn make_room(&mut self) -> Result<Freed> {
+        self.owes = true;
+        // What could not be moved a moment ago cannot be moved now.
+        let rewriting = if self.held_up.is_some() { Rewriting::No } else { Rewriting::Yes };
+        self.give_back_as(rewriting, Room::GivenBack)
+    }
+
+    fn give_back_as(&mut self, rewriting: Rewriting, room: Room) -> Result<Freed> {
+        let folder = self.store.known(&self.job)?;
+        let given = self.sweep(&folder, rewriting, room);
         self.given_back = Some(Instant::now());
-        Ok(freed)
+        match &given {
+            Err(e) => self.held_up = Some(e.to_string()),
+            Ok(freed) if freed.unfinished.is_some() => {
+                self.held_up = freed.unfinished.as_ref().map(ToString::to_string);
+            }
+            Ok(_) if rewriting == Rewriting::No => {}
+            Ok(_) => (self.held_up, self.owes, self.removed) = (None, false, 0),
+        }
+        given
+    }
+
+    fn sweep(&self, folder: &Folder, rewriting: Rewriting, room: Room) -> Result<Freed> {
+        if !self.owes && !folder.owes_room().exists() {
+            return Ok(Freed::default());
+        }
+        let _lock = self.store.writer_lock(folder)?;
+        sweep(&self.store, folder, rewriting, room)
     }
 }
 
@@ -116,7 +198,8 @@ fn mark(medium: &Medium, folder: &Folder, ours: Option<File>) -> Result<Option<F
         return Ok(Some(ours));
     }
     let marker = match path.exists() {
-        true => File::open(&path).map_err(Error::io("open", &path))?,
+        // (NFS locks exclusively only what is open for writing.)
+        true => File::options().read(true).write(true).open(&path).map_err(Error::io("open", &path))?,
         false => match medium.create(&path, OFlags::empty()) {
             // Room can be given back even where there is none for that.
             Err(e) if e.is_full() => return Ok(None),

@@ -65,7 +65,7 @@ pub(crate) fn keep(medium: &Medium, folder: &Folder, ids: &[u64], most: usize) -
 /// Whether a segment is nobody's but ours: no other name leads to it, as those that backups make do; it belongs to who we are; and
 /// nobody has loaded a checkpoint that points into it.
 fn is_free(path: &Path) -> bool {
-    let Ok(file) = File::open(path) else { return false };
+    let Ok(file) = File::options().read(true).write(true).open(path) else { return false };
     let is_ours = |m: Metadata| m.nlink() == 1 && m.uid() == rustix::process::geteuid().as_raw();
     file.metadata().is_ok_and(is_ours)
         && rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive).is_ok()

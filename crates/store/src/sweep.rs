@@ -78,7 +78,8 @@ impl Store {
     /// [`Error::NoJob`], [`Error::Io`].
     pub fn end_rolling(&self, job: &str) -> Result<()> {
         let folder = self.known(job)?;
-        match Lock::exclusive(&folder.writer_lock(), Duration::ZERO)? {
+        // Who is only looking, or clearing up, is done in a moment.
+        match Lock::exclusive(&folder.writer_lock(), Duration::from_secs(1))? {
             Some(_lock) if folder.owes_room().exists() => {
                 sweep(self, &folder, Rewriting::Yes, Room::GivenBack)?;
             }
@@ -169,6 +170,10 @@ impl Store {
             && !e.is_full()
         {
             return remembered.map(|()| Freed::default());
+        }
+        if folder.checkpoints().is_dir() && !ids.is_empty() {
+            // What stays may be of somebody who died before its name was durable.
+            self.medium.sync_folder(&folder.checkpoints())?;
         }
         for id in &ids {
             self.medium.remove(&folder.checkpoint(*id))?;

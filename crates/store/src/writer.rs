@@ -350,7 +350,7 @@ impl Writer {
 impl Drop for Writer {
     fn drop(&mut self) {
         if !self.committed {
-            self.pipeline.fail("it was given up".into());
+            self.pipeline.fail("it was given up".into(), false);
             let _ = self.undo();
         }
     }

@@ -5,6 +5,7 @@ mod common;
 use common::*;
 use std::convert::Infallible;
 use std::os::unix::fs::MetadataExt;
+use std::time::Duration;
 use stillpoint_image::{Owner, PAGE, Place, Range};
 use stillpoint_store::{Error, PutError, Store, Writer, Zeros};
 
@@ -327,6 +328,76 @@ fn room_is_owed_for_a_while() {
     assert_eq!(all.unlist().expect("unlist"), [7]);
     assert_no_leftovers(&store, "web");
     assert_eq!(add(8), 8);
+}
+
+/// Segments of which the newest checkpoint needs many are joined, also where none is removed.
+#[test]
+fn nobody_needs_too_many_segments() {
+    for keep in [1000, usize::MAX] {
+        let (_folder, store) = store();
+        let mut rolling = store.rolling("web", keep);
+        let mut all = Memory::new();
+        for page in 0..200 {
+            let mut writer = store.begin("web").expect("begin");
+            if page > 0 {
+                let base = store.load("web", None).expect("load").pages.extents;
+                writer.reuse(&base).expect("reuse");
+            }
+            put(&mut writer, page, 1, page + 1).expect("put");
+            all.insert(page, page + 1);
+            writer.commit(image()).expect("commit");
+            assert!(rolling.roll().expect("roll").checkpoints.is_empty());
+        }
+        std::thread::sleep(Duration::from_millis(260));
+        rolling.roll().expect("roll");
+        let segments = names(&store.path().join("jobs/web/segments")).len();
+        assert!(segments <= 130, "{segments} segments");
+        assert_eq!(store.checkpoints("web").expect("ids").len(), 200);
+        assert_holds(&store, "web", 200, &all);
+        assert_holds(&store, "web", 100, &all.into_iter().filter(|(page, _)| *page < 100).collect());
+        assert_no_leftovers(&store, "web");
+    }
+}
+
+/// Where something does not fit, all that is owed or kept is given back at once.
+#[test]
+fn room_is_made_at_once() {
+    let (_folder, store) = store();
+    let job = store.path().join("jobs/web");
+    let add = |seed| checkpoint(&store, "web", &memory(0, 40, seed)).expect("checkpoint").id;
+    let mut rolling = store.rolling("web", 1);
+    assert_eq!((add(1), add(2), add(3)), (1, 2, 3));
+    rolling.roll().expect("roll");
+    assert!(job.join("segments/spare").exists());
+    assert_eq!(rolling.due(), None, "nothing is owed");
+    add(4);
+    assert_eq!(rolling.unlist().expect("unlist"), [3]);
+    assert!(rolling.due().is_some() && job.join("owes-room").exists());
+    let freed = rolling.make_room().expect("room");
+    assert!(freed.bytes > 40 * PAGE, "{freed:?}");
+    assert_eq!(names(&job.join("segments")), ["4.pages"]);
+    assert_eq!(rolling.due(), None);
+    assert_no_leftovers(&store, "web");
+}
+
+/// What keeps room from being given back is told for as long as it does.
+#[test]
+fn what_holds_room_up_is_told() {
+    let (_folder, store) = store();
+    let add = |seed| checkpoint(&store, "web", &memory(0, 40, seed)).expect("checkpoint").id;
+    let mut rolling = store.rolling("web", 2);
+    assert_eq!((add(1), add(2), add(3)), (1, 2, 3));
+    let path = store.path().join("jobs/web/checkpoints/2");
+    let manifest = std::fs::read(&path).expect("manifest");
+    std::fs::write(&path, &manifest[..manifest.len() / 2]).expect("damage");
+    assert!(rolling.roll().expect("roll").unfinished.is_some());
+    add(4);
+    let freed = rolling.roll().expect("roll");
+    assert_eq!((freed.checkpoints, freed.unfinished.is_none()), (vec![2], true), "not tried again so soon");
+    assert!(rolling.held_up().is_some_and(|why| why.contains("web@2")), "{:?}", rolling.held_up());
+    rolling.give_back().expect("the damaged one is gone");
+    assert_eq!((rolling.held_up(), rolling.due()), (None, None));
+    assert_holds(&store, "web", 4, &memory(0, 40, 4));
 }
 
 #[test]
