@@ -62,6 +62,10 @@ fn main() -> ExitCode {
 
 fn dispatch(cli: Cli) -> Result<ExitCode> {
     let common = &cli.common;
+    // A checkpoint that is read has all of its segments open. (A program that `run` starts has the limit that we were started with.)
+    if !matches!(cli.command, Command::Run(_)) {
+        let _ = stillpoint_linux::descriptors::raise_descriptor_limit();
+    }
     match cli.command {
         Command::Run(args) => commands::run::run(common, &args),
         Command::Checkpoint(args) => commands::checkpoint::run(common, &args),

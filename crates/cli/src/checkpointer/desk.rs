@@ -9,8 +9,8 @@ use std::io::{PipeWriter, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::time::Duration;
-use stillpoint_capture::Session;
+use std::time::{Duration, Instant};
+use stillpoint_capture::{Error, Session};
 use stillpoint_store::history::Why;
 use stillpoint_store::{Every, Pace, Rolling, Store, Trouble};
 
@@ -124,7 +124,7 @@ pub struct Taker {
     pub inherited: Vec<(u32, Vec<u8>)>,
     /// How often the clock asks.
     pub every: Option<Every>,
-    /// Keeps the newest checkpoints only, when the clock has asked for one.
+    /// Keeps the newest checkpoints only, when the clock has asked for one, and joins their segments.
     pub rolling: Option<Rolling>,
     /// What the user should know.
     pub trouble: Trouble,
@@ -183,22 +183,41 @@ impl Taker {
         }
     }
 
-    /// The next order; until there is one, the job is tended.
+    /// The next order; until there is one, the job is tended, and what is owed is given back.
     fn next(&mut self, orders: &Receiver<Order>) -> Option<Order> {
-        while self.session.tend() {
-            match orders.recv_timeout(TEND) {
+        let mut tends = true;
+        loop {
+            tends = tends && self.session.tend();
+            let due = self.rolling.as_ref().and_then(Rolling::due);
+            let left = due.map(|due| due.saturating_duration_since(Instant::now()));
+            let patience = left.into_iter().chain(tends.then_some(TEND)).min();
+            let received = match patience {
+                Some(patience) => orders.recv_timeout(patience),
+                None => orders.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            };
+            match received {
                 Err(RecvTimeoutError::Timeout) => {}
                 received => return received.ok(),
             }
+            if let Some(rolling) = self.rolling.as_mut().filter(|r| r.due().is_some()) {
+                let _ = rolling.settle(); // the next tick tells what holds it up
+            }
         }
-        orders.recv().ok()
     }
 
     fn take(&mut self, asked: &Asked, counts: &Counts, why: Why) -> Result<Taken> {
         let options = asked.options(self.inherited.clone());
         let taking = Taking::begin(why, self.interval());
         let ending = Ending { progress: counts, store: &self.store, job: &self.job };
-        let report = self.session.checkpoint(&self.store, &options, &ending);
+        let mut report = self.session.checkpoint(&self.store, &options, &ending);
+        // What is owed, or kept to be written anew, may be what is missing.
+        if let Err(Error::Store(e)) = &report
+            && e.is_full()
+            && let Some(rolling) = &mut self.rolling
+            && rolling.make_room().is_ok_and(|freed| freed.bytes > 0)
+        {
+            report = self.session.checkpoint(&self.store, &options, &ending);
+        }
         taking.note(&self.store, asked, &report);
         report.map(Taken::from).map_err(|e| failure(e, "checkpoint", &asked.target))
     }
@@ -217,14 +236,11 @@ impl Taker {
                 now.slow.get_or_insert_with(|| slow(taken.wall(), every));
             }
             let Some(rolling) = &mut self.rolling else { return Ok(()) };
-            rolling.roll().map(drop).map_err(crate::jobs::store_failure)
+            rolling.roll().map_err(crate::jobs::store_failure)?;
+            rolling.held_up().map_or(Ok(()), |why| {
+                Err(Failure::failed(format!("not all room of older checkpoints can be given back: {why}")))
+            })
         });
-        if pruned.is_err()
-            && let Some(rolling) = &mut self.rolling
-        {
-            // What is owed may be what is missing.
-            let _ = rolling.settle();
-        }
         now.failing = pruned.err().map(|failure| {
             let since = self.trouble.failing.as_ref().filter(|(_, what)| *what == failure.what);
             (since.map_or_else(crate::output::now_ns, |(since, _)| *since), failure.what)

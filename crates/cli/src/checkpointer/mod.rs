@@ -95,7 +95,7 @@ impl Work {
             session: Session::new(self.pid),
             inherited: self.inherited.clone(),
             every: self.periodic.every,
-            rolling: keep.map(|keep| self.store.rolling(&self.job, keep)),
+            rolling: Some(self.store.rolling(&self.job, keep.unwrap_or(usize::MAX))),
             trouble: Trouble::default(),
             pacing,
         })

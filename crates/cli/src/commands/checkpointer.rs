@@ -77,7 +77,8 @@ fn lift_limits() {
 
 /// Whether files may be as large as they come, and enough of them be open.
 fn may_write_checkpoints() -> bool {
-    const ENOUGH: u64 = 256;
+    // Two checkpoints may be read at a time, each of nearly 200 segments.
+    const ENOUGH: u64 = 512;
     let limit = |resource| getrlimit(resource).current;
     limit(Resource::Fsize).is_none() && limit(Resource::Nofile).is_none_or(|n| n >= ENOUGH)
 }

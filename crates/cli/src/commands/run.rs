@@ -78,6 +78,8 @@ impl Started {
             record = Some((Record::write(store, claim, running)?.with_control(), written));
             Ok::<_, Failure>(())
         })?;
+        // The command has begun with the limit that it is to have; checkpoints that are read for its next lives have many files open.
+        let _ = stillpoint_linux::descriptors::raise_descriptor_limit();
         let (record, written): (Record, _) =
             record.ok_or_else(|| Failure::failed("the job was started without a record"))?;
         let begun = chronicle::started(record.running());
