@@ -89,7 +89,9 @@ pub fn peer_identity(socket: impl AsFd) -> Result<Option<Identity>> {
     let (Some(uid), Some(gid)) = (told.get(4..8).map(word), told.get(8..12).map(word)) else {
         return Ok(None);
     };
-    let groups = groups.chunks_exact(WORD).map(word).collect();
+    let mut groups: Vec<u32> = groups.chunks_exact(WORD).map(word).collect();
+    // The kernel sorts by numbers that are not those of our user namespace.
+    groups.sort_unstable();
     Ok(Some(Identity { uid, gid, groups }).filter(|who| who.uid != u32::MAX))
 }
 
