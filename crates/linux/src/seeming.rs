@@ -5,6 +5,7 @@ use crate::{Error, Result};
 use rustix::fs::{Gid, Uid};
 use rustix::process::DumpableBehavior;
 use rustix::thread;
+use std::sync::{Mutex, PoisonError};
 
 /// By which somebody is known to the other end of a unix socket.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -43,13 +44,22 @@ pub fn seeming_to_be<T: Send>(who: &Identity, work: impl FnOnce() -> T + Send) -
     if own == *who {
         return Ok(work());
     }
+    // Two at a time would take each other's for how it was.
+    static ONE: Mutex<()> = Mutex::new(());
+    let _alone = ONE.lock().unwrap_or_else(PoisonError::into_inner);
     let before = rustix::process::dumpable_behavior().map_err(|e| Error::call("PR_GET_DUMPABLE", e))?;
     let act = || {
         become_somebody(&own, who)?;
         Ok(work())
     };
     let failed = |_| Err(Error::Other("what was done as somebody else failed inside stillpoint".into()));
-    let done = std::thread::scope(|scope| scope.spawn(act).join().unwrap_or_else(failed));
+    let done = std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().spawn_scoped(scope, act);
+        thread
+            .map_err(|e| Error::call("make a thread that seems to be somebody else", e))?
+            .join()
+            .unwrap_or_else(failed)
+    });
     if before == DumpableBehavior::Dumpable {
         rustix::process::set_dumpable_behavior(before).map_err(|e| Error::call("PR_SET_DUMPABLE", e))?;
     }
