@@ -407,6 +407,20 @@ fn files() {
             open_file(i).kind = FileKind::Pipe(i.pipes.len() as u32);
             i.pipes.push(Pipe { capacity: 4096, hung_up: Some(vec![u32::MAX]), ..Pipe::default() });
         }),
+        ("a reader of a FIFO, of a pipe that is none", |i| {
+            open_file(i).kind = FileKind::Pipe(i.pipes.len() as u32);
+            i.pipes.push(Pipe { capacity: 4096, hung_up: Some(vec![0]), ..Pipe::default() });
+        }),
+        ("a socket that listens and has lost its peer", |i| {
+            open_file(i).kind = FileKind::Socket(i.sockets.len() as u32);
+            i.sockets.push(Socket {
+                family: 1,
+                kind: 1,
+                listening: Some(5),
+                orphan: true,
+                ..Socket::default()
+            });
+        }),
         ("an offset below zero", |i| open_file(i).position = u64::MAX),
         ("a descriptor of no number", |i| i.tables[0].descriptors.last_mut().unwrap().fd = u32::MAX),
         ("a lock without a beginning", |i| {

@@ -121,6 +121,9 @@ pub fn image(image: &Image) -> Result<(), Invalid> {
         if let Some(fifo) = pipe.fifo {
             row.refers("file", fifo, image.paths.len())?;
         }
+        let readers = pipe.hung_up.as_ref().map_or(0, Vec::len);
+        row.must(readers == 0 || pipe.fifo.is_some(), "it is no FIFO, and has readers of one")?;
+        row.must(readers <= image.files.len(), "it has more readers than there are open files")?;
         for &file in pipe.hung_up.iter().flatten() {
             row.refers("open file", file, image.files.len())?;
         }
@@ -194,6 +197,9 @@ pub fn image(image: &Image) -> Result<(), Invalid> {
         }
         row.must(!socket.outside || socket.orphan, "its peer is outside, and yet it has one")?;
         row.must(socket.pending.is_empty() || socket.listening.is_some(), "it does not listen")?;
+        // It would be made as one that is connected, and what waits be connected to whoever has its name.
+        let is_connected = socket.peer.is_some() || socket.orphan || !socket.remote.0.is_empty();
+        row.must(socket.listening.is_none() || !is_connected, "it listens, and is connected")?;
         socket.pending.iter().try_for_each(|s| row.refers("socket", *s, image.sockets.len()))?;
         if let Some(other) = socket.sends_to {
             row.refers("socket", other, image.sockets.len())?;

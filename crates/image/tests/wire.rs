@@ -172,7 +172,7 @@ fn connections_come_back_as_they_were() {
 
 #[test]
 fn references_are_validated() {
-    let wrong: [Spoiler<Image>; 82] = [
+    let wrong: [Spoiler<Image>; 84] = [
         ("space", |i| i.processes[0].space = 2),
         ("clocks of one with the same memory", |i| i.processes[1].space = 0),
         ("another program in the same memory", |i| {
@@ -321,6 +321,8 @@ fn references_are_validated() {
         ("waits", |i| i.sockets[0].pending[0] = 1),
         ("waits for nobody", |i| i.sockets[0].listening = None),
         ("mapped range", |i| i.paths[0].mapped_ranges.push(Range { start: 1, len: u64::MAX })),
+        ("reader of a FIFO that is none", |i| (i.pipes[0].fifo, i.pipes[0].hung_up) = (None, Some(vec![0]))),
+        ("connected, and listens", |i| (i.sockets[0].listening, i.sockets[0].orphan) = (Some(1), true)),
     ];
     for (what, spoil) in wrong {
         let mut image = sample();

@@ -71,7 +71,6 @@ pub fn sample() -> Image {
         paths: vec![PathFile { path: b"/bin/\xff".to_vec().into(), ..PathFile::default() }],
         pipes: vec![Pipe { data: vec![b"unread".to_vec().into()], fifo: Some(0), ..Pipe::default() }],
         sockets: vec![Socket {
-            peer: Some(0),
             path: Some(0),
             messages: vec![Message { files: vec![2, 3], ..Message::default() }],
             listening: Some(1),

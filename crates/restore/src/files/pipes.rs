@@ -3,6 +3,7 @@
 use super::{Opening, missing, open_flags, paths};
 use crate::{Error, Result};
 use rustix::fs::{FileType, Mode};
+use std::collections::HashSet;
 use std::os::fd::AsFd;
 use stillpoint_image::{FileKind, OpenFile, PathFile, Pipe};
 use stillpoint_linux::{Error as Kernel, descriptors, pipes};
@@ -62,7 +63,8 @@ fn open_fifo(opening: &mut Opening<'_>, pipe: &Pipe, path: u32, rows: &[(usize, 
         make_fifo(opening, file)?;
     }
     let has_writer = rows.iter().any(|(_, f)| f.flags as i32 & libc::O_ACCMODE != libc::O_RDONLY);
-    let saw_writer = |row: usize| match &pipe.hung_up {
+    let hung_up: Option<HashSet<u32>> = pipe.hung_up.as_ref().map(|rows| rows.iter().copied().collect());
+    let saw_writer = |row: usize| match &hung_up {
         _ if has_writer => true,
         Some(rows) => rows.contains(&(row as u32)),
         None => !pipe.data.is_empty(),
