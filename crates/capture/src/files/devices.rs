@@ -53,14 +53,23 @@ pub(crate) fn known(d: &Description) -> Option<Device> {
 
 /// Captures it, unless it keeps something just now.
 pub(crate) fn capture(scan: &mut Scan<'_>, d: &Description, device: Device) -> Result<Option<FileKind>> {
-    if let Some((why, hint)) = why_not(d, device)? {
+    let against = match why_not(d, device) {
+        Err(e) if matches!(e.errno(), Some(libc::EPERM | libc::EACCES)) => {
+            Some(("whether it keeps something cannot be seen by this user", CLOSE))
+        }
+        told => told?,
+    };
+    if let Some((why, hint)) = against {
         return scan.refuse(d, why, hint);
     }
     let row = paths::path_file(scan.builder, &d.link, &d.file, Usage::Path, &d.name())?;
     Ok(row.map(FileKind::Path))
 }
 
-fn why_not(d: &Description, device: Device) -> Result<Option<(&'static str, &'static str)>> {
+fn why_not(
+    d: &Description,
+    device: Device,
+) -> stillpoint_linux::Result<Option<(&'static str, &'static str)>> {
     Ok(match device {
         Device::Stateless => None,
         Device::KernelLog if d.can_read() && poll_now(&d.file, libc::POLLIN)? != 0 => Some((
