@@ -5,6 +5,8 @@ use super::Scan;
 use super::descriptions::Description;
 use super::messages::is_socket;
 use crate::Result;
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use stillpoint_image::Identity;
 use stillpoint_linux::messages::outgoing;
 use stillpoint_linux::sockets::UnixSocket;
@@ -52,6 +54,7 @@ pub(crate) fn is_waiting(scan: &mut Scan<'_>, ino: u32) -> Result<bool> {
 
 /// Fills in who waits at which listening socket, when all rows are there.
 pub(crate) fn resolve(scan: &mut Scan<'_>) -> Result<()> {
+    let mut known = HashMap::new();
     let rows: Vec<(u64, u32)> = scan.sockets.iter().map(|(&ino, &row)| (ino, row)).collect();
     for (ino, row) in rows {
         if scan.builder.image.sockets[row as usize].listening.is_none() {
@@ -63,7 +66,7 @@ pub(crate) fn resolve(scan: &mut Scan<'_>) -> Result<()> {
             let Some(&client) = scan.sockets.get(&u64::from(ino)) else { continue };
             clients.push(client);
             if let Some(d) = scan.socket(ino) {
-                scan.builder.image.sockets[client as usize].waits_as = maker(scan, d)?;
+                scan.builder.image.sockets[client as usize].waits_as = maker(scan, d, &mut known)?;
             }
         }
         scan.builder.image.sockets[row as usize].pending = clients;
@@ -72,18 +75,27 @@ pub(crate) fn resolve(scan: &mut Scan<'_>) -> Result<()> {
 }
 
 /// Who has made a connection that waits, of whom the other side is told that nobody can ask yet; `None` if refused. It is whose the socket is, and
-/// whose the processes are that have it, if these are the same.
-fn maker(scan: &mut Scan<'_>, d: &Description) -> Result<Option<Identity>> {
+/// whose the processes are that have it, if these are the same. `known`: who processes are, by their ids, as far as that was read.
+fn maker(
+    scan: &mut Scan<'_>,
+    d: &Description,
+    known: &mut HashMap<u32, Identity>,
+) -> Result<Option<Identity>> {
     let mut who: Vec<Identity> = Vec::new();
     // One in a message can have been connected by any.
     let has_it = |pid: u32| d.held.is_empty() || d.held.iter().any(|held| held.pid == pid);
     for holder in scan.target.holders.iter().filter(|holder| has_it(holder.pid)) {
-        let status = holder.process.status()?;
-        let mut groups = status.groups;
-        groups.sort_unstable();
-        let one = Identity { uid: status.uid[1], gid: status.gid[1], groups };
-        if !who.contains(&one) {
-            who.push(one);
+        let one = match known.entry(holder.pid) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(unknown) => {
+                let status = holder.process.status()?;
+                let mut groups = status.groups;
+                groups.sort_unstable();
+                unknown.insert(Identity { uid: status.uid[1], gid: status.gid[1], groups })
+            }
+        };
+        if !who.contains(one) {
+            who.push(one.clone());
         }
     }
     match who.as_slice() {
