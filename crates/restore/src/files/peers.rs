@@ -12,12 +12,17 @@ use stillpoint_linux::messages::{self, Credentials};
 use stillpoint_linux::seeming::{self, seeming_to_be};
 use stillpoint_linux::{Error as Kernel, sockets};
 
+/// Whom the kernel tells of where somebody has no number in our user namespace (`/proc/sys/kernel/overflowuid`, unless it was changed).
+const OVERFLOW: u32 = 65_534;
+
 /// Adds why we cannot seem to be those whom the program's sockets tell of, or who sent what is unread in them.
 pub(super) fn check(image: &Image, refusals: &mut Vec<String>) {
     let mut tried = HashSet::new();
     for socket in image.sockets.iter().filter(|socket| !may_forget(socket)) {
         for who in socket.told.iter().chain(&socket.waits_as).filter(|who| tried.insert((*who).clone())) {
-            if let Err(e) = seeming_to_be(&of_image(who), || ()) {
+            if let Err(e) = seeming_to_be(&of_image(who), || ())
+                && !are_we_as_good(who)
+            {
                 refusals.push(why_not(&name(image, socket), who, &e));
             }
         }
@@ -66,9 +71,31 @@ fn of_image(who: &Identity) -> seeming::Identity {
     seeming::Identity { uid: who.uid, gid: who.gid, groups: who.groups.clone() }
 }
 
-/// Does what makes the other end of a unix socket as who did it; where nobody is told of, as we.
+/// Whether sockets may tell of us instead of somebody whom we cannot be: only further groups differ, or they told of nobody that has a number.
+fn are_we_as_good(who: &Identity) -> bool {
+    let (uid, gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
+    (who.uid, who.gid) == (uid, gid) || who.uid == OVERFLOW
+}
+
+/// Tells of sockets that are made, and will tell of us instead of whom they told of.
+pub(super) fn note(opening: &mut Opening<'_>, kept: &HashSet<usize>) {
+    let image = opening.image;
+    for (_, socket) in image.sockets.iter().enumerate().filter(|(row, _)| !kept.contains(row)) {
+        for who in socket.told.iter().chain(&socket.waits_as).filter(|who| are_we_as_good(who)) {
+            if let Err(e) = seeming_to_be(&of_image(who), || ()) {
+                let why = why_not(&name(image, socket), who, &e);
+                opening.files.notes.push(format!("{why}: it tells of us, or of our further groups, instead"));
+            }
+        }
+    }
+}
+
+/// Does what makes the other end of a unix socket as who did it; where nobody is told of, or we are as good, as we.
 fn made_by<T: Send>(what: &str, who: Option<&Identity>, work: impl FnOnce() -> T + Send) -> Result<T> {
     let Some(who) = who else { return Ok(work()) };
+    if are_we_as_good(who) && seeming_to_be(&of_image(who), || ()).is_err() {
+        return Ok(work());
+    }
     seeming_to_be(&of_image(who), work).map_err(|e| Error::Refused(vec![why_not(what, who, &e)]))
 }
 
@@ -76,10 +103,18 @@ fn made_by<T: Send>(what: &str, who: Option<&Identity>, work: impl FnOnce() -> T
 pub(super) fn told<'a>(opening: &mut Opening<'a>, socket: &'a Socket) -> Option<&'a Identity> {
     let who = socket.told.as_ref()?;
     if let Some(e) = seeming_to_be(&of_image(who), || ()).err().filter(|_| may_forget(socket)) {
+        if are_we_as_good(who) {
+            return None; // told already
+        }
         opening.files.notes.push(why_not(&name(opening.image, socket), who, &e));
         return None;
     }
     Some(who)
+}
+
+/// Before version 9 of the format, when sockets had no status, nobody had looked.
+fn tells_of_nobody(socket: &Socket) -> bool {
+    socket.told.is_none() && socket.status.is_some()
 }
 
 /// A pair of sockets, as whoever made that of the program's; or two with names that were connected to each other, which tell of nobody.
@@ -87,7 +122,7 @@ pub(super) fn pair(opening: &mut Opening<'_>, row: usize) -> Result<(OwnedFd, Ow
     let image = opening.image;
     let socket = &image.sockets[row];
     if let Some((peer, other)) = socket.peer.and_then(|peer| Some((peer, image.sockets.get(peer as usize)?)))
-        && [socket, other].iter().all(|s| s.kind == DATAGRAM && s.told.is_none() && !s.local.0.is_empty())
+        && [socket, other].iter().all(|s| s.kind == DATAGRAM && tells_of_nobody(s) && !s.local.0.is_empty())
     {
         let mut make = |socket: &Socket| {
             let fd = sockets::socket(socket.family as i32, socket.kind as i32, 0)?;
@@ -121,4 +156,25 @@ pub(super) fn socket_of(who: Option<&Identity>, kind: u32, what: &str) -> Result
 pub(super) fn connect_as(fd: &OwnedFd, who: Option<&Identity>, address: &[u8], what: &str) -> Result<()> {
     let connected = made_by(what, who, || sockets::connect(fd, address))?;
     Ok(connected.map_err(|e| Kernel::call(format!("connect to {what}"), e))?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn we_are_as_good_as_who_has_no_number_and_as_ourselves_with_other_groups() {
+        let (uid, gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
+        let groups = vec![4_000_000_001];
+        assert!(are_we_as_good(&Identity { uid, gid, groups: groups.clone() }));
+        assert!(are_we_as_good(&Identity { uid: OVERFLOW, gid: OVERFLOW, groups: groups.clone() }));
+        assert!(!are_we_as_good(&Identity { uid: uid + 1, gid, groups }));
+        assert!(!are_we_as_good(&Identity { uid, gid: gid + 1, groups: Vec::new() }));
+    }
+
+    #[test]
+    fn of_a_socket_without_status_nobody_has_looked_of_whom_it_tells() {
+        assert!(!tells_of_nobody(&Socket::default()));
+        assert!(tells_of_nobody(&Socket { status: Some(Default::default()), ..Socket::default() }));
+    }
 }

@@ -90,6 +90,7 @@ fn is_stale(path: &Path, kind: u32) -> bool {
 pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
     let mut made = take_kept(opening)?;
     let kept: HashSet<usize> = made.keys().copied().collect();
+    peers::note(opening, &kept);
     // Connections that were accepted under a name need the name while it is still free.
     accept_connections(opening, &mut made)?;
     bind_all(opening, &mut made)?;
