@@ -284,6 +284,9 @@ impl<'a> Opening<'a> {
         }
         for (row, made) in self.deleted.drain() {
             let file = &self.image.paths[row as usize];
+            if made.is_the_machines() {
+                continue;
+            }
             self.files.notes.extend(made.finish(file)?);
             let times = Times { atime_ns: file.atime_ns, mtime_ns: file.mtime_ns };
             self.files.timed.push((made.handle()?, times));
@@ -344,8 +347,12 @@ impl OpenFiles {
         let objects = self.objects.iter().zip(&image.objects);
         let objects = objects.filter_map(|(fd, object)| Some((fd, object.times.as_ref()?)));
         for (fd, times) in objects.chain(self.timed.iter().map(|(fd, times)| (fd, times))) {
-            objects::give_times(fd, times)
-                .map_err(|e| Kernel::call("give memory or a deleted file its times", e))?;
+            if let Err(e) = objects::give_times(fd, times) {
+                let note = format!("a memory or deleted file has not the times that it had: {e}");
+                if !self.notes.contains(&note) {
+                    self.notes.push(note);
+                }
+            }
         }
         for (file, source) in image.files.iter().zip(&self.sources) {
             if let (FileKind::Inotify(_) | FileKind::Fanotify(_), Some(fd)) = (&file.kind, source) {
@@ -365,7 +372,8 @@ impl OpenFiles {
             };
             let (Some(status), Some(fd)) = (status, source) else { continue };
             if let Err(e) = objects::give_status(fd, &status) {
-                let note = format!("{what} has not the owner ({}) or mode that it had: {e}", status.uid);
+                let note =
+                    format!("{what} has not the owner ({}), mode or times that it had: {e}", status.uid);
                 if !self.notes.contains(&note) {
                     self.notes.push(note);
                 }

@@ -135,6 +135,8 @@ pub(super) struct Recreated {
     /// The name it had.
     lost: PathBuf,
     directory: bool,
+    /// It is the machine's own device of that number, which stays as it is.
+    is_the_machines: bool,
 }
 
 impl Drop for Recreated {
@@ -147,6 +149,11 @@ impl Drop for Recreated {
 }
 
 impl Recreated {
+    /// Whether it was not made, but is the machine's own device of that number.
+    pub fn is_the_machines(&self) -> bool {
+        self.is_the_machines
+    }
+
     /// Opens it once more, with flags as fdinfo shows them, by the name it had if that is free: `/proc/PID/fd` goes on to show it.
     pub fn open(&self, shown: u32) -> Result<OwnedFd> {
         let flags = open_flags(shown);
@@ -220,8 +227,16 @@ pub(super) fn recreate(
             fill(&made.file, Owner::File(row), file.size, 0, contents)?;
             Ok(if is_nameless { made } else { give_name(made) })
         }
-        kind @ (FileType::Fifo | FileType::CharacterDevice) => {
-            or_elsewhere(path, notes, |path| node(path, kind, file.rdev), detour)
+        FileType::Fifo => or_elsewhere(path, notes, |path| node(path, FileType::Fifo, 0), detour),
+        kind @ FileType::CharacterDevice => {
+            or_elsewhere(path, notes, |path| node(path, kind, file.rdev), detour).or_else(|e| {
+                let (own, made) = machines_own(path, file.rdev).ok_or(e)?;
+                let what = path.display();
+                notes.push(format!(
+                    "{what}: is deleted, and open: it cannot be made anew here, and is {own} instead"
+                ));
+                Ok(made)
+            })
         }
         _ => Err(Error::Failed(format!("{path:?}: a deleted file of a kind that cannot be made anew"))),
     }
@@ -273,7 +288,7 @@ fn nameless(path: &Path) -> Result<Recreated> {
     let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
     let file = rustix::fs::open(directory, flags, Mode::RUSR | Mode::WUSR)
         .map_err(|e| Kernel::file(directory, e))?;
-    Ok(Recreated { file, name: None, lost: path.to_owned(), directory: false })
+    Ok(Recreated { file, name: None, lost: path.to_owned(), directory: false, is_the_machines: false })
 }
 
 /// For file systems without `O_TMPFILE`.
@@ -281,17 +296,44 @@ fn named(path: &Path) -> Result<Recreated> {
     let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC;
     let make = |name: &Path| rustix::fs::open(name, flags, Mode::RUSR | Mode::WUSR);
     let (name, file) = with_free_name(names(path), make).map_err(|e| Kernel::file(path, e))?;
-    Ok(Recreated { file, name: Some(name), lost: path.to_owned(), directory: false })
+    let lost = path.to_owned();
+    Ok(Recreated { file, name: Some(name), lost, directory: false, is_the_machines: false })
 }
 
-/// A FIFO or a device. It is not opened for that: the other end of a FIFO would see it.
+/// The machine's own memory device of a number, and its name.
+fn machines_own(lost: &Path, device: u64) -> Option<(&'static str, Recreated)> {
+    ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"].into_iter().find_map(|name| {
+        let file = rustix::fs::open(name, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).ok()?;
+        let stat = rustix::fs::fstat(&file).ok()?;
+        let is_it =
+            FileType::from_raw_mode(stat.st_mode) == FileType::CharacterDevice && stat.st_rdev == device;
+        let made =
+            Recreated { file, name: None, lost: lost.to_owned(), directory: false, is_the_machines: true };
+        is_it.then_some((name, made))
+    })
+}
+
+/// A FIFO or a memory device. A FIFO is not opened for that: its other end would see it.
 fn node(path: &Path, kind: FileType, device: u64) -> Result<Recreated> {
     let mode = Mode::RUSR | Mode::WUSR;
     let make = |name: &Path| rustix::fs::mknodat(rustix::fs::CWD, name, kind, mode, device);
     let (name, ()) = with_free_name(names(path), make).map_err(|e| Kernel::file(path, e))?;
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let file = rustix::fs::open(&name, flags, Mode::empty()).map_err(|e| Kernel::file(&name, e))?;
-    Ok(Recreated { file, name: Some(name), lost: path.to_owned(), directory: false })
+    // Whoever owns the folder may have put another file there.
+    let stat = rustix::fs::fstat(&file).map_err(|e| Kernel::file(&name, e))?;
+    let is_device = kind == FileType::CharacterDevice;
+    let is_ours = FileType::from_raw_mode(stat.st_mode) == kind && stat.st_nlink == 1;
+    if !is_ours || is_device && stat.st_rdev != device {
+        return Err(Error::Failed(format!("{}: another file came in its place", name.display())));
+    }
+    let lost = path.to_owned();
+    let made = Recreated { file, name: Some(name), lost, directory: false, is_the_machines: false };
+    if is_device {
+        // Some file systems have devices that cannot be opened (`nodev`).
+        stillpoint_linux::descriptors::reopen(&made.file, libc::O_RDONLY)?;
+    }
+    Ok(made)
 }
 
 /// Gives a nameless file a name: without any, it cannot be opened with `O_NOFOLLOW`, as `shm_open(3)` does.
@@ -317,5 +359,25 @@ fn recreate_directory(path: &Path) -> Result<Recreated> {
 fn open_directory(place: &Path, name: Option<PathBuf>, lost: &Path) -> Result<Recreated> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let file = rustix::fs::open(place, flags, Mode::empty()).map_err(|e| Kernel::file(place, e))?;
-    Ok(Recreated { file, name, lost: lost.to_owned(), directory: true })
+    Ok(Recreated { file, name, lost: lost.to_owned(), directory: true, is_the_machines: false })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_memory_device_that_cannot_be_made_is_the_machines_own() {
+        let zero = rustix::fs::stat("/dev/zero").unwrap().st_rdev;
+        let (name, made) = machines_own(Path::new("/gone/zero"), zero).unwrap();
+        assert!(name == "/dev/zero" && made.is_the_machines());
+        let opened = made.open(libc::O_RDWR as u32).unwrap();
+        let mut read = [1; 3];
+        assert_eq!(rustix::io::read(&opened, &mut read).unwrap(), 3);
+        assert_eq!(read, [0; 3]);
+        drop(made);
+        assert_eq!(rustix::fs::stat("/dev/zero").unwrap().st_rdev, zero);
+        assert!(machines_own(Path::new("/gone/other"), u64::MAX).is_none());
+    }
 }

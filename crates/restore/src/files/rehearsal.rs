@@ -3,17 +3,21 @@
 use super::sockets::{name, refusal};
 use super::{check, connections, mapped_rows, objects, options, peers};
 use crate::{Error, Result};
-use rustix::fs::{Access, AtFlags, FileType, StatxAttributes, StatxFlags};
+use rustix::fs::{Access, AtFlags, FileType, Mode, OFlags, StatxAttributes, StatxFlags};
 use std::collections::HashMap;
 use std::path::Path;
-use stillpoint_image::{FileKind, Image, MemoryObject, PathFile, Socket};
+use stillpoint_image::{FileKind, Image, MemoryObject, PathFile, Socket, is_kernel_log, is_memory_device};
 use stillpoint_linux::datagrams::{JOIN_GROUP, SOURCE_FILTER};
 use stillpoint_linux::proc::Proc;
 use stillpoint_linux::sockets as kernel;
-use stillpoint_linux::{memfd, tcp};
+use stillpoint_linux::{Error as Kernel, descriptors, memfd, tcp};
+
+/// Major number of devices that `/proc/misc` lists, of which a checkpoint has taken those that keep nothing only.
+const MISCELLANEOUS: u32 = 10;
 
 /// Tries whether files could be opened, and sockets and memory files be made. `is_still`: the program does not run, and its files are as
-/// the image tells. Nothing that can be seen is opened, and no name or address is taken.
+/// the image tells. Nothing that can be seen is opened, and no name or address is taken; devices that keep nothing are opened, of which
+/// nobody is told.
 ///
 /// # Errors
 /// [`Error::Refused`] with a line for each that could not; that our own rights cannot be read.
@@ -95,7 +99,11 @@ fn inaccessible(image: &Image) -> Result<Vec<String>> {
             access,
             AtFlags::EACCESS | AtFlags::SYMLINK_NOFOLLOW,
         ) {
-            Ok(()) => {}
+            Ok(()) => {
+                if let Err(e) = open_device(file, access) {
+                    against.push(format!("{}: we may not open it as the program did: {e}", path.display()));
+                }
+            }
             Err(e) => against.push(format!("{}: we may not open it as the program did: {e}", path.display())),
         }
     }
@@ -107,6 +115,31 @@ fn inaccessible(image: &Image) -> Result<Vec<String>> {
         }));
     against.extend(unix_names(image, &owned));
     Ok(against)
+}
+
+/// Opens a device of those that keep nothing once: there are rights to it beside those of its file, as to the log of the kernel, and
+/// those that a control group gives.
+fn open_device(file: &PathFile, access: Access) -> Result<()> {
+    let is_one = is_memory_device(file.rdev)
+        || is_kernel_log(file.rdev)
+        || rustix::fs::major(file.rdev) == MISCELLANEOUS;
+    if FileType::from_raw_mode(file.mode) != FileType::CharacterDevice || !is_one {
+        return Ok(());
+    }
+    let mode = match (access.contains(Access::READ_OK), access.contains(Access::WRITE_OK)) {
+        (false, false) => return Ok(()),
+        (true, false) => libc::O_RDONLY,
+        (false, true) => libc::O_WRONLY,
+        (true, true) => libc::O_RDWR,
+    };
+    let path = file.path.as_path();
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let handle = rustix::fs::open(path, flags, Mode::empty()).map_err(|e| Kernel::file(path, e))?;
+    let stat = rustix::fs::fstat(&handle).map_err(|e| Kernel::file(path, e))?;
+    if (stat.st_mode, stat.st_rdev) == (file.mode, file.rdev) {
+        descriptors::reopen(&handle, mode | libc::O_NONBLOCK | libc::O_NOCTTY | libc::O_CLOEXEC)?;
+    }
+    Ok(())
 }
 
 /// Files (rows of [`Image::paths`]) that the program writes to elsewhere than at their ends.
