@@ -562,6 +562,7 @@ static const struct {
     {"net/core/somaxconn", "77\n"},
     {"net/ipv4/tcp_fastopen_key", "00000001-00000002-00000003-00000004\n"},
     {"net/unix/max_dgram_qlen", "3\n"},
+    {"net/ipv4/ip_local_reserved_ports", "8000,8002,8004,8006,8008,8010,8012,8014,8016,8018,8020,8022,8024,8026,8028,8030\n"},
 };
 enum { NETWORK_WISHES = sizeof network_wishes / sizeof *network_wishes };
 

@@ -14,6 +14,8 @@ use crate::{Error, Result};
 use std::collections::{BTreeMap, HashMap};
 use std::net::{Ipv4Addr, Ipv6Addr};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
 
 /// `IFA_F_TENTATIVE`: it is still asked whether anybody else has the address.
 const TENTATIVE: u32 = 0x40;
@@ -221,6 +223,20 @@ pub fn differences(one: &State, other: &State) -> Vec<String> {
     keys.filter(|key| one.get(*key) != other.get(*key)).cloned().collect()
 }
 
+/// A setting as one read hands it out: where it is a list, the kernel begins at its beginning only, and tells nothing further on.
+fn setting(path: &Path) -> std::io::Result<Vec<u8>> {
+    let file = std::fs::File::open(path)?;
+    let mut room = vec![0; 4096];
+    loop {
+        let len = file.read_at(&mut room, 0)?;
+        if len < room.len() {
+            room.truncate(len);
+            return Ok(room);
+        }
+        room.resize(2 * len, 0);
+    }
+}
+
 fn add_settings(folder: &str, state: &mut State) {
     let Ok(entries) = std::fs::read_dir(format!("{SETTINGS}/{folder}")) else { return };
     for entry in entries.flatten() {
@@ -230,7 +246,7 @@ fn add_settings(folder: &str, state: &mut State) {
         if entry.file_type().is_ok_and(|t| t.is_dir()) {
             add_settings(&name, state);
         } else if !PASSING.contains(&&*file)
-            && let Ok(value) = std::fs::read(entry.path())
+            && let Ok(value) = setting(&entry.path())
         {
             // Those that can only be written, or have no value, cannot be read.
             state.insert(name, value);

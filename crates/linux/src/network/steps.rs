@@ -1,9 +1,12 @@
 //! Making a new network namespace what another one is, step by step, and doing those steps again in yet another one.
 
-use super::{SETTINGS, State, Tables, bring_up, differences, is_settled, requests, settings, tables};
+use super::{
+    SETTINGS, State, Tables, bring_up, differences, is_settled, requests, setting, settings, tables,
+};
 use crate::{Error, Result};
 use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, openat, openat2};
 use std::os::fd::OwnedFd;
+use std::path::Path;
 use std::time::Duration;
 
 /// So often it is looked what still differs. Some settings change others: `conf/all` those of every interface.
@@ -158,7 +161,7 @@ pub fn perform(steps: &[Step]) -> Result<()> {
     for step in steps {
         let Step::Setting { name, value } = step else { continue };
         let path = format!("{SETTINGS}/{name}");
-        let now = std::fs::read(&path).map_err(|e| Error::file(&path, e))?;
+        let now = setting(Path::new(&path)).map_err(|e| Error::file(&path, e))?;
         if now != *value {
             let text = |value: &[u8]| String::from_utf8_lossy(value.trim_ascii()).into_owned();
             let (now, wanted) = (text(&now), text(value));
@@ -202,7 +205,10 @@ mod tests {
     use crate::namespaces::make;
     use crate::proc::NamespaceKind;
 
-    fn setting(name: &str, value: &str) -> Step {
+    /// More than the first 32 bytes are told at the beginning only.
+    const RESERVED: &str = "8000,8002,8004,8006,8008,8010,8012,8014,8016,8018,8020,8022,8024,8026,8028,8030,8032,8034,8036,8038\n";
+
+    fn to(name: &str, value: &str) -> Step {
         Step::Setting { name: name.into(), value: value.into() }
     }
 
@@ -217,9 +223,9 @@ mod tests {
         for name in
             all.into_iter().chain(["/proc/sys/net/ipv4/ip_forward", "", "ipv4//ip_forward", "netrom/x"])
         {
-            assert!(setting(name, "1\n").check().is_err(), "{name}");
+            assert!(to(name, "1\n").check().is_err(), "{name}");
         }
-        setting("ipv4/ip_forward", "1\n").check().unwrap();
+        to("ipv4/ip_forward", "1\n").check().unwrap();
     }
 
     #[test]
@@ -233,6 +239,7 @@ mod tests {
             ("ipv6/conf/lo/disable_ipv6", "0\n"),
             ("core/somaxconn", "77\n"),
             ("ipv4/ip_forward", "1\n"),
+            ("ipv4/ip_local_reserved_ports", RESERVED),
             ("ipv4/tcp_fastopen_key", "00000001-00000002-00000003-00000004\n"),
         ];
         let (mut other, mut remade, mut again) = (None, None, None);
@@ -262,6 +269,10 @@ mod tests {
             bring_up()?;
             perform(&remade.steps)?;
             again = Some((tables()?, settings()));
+            let file = std::fs::File::open(format!("{SETTINGS}/ipv4/ip_local_reserved_ports")).unwrap();
+            let mut room = [0; 300];
+            let len = rustix::io::read(&file, &mut room).unwrap();
+            assert_eq!(&room[..len], RESERVED.as_bytes());
             Ok::<_, Error>(())
         })
         .unwrap();
