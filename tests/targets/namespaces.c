@@ -850,6 +850,59 @@ static void network_routes(void) {
   CHECK(connect(s, (void *)&to, of_to) && errno == EHOSTUNREACH);
 }
 
+// Settings may not allow any more what they did when a socket was made.
+static void network_narrowed(void) {
+  enter_new(CLONE_NEWNET);
+  loopback(1);
+  char range[40];
+  snprintf(range, sizeof range, "%d\t%d\n", getegid(), getegid());
+  write_setting("net/ipv4/ping_group_range", range);
+  write_setting("net/unix/max_dgram_qlen", "20");
+  struct sockaddr_in a = {.sin_family = AF_INET, .sin_port = htons(80), .sin_addr = {htonl(INADDR_LOOPBACK)}};
+  struct sockaddr_un name = {.sun_family = AF_UNIX, .sun_path = "\0with a long queue"};
+  int ping = socket(AF_INET, SOCK_DGRAM, IPPROTO_ICMP), door = socket(AF_INET, SOCK_STREAM, 0);
+  int to = socket(AF_UNIX, SOCK_DGRAM, 0), from = socket(AF_UNIX, SOCK_DGRAM, 0);
+  MUST(ping >= 0 && !bind(door, (void *)&a, sizeof a) && !listen(door, 500) && !bind(to, (void *)&name, sizeof name));
+  for (int n = 0; n < 15; n++)
+    MUST(sendto(from, &n, sizeof n, MSG_DONTWAIT, (void *)&name, sizeof name) == sizeof n);
+  write_setting("net/ipv4/ping_group_range", "4242\t4242");
+  write_setting("net/unix/max_dgram_qlen", "2");
+  write_setting("net/core/somaxconn", "5");
+  cut();
+  char *now = contents("/proc/sys/net/ipv4/ping_group_range", 0);
+  CHECK(!strcmp(now, "4242\t4242\n"));
+  free(now);
+  EQUAL(setting("net/unix/max_dgram_qlen"), 2);
+  EQUAL(setting("net/core/somaxconn"), 5);
+  CHECK(socket(AF_INET, SOCK_DGRAM, IPPROTO_ICMP) < 0 && errno == EACCES);
+  for (int n = 0, got; n < 15; n++) {
+    EQUAL(recv(to, &got, sizeof got, MSG_DONTWAIT), (ssize_t)sizeof got);
+    EQUAL(got, n);
+  }
+  // As many may wait as before.
+  for (int n = 0; n < 50; n++) {
+    int s = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0);
+    CHECK(!connect(s, (void *)&a, sizeof a) || errno == EINPROGRESS);
+  }
+  int accepted = 0;
+  fcntl(door, F_SETFL, O_NONBLOCK);
+  while (accept(door, 0, 0) >= 0)
+    accepted++;
+  EQUAL(accepted, 50);
+  struct {
+    struct {
+      unsigned char type, code;
+      unsigned short sum, id, sequence;
+    } head;
+    char text[8];
+  } echo = {.head = {.type = 8}, .text = "echoing"};
+  a.sin_port = 0;
+  EQUAL(sendto(ping, &echo, sizeof echo, 0, (void *)&a, sizeof a), (ssize_t)sizeof echo);
+  EQUAL(recv(ping, &echo, sizeof echo, 0), (ssize_t)sizeof echo);
+  EQUAL(echo.head.type, 0);
+  CHECK(!strcmp(echo.text, "echoing"));
+}
+
 // --- what must be refused
 
 static void sockets_of_two_networks(void) {
@@ -954,6 +1007,6 @@ SCENARIOS({"host_name", host_name}, {"host_names", host_names}, {"host_name_belo
           {"ipc_objects", ipc_objects}, {"posix_queues", posix_queues}, {"ipc_apart", ipc_apart},
           {"clocks", clocks}, {"control_groups", control_groups}, {"networks", networks},
           {"network_of_sockets", network_of_sockets}, {"network_sockets", network_sockets}, {"sockets_of_two_networks", sockets_of_two_networks},
-          {"network_settings", network_settings}, {"network_addresses", network_addresses}, {"network_routes", network_routes}, {"network_with_a_bridge", network_with_a_bridge}, {"later_children", later_children},
+          {"network_settings", network_settings}, {"network_addresses", network_addresses}, {"network_routes", network_routes}, {"network_narrowed", network_narrowed}, {"network_with_a_bridge", network_with_a_bridge}, {"later_children", later_children},
           {"full_queue", full_queue}, {"semaphore_undo", semaphore_undo}, {"attached_before", attached_before},
           {"shared_outside", shared_outside}, {"parted_threads", parted_threads})

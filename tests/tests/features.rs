@@ -203,6 +203,7 @@ mod namespaces {
         network_settings,
         network_addresses,
         network_routes,
+        network_narrowed,
     );
 }
 

@@ -620,18 +620,18 @@ fn describe_network(builder: &mut Builder, own: &mut Own, when: When) -> Result<
         let settings = if settings { network::settings() } else { network::State::new() };
         Ok(Network { up: network::is_up()?, tables: network::tables()?, settings })
     };
-    let mut found = inside(&|| look(when != When::Still))?;
+    let found = inside(&|| look(when != When::Still))?;
     let is_same = |remade: &&Arc<network::Remade>| {
         let settings = when == When::Still || remade.settings == found.settings;
         settings && remade.up == found.up && remade.tables == found.tables
     };
     let remade = match own.remade.as_ref().filter(is_same) {
         Some(remade) => remade.clone(),
+        None if when == When::Running => Arc::new(found.remake(own.owner.as_ref())?),
+        // To make one takes long, and addresses of it are waited for.
         None => {
-            if when == When::Still {
-                found = inside(&|| look(true))?;
-            }
-            Arc::new(found.remake(own.owner.as_ref())?)
+            let what = "its network namespace has changed since it was looked at";
+            return Err(Error::Passing(what.into()));
         }
     };
     let mut differences = found.tables.differences(&remade.tables);

@@ -5,7 +5,7 @@
 mod requests;
 mod steps;
 
-pub use steps::{Remade, Step, perform, remake, settle};
+pub use steps::{Remade, Step, open_wide, perform, remake, settle};
 
 use crate::descriptors::check;
 use crate::netlink::{DUMP, Request, attributes, u32_at};

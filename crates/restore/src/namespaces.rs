@@ -15,7 +15,7 @@ use stillpoint_image::pids::namespace_of;
 use stillpoint_image::users::{born_in, inherited, owner, users};
 use stillpoint_image::{
     Credentials, FileSystem, IdRange, Image, Ipc, Mounts, Namespace, NetworkStep, Process, Propagation,
-    Setting, SystemV, Usage,
+    Setting, Socket, SystemV, Usage,
 };
 use stillpoint_linux::cgroups::Group;
 use stillpoint_linux::messenger::{self, make_by, make_in};
@@ -33,6 +33,8 @@ pub struct Namespaces {
     roots: HashMap<u32, OwnedFd>,
     /// Mount namespaces with mounts that are not around them, by row.
     building: HashMap<u32, Building>,
+    /// How settings of the network that sockets are in become what they were, when those are made.
+    later: Vec<network::Step>,
 }
 
 impl Namespaces {
@@ -70,6 +72,11 @@ impl Namespaces {
                 },
             };
             all.made.push((kind, file));
+        }
+        if let Some(row) = image.network {
+            let (longest, pings) = (longest_queue(image), image.sockets.iter().any(is_ping));
+            let owner = owner(image, row);
+            all.later = all.within_as(image, row, owner, || Ok(network::open_wide(longest, pings)?))?;
         }
         Ok(all)
     }
@@ -231,6 +238,9 @@ impl Namespaces {
 
     /// Makes settings what they were, when there is nothing left to be made that they might not allow.
     pub fn settle(&self, image: &Image) -> Result<()> {
+        if let Some(row) = image.network {
+            self.within_as(image, row, owner(image, row), || Ok(network::perform(&self.later)?))?;
+        }
         for (row, namespace) in image.namespaces.iter().enumerate() {
             let Namespace::Ipc(of) = namespace else { continue };
             self.within(row as u32, || {
@@ -351,6 +361,21 @@ impl Namespaces {
         inside(&[(kind, file.as_fd())], work)
     }
 
+    /// As [`Namespaces::within`], as the root of the user namespace to which it belongs, if that is the program's own.
+    fn within_as<T: Send>(
+        &self,
+        image: &Image,
+        row: u32,
+        owner: Option<u32>,
+        work: impl FnOnce() -> Result<T> + Send,
+    ) -> Result<T> {
+        let (kind, file) = self.row(row)?;
+        match owner {
+            None => inside(&[(kind, file.as_fd())], work),
+            Some(_) => inside_as(root_of(image, owner), &[(kind, file.as_fd())], work),
+        }
+    }
+
     /// Goes to the one that all sockets are in, if there is one, for as long as what is returned lives.
     pub fn visit_network(&self, image: &Image) -> Result<Option<Visit>> {
         let Some(row) = image.network else { return Ok(None) };
@@ -429,6 +454,19 @@ fn fill_network(up: bool, steps: &[NetworkStep]) -> KernelResult<()> {
         NetworkStep::Request { kind, body } => network::Step::Request { kind: *kind, body: body.0.clone() },
     };
     network::perform(&steps.iter().map(step).collect::<Vec<_>>())
+}
+
+/// An ICMP socket of datagrams, which only some groups may make.
+fn is_ping(socket: &Socket) -> bool {
+    let is_icmp = [libc::IPPROTO_ICMP as u32, libc::IPPROTO_ICMPV6 as u32].contains(&socket.protocol);
+    let is_internet = [libc::AF_INET as u32, libc::AF_INET6 as u32].contains(&socket.family);
+    is_internet && is_icmp && socket.kind == libc::SOCK_DGRAM as u32
+}
+
+/// So many datagrams wait in one of its unix sockets.
+fn longest_queue(image: &Image) -> usize {
+    let unix = image.sockets.iter().filter(|socket| socket.family == libc::AF_UNIX as u32);
+    unix.map(|socket| socket.queue.len().max(socket.messages.len())).max().unwrap_or(0)
 }
 
 fn fill_ipc(of: &Ipc) -> KernelResult<()> {

@@ -13,6 +13,8 @@ use std::time::Duration;
 const MOST_ROUNDS: usize = 8;
 /// Folders below `/proc/sys/net` whose settings each namespace has for itself. What others there may be is not known here.
 const FOLDERS: [&str; 8] = ["bridge", "core", "ipv4", "ipv6", "mptcp", "netfilter", "sctp", "unix"];
+/// Its value is a name by which a module is loaded.
+const CONGESTION_CONTROL: &str = "ipv4/tcp_congestion_control";
 /// Settings in them that are told, and can be changed, in each namespace, and are the whole machine's.
 const MACHINES: [&str; 1] = ["netfilter/nf_hooks_lwtunnel"];
 
@@ -51,6 +53,7 @@ pub struct Remade {
 impl Step {
     fn check(&self) -> Result<()> {
         match self {
+            Step::Setting { name, value } if name == CONGESTION_CONTROL => is_available(value),
             Step::Setting { name, .. } if is_own(name) => Ok(()),
             Step::Setting { name, .. } => Err(Error::Other(format!(
                 "setting net/{name} is none that a network namespace has for itself"
@@ -183,6 +186,56 @@ fn is_own(name: &str) -> bool {
         && !MACHINES.contains(&name)
 }
 
+/// Refuses a congestion control that this machine does not have: to ask for it would load a module of that name.
+fn is_available(wanted: &[u8]) -> Result<()> {
+    let path = format!("{SETTINGS}/ipv4/tcp_available_congestion_control");
+    let all = setting(Path::new(&path)).map_err(|e| Error::file(&path, e))?;
+    let wanted = wanted.trim_ascii();
+    if all.split(u8::is_ascii_whitespace).any(|one| !one.is_empty() && one == wanted) {
+        return Ok(());
+    }
+    let wanted = String::from_utf8_lossy(wanted);
+    Err(Error::Other(format!(
+        "setting net/{CONGESTION_CONTROL} was {wanted:?}, which this machine does not have: load tcp_{wanted} (modprobe)"
+    )))
+}
+
+/// Lets sockets be made that settings may not allow any more, in the network namespace that this thread is in. `longest`: so many
+/// datagrams are to have room in a unix socket; `pings`: there are ICMP sockets of datagrams. Returns the steps by which the settings become
+/// what they were.
+///
+/// # Errors
+/// That one cannot be read or changed.
+pub fn open_wide(longest: usize, pings: bool) -> Result<Vec<Step>> {
+    let mut back = Vec::new();
+    let own_group = rustix::process::getegid().as_raw();
+    let wide = [
+        ("ipv4/ip_unprivileged_port_start", Some("0".to_owned())),
+        ("core/somaxconn", Some(i32::MAX.to_string())),
+        ("ipv4/ping_group_range", pings.then(|| format!("{own_group}\t{own_group}"))),
+        // Each socket keeps that which it was made under.
+        ("unix/max_dgram_qlen", Some(longest.to_string())),
+    ];
+    for (name, wide) in wide.into_iter().filter_map(|(name, wide)| Some((name, wide?))) {
+        let path = format!("{SETTINGS}/{name}");
+        let value = match setting(Path::new(&path)) {
+            // Not all kernels have all of them.
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => continue,
+            value => value.map_err(|e| Error::file(&path, e))?,
+        };
+        let now = String::from_utf8_lossy(&value).trim().parse::<usize>();
+        if name == "unix/max_dgram_qlen" && now.is_ok_and(|now| now >= longest) {
+            continue;
+        }
+        // What cannot be written as it is told (groups without a name in our user namespace) is left alone.
+        if set(name, &value).is_ok() {
+            set(name, wide.as_bytes())?;
+            back.push(Step::Setting { name: name.into(), value });
+        }
+    }
+    Ok(back)
+}
+
 fn set(name: &str, value: &[u8]) -> Result<()> {
     let told = || format!("set net/{name}");
     let folder: OwnedFd =
@@ -204,6 +257,7 @@ mod tests {
     use super::*;
     use crate::namespaces::make;
     use crate::proc::NamespaceKind;
+    use crate::sockets;
 
     /// More than the first 32 bytes are told at the beginning only.
     const RESERVED: &str = "8000,8002,8004,8006,8008,8010,8012,8014,8016,8018,8020,8022,8024,8026,8028,8030,8032,8034,8036,8038\n";
@@ -226,6 +280,31 @@ mod tests {
             assert!(to(name, "1\n").check().is_err(), "{name}");
         }
         to("ipv4/ip_forward", "1\n").check().unwrap();
+    }
+
+    #[test]
+    fn no_module_is_loaded_for_a_name() {
+        let refused = to(CONGESTION_CONTROL, "nobody_has_it\n").check().unwrap_err().to_string();
+        assert!(refused.contains("tcp_nobody_has_it"), "{refused}");
+        assert!(to(CONGESTION_CONTROL, "\n").check().is_err());
+        to(CONGESTION_CONTROL, "reno\n").check().unwrap();
+    }
+
+    #[test]
+    fn settings_let_sockets_be_made_for_a_while() {
+        let made = make(NamespaceKind::Network, || {
+            set("ipv4/ping_group_range", b"1\t0\n")?;
+            let before = settings();
+            let ping = || sockets::socket(libc::AF_INET, libc::SOCK_DGRAM, libc::IPPROTO_ICMP);
+            assert!(ping().is_err());
+            let back = open_wide(100, true)?;
+            ping()?;
+            assert_eq!(settings().get("unix/max_dgram_qlen").unwrap(), b"100\n");
+            perform(&back)?;
+            assert_eq!(differences(&before, &settings()), Vec::<String>::new());
+            Ok::<_, Error>(())
+        });
+        assert!(made.is_ok_and(|_| true) || !rustix::process::geteuid().is_root());
     }
 
     #[test]
