@@ -28,7 +28,7 @@ pub(crate) fn rehearse(image: &Image, is_still: bool) -> Result<()> {
         against.extend(inaccessible(image)?);
     }
     peers::check(image, &mut against);
-    // The others are made in a network that is new, where all is permitted.
+    // Those of a network of its own are not tried: it is made anew, and while they are made its settings let them.
     let sockets = image.sockets.iter().filter(|_| image.network.is_none());
     let sockets = sockets.map(|socket| make_socket(image, socket, is_still));
     let memory = image.objects.iter().map(make_memory);
