@@ -2,11 +2,10 @@
 
 use crate::observe::Facts;
 use crate::scratch::test_name;
-use crate::stillpoint::{Checkpoint, binary};
+use crate::stillpoint::{Checkpoint, is_of_the_command};
 use crate::target::{Build, Running, Target, judge};
 use crate::turn::Turn;
 use crate::{Output, Scratch, Stillpoint, engine, fault, kernel, right, tier, verdict};
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -277,15 +276,6 @@ impl Feature {
         }
         running.finish("in generation 2");
     }
-}
-
-/// Whether the command itself has the process id for a moment, in a process that it made for what it tells (such as a file of procfs),
-/// or which is not the program yet; or nobody has it.
-fn is_of_the_command(pid: u32) -> bool {
-    let identity = |path: &Path| std::fs::metadata(path).map(|file| (file.dev(), file.ino())).ok();
-    let ours = identity(binary());
-    let exe = |tid: u32| identity(Path::new(&format!("/proc/{pid}/task/{tid}/exe")));
-    kernel::threads(pid).into_iter().find_map(exe).is_none_or(|theirs| Some(theirs) == ours)
 }
 
 /// A `restore` in the foreground.

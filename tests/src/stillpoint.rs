@@ -1,9 +1,10 @@
 //! The command under test.
 
 use crate::scratch::MARK;
-use crate::{right, verdict};
+use crate::{kernel, right, verdict};
 use serde_json::Value;
 use std::ffi::OsStr;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 use std::sync::OnceLock;
@@ -298,6 +299,15 @@ impl Stillpoint {
         ids.sort_unstable();
         ids
     }
+}
+
+/// Whether a process is the command's: itself, or one that it has made for a moment (for files of procfs, or which is not the program yet).
+/// So is one that is not there.
+pub fn is_of_the_command(pid: u32) -> bool {
+    let identity = |path: &Path| std::fs::metadata(path).map(|file| (file.dev(), file.ino())).ok();
+    let ours = identity(binary());
+    let exe = |tid: u32| identity(Path::new(&format!("/proc/{pid}/task/{tid}/exe")));
+    kernel::threads(pid).into_iter().find_map(exe).is_none_or(|theirs| Some(theirs) == ours)
 }
 
 /// The command: `STILLPOINT_BIN`, or that of this workspace, built now.

@@ -854,15 +854,12 @@ static void network_routes(void) {
 static void network_narrowed(void) {
   enter_new(CLONE_NEWNET);
   loopback(1);
-  char range[40];
-  snprintf(range, sizeof range, "%d\t%d\n", getegid(), getegid());
-  write_setting("net/ipv4/ping_group_range", range);
   write_setting("net/unix/max_dgram_qlen", "20");
   struct sockaddr_in a = {.sin_family = AF_INET, .sin_port = htons(80), .sin_addr = {htonl(INADDR_LOOPBACK)}};
   struct sockaddr_un name = {.sun_family = AF_UNIX, .sun_path = "\0with a long queue"};
-  int ping = socket(AF_INET, SOCK_DGRAM, IPPROTO_ICMP), door = socket(AF_INET, SOCK_STREAM, 0);
+  int door = socket(AF_INET, SOCK_STREAM, 0);
   int to = socket(AF_UNIX, SOCK_DGRAM, 0), from = socket(AF_UNIX, SOCK_DGRAM, 0);
-  MUST(ping >= 0 && !bind(door, (void *)&a, sizeof a) && !listen(door, 500) && !bind(to, (void *)&name, sizeof name));
+  MUST(!bind(door, (void *)&a, sizeof a) && !listen(door, 500) && !bind(to, (void *)&name, sizeof name));
   for (int n = 0; n < 15; n++)
     MUST(sendto(from, &n, sizeof n, MSG_DONTWAIT, (void *)&name, sizeof name) == sizeof n);
   write_setting("net/ipv4/ping_group_range", "4242\t4242");
@@ -889,18 +886,6 @@ static void network_narrowed(void) {
   while (accept(door, 0, 0) >= 0)
     accepted++;
   EQUAL(accepted, 50);
-  struct {
-    struct {
-      unsigned char type, code;
-      unsigned short sum, id, sequence;
-    } head;
-    char text[8];
-  } echo = {.head = {.type = 8}, .text = "echoing"};
-  a.sin_port = 0;
-  EQUAL(sendto(ping, &echo, sizeof echo, 0, (void *)&a, sizeof a), (ssize_t)sizeof echo);
-  EQUAL(recv(ping, &echo, sizeof echo, 0), (ssize_t)sizeof echo);
-  EQUAL(echo.head.type, 0);
-  CHECK(!strcmp(echo.text, "echoing"));
 }
 
 // --- what must be refused

@@ -275,7 +275,6 @@ mod trees {
         lock_waiter,
         objects,
         handles,
-        filters,
         proc_files,
         asynchronous,
         alone,
@@ -397,6 +396,7 @@ mod unix {
         pending_peers,
         nameless,
         handles,
+        filters,
         half_closed,
     );
 }

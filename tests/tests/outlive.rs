@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 use stillpoint_tests::programs::{installed, source, text};
-use stillpoint_tests::stillpoint::binary;
+use stillpoint_tests::stillpoint::{binary, is_of_the_command};
 use stillpoint_tests::target::alone;
 use stillpoint_tests::{
     Build, Scratch, Stillpoint, kernel, right, right_eq, skipped, tier, undisturbed_only, wait_for,
@@ -191,13 +191,17 @@ fn power_cuts(program: &Program) {
 /// All processes of the test stop, and are killed then; `false` if the job had ended.
 fn cut(scratch: &Scratch, stillpoint: &Stillpoint) -> bool {
     let mut seen = Vec::new();
-    loop {
-        let new: Vec<u32> = scratch.processes().into_iter().filter(|pid| !seen.contains(pid)).collect();
-        if new.is_empty() {
-            break;
+    // Ours first: no checkpoint may be of a program that is stopped.
+    for of in [is_of_the_command as fn(u32) -> bool, |_| true] {
+        loop {
+            let all = scratch.processes().into_iter();
+            let new: Vec<u32> = all.filter(|&pid| !seen.contains(&pid) && of(pid)).collect();
+            if new.is_empty() {
+                break;
+            }
+            new.iter().for_each(|&pid| kernel::kill(pid, Signal::STOP));
+            seen.extend(new);
         }
-        new.iter().for_each(|&pid| kernel::kill(pid, Signal::STOP));
-        seen.extend(new);
     }
     let runs = process(stillpoint, "job", "pid").is_some();
     for &pid in &seen {
