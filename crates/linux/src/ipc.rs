@@ -7,7 +7,7 @@ use crate::{Error, Result};
 use rustix::fs::{Mode, OFlags};
 use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsmount, fsopen};
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// What the two kinds of System V objects have in common.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -202,7 +202,7 @@ pub fn make_queue(wanted: &Queue) -> Result<()> {
 /// Reads a setting, such as `kernel/shmmax`; `None` if the kernel does not have it.
 pub fn get(setting: &str) -> Result<Option<Vec<u8>>> {
     let path = format!("/proc/sys/{setting}");
-    match std::fs::read(&path) {
+    match crate::proc::setting(Path::new(&path)) {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
         text => Ok(Some(text.map_err(|e| Error::file(&path, e))?.trim_ascii_end().to_vec())),
     }
@@ -254,6 +254,17 @@ mod tests {
 
     fn some(id: i32, key: i32) -> Common {
         Common { id, key, mode: 0o640, owner: (7, 8), creator: (65534, 65534) }
+    }
+
+    #[test]
+    fn a_setting_of_several_numbers_is_read_whole() {
+        const LONG: &[u8] = b"1000000000\t1024000000\t1000000000\t32000";
+        let made = namespaces::make(NamespaceKind::Ipc, || {
+            set("kernel/sem", LONG)?;
+            assert_eq!(get("kernel/sem")?.as_deref(), Some(LONG));
+            Ok::<_, Error>(())
+        });
+        assert!(made.is_ok() || !rustix::process::geteuid().is_root());
     }
 
     #[test]

@@ -9,17 +9,17 @@ pub use steps::{Remade, Step, open_wide, perform, remake, settle};
 
 use crate::descriptors::check;
 use crate::netlink::{DUMP, Request, attributes, u32_at};
+use crate::proc::setting;
 use crate::sockets;
 use crate::{Error, Result};
 use std::collections::{BTreeMap, HashMap};
 use std::net::{Ipv4Addr, Ipv6Addr};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
-use std::os::unix::fs::FileExt;
-use std::path::Path;
 
 /// `IFA_F_TENTATIVE`: it is still asked whether anybody else has the address.
 const TENTATIVE: u32 = 0x40;
-const FRA_PRIORITY: u16 = 6;
+/// `FRA_PRIORITY`.
+const PRIORITY: u16 = 6;
 const NETLINK_XFRM: i32 = 6;
 const NETLINK_NETFILTER: i32 = 12;
 /// `SIOCGSKNS`.
@@ -122,7 +122,7 @@ pub fn tables() -> Result<Tables> {
 /// # Errors
 /// That they cannot be looked at.
 pub fn is_settled() -> Result<bool> {
-    let Some(table) = TABLES.iter().find(|table| table.name == "address") else { return Ok(true) };
+    let Some(table) = Table::called("address") else { return Ok(true) };
     let rows = dump(table, |_, body| Some(body.to_vec()))?;
     let is_asked = |row: &Vec<u8>| {
         let flags = attributes(row.get(table.head..)?).flatten().find(|(kind, _)| *kind == libc::IFA_FLAGS);
@@ -173,6 +173,10 @@ fn without<'r>(rows: &'r [Vec<u8>], other: &[Vec<u8>]) -> Vec<&'r [u8]> {
 }
 
 impl Table {
+    fn called(name: &str) -> Option<&'static Table> {
+        TABLES.iter().find(|table| table.name == name)
+    }
+
     /// A row in words.
     fn tell(&self, row: &[u8]) -> String {
         let name = self.name;
@@ -204,7 +208,7 @@ impl Table {
                 let to = to.unwrap_or_else(|| "everywhere".into());
                 format!("route to {to} in table {}", number(libc::RTA_TABLE))
             }
-            "rule" => format!("rule {}", number(FRA_PRIORITY)),
+            "rule" => format!("rule {}", number(PRIORITY)),
             _ => name.into(),
         }
     }
@@ -221,20 +225,6 @@ pub fn settings() -> State {
 pub fn differences(one: &State, other: &State) -> Vec<String> {
     let keys = one.keys().chain(other.keys().filter(|key| !one.contains_key(*key)));
     keys.filter(|key| one.get(*key) != other.get(*key)).cloned().collect()
-}
-
-/// A setting as one read hands it out: where it is a list, the kernel begins at its beginning only, and tells nothing further on.
-fn setting(path: &Path) -> std::io::Result<Vec<u8>> {
-    let file = std::fs::File::open(path)?;
-    let mut room = vec![0; 4096];
-    loop {
-        let len = file.read_at(&mut room, 0)?;
-        if len < room.len() {
-            room.truncate(len);
-            return Ok(room);
-        }
-        room.resize(2 * len, 0);
-    }
 }
 
 fn add_settings(folder: &str, state: &mut State) {

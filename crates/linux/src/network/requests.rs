@@ -1,7 +1,7 @@
 //! Requests that change the loopback interface, addresses, rules and routes of a network namespace, made of the rows in which the
 //! kernel tells of them. `rtnetlink(7)`.
 
-use super::{TABLES, Tables, without};
+use super::{PRIORITY, Table, Tables, without};
 use crate::netlink::{ACKNOWLEDGE, Request, attributes, u16_at, u32_at};
 use crate::{Error, Result};
 use std::collections::HashMap;
@@ -20,8 +20,6 @@ const CHANGEABLE: u32 = 0x1385;
 const ON_LINK: u32 = 4;
 /// `FIB_RULE_INVERT`.
 const INVERTED: u32 = 2;
-/// `FRA_PRIORITY`.
-const PRIORITY: u16 = 6;
 /// `RTA_VIA`.
 const VIA: u16 = 18;
 /// `RTA_METRICS`, and in it `RTAX_CC_ALGO`.
@@ -145,7 +143,7 @@ impl Change {
 
 /// Length of the structure before the attributes of a row.
 fn head_of(table: &str) -> usize {
-    TABLES.iter().find(|t| t.name == table).map_or(0, |t| t.head)
+    Table::called(table).map_or(0, |table| table.head)
 }
 
 fn add(body: &mut Vec<u8>, kind: u16, value: &[u8]) {
@@ -172,7 +170,7 @@ pub(super) fn check(kind: u16, body: &[u8]) -> Result<()> {
 /// Asks the kernel for it.
 pub(super) fn send(kind: u16, body: &[u8]) -> Result<()> {
     let change = Change::of(kind)?;
-    let told = TABLES.iter().find(|table| table.name == change.table).map(|table| table.tell(body));
+    let told = Table::called(change.table).map(|table| table.tell(body));
     let what = match told.filter(|_| change.table != "interface") {
         Some(told) => format!("{} of a network namespace ({told})", change.what),
         None => format!("{} of a network namespace", change.what),

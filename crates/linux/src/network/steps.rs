@@ -1,8 +1,7 @@
 //! Making a new network namespace what another one is, step by step, and doing those steps again in yet another one.
 
-use super::{
-    SETTINGS, State, Tables, bring_up, differences, is_settled, requests, setting, settings, tables,
-};
+use super::{SETTINGS, State, Tables, bring_up, differences, is_settled, requests, settings, tables};
+use crate::proc::setting;
 use crate::{Error, Result};
 use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, openat, openat2};
 use std::os::fd::OwnedFd;

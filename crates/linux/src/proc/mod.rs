@@ -34,6 +34,7 @@ pub use timers::{PosixTimerInfo, TimerNotify};
 use crate::{Error, Result};
 use rustix::fs::{AtFlags, CWD, Mode, OFlags};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
@@ -372,6 +373,21 @@ pub fn made_since(looks: impl IntoIterator<Item = Option<u32>>) -> Result<Vec<u3
 /// A decimal number on a line of its own.
 pub fn number(text: &[u8]) -> Option<u64> {
     text::dec(text.trim_ascii())
+}
+
+/// A setting (`/proc/sys`) as one read hands it out: of a list, or of several numbers, the kernel begins at the beginning only, and tells
+/// nothing further on.
+pub fn setting(path: &Path) -> std::io::Result<Vec<u8>> {
+    let file = std::fs::File::open(path)?;
+    let mut room = vec![0; 4096];
+    loop {
+        let len = file.read_at(&mut room, 0)?;
+        if len < room.len() {
+            room.truncate(len);
+            return Ok(room);
+        }
+        room.resize(2 * len, 0);
+    }
 }
 
 /// A hexadecimal number of 32 bits on a line of its own, as `personality` has it.
