@@ -265,19 +265,28 @@ fn memory() {
     ]);
 }
 
+/// Puts the program into this namespace.
+fn into(image: &mut Image, namespace: Namespace) {
+    image.namespaces.push(namespace);
+    image.processes[0].namespaces.push(image.namespaces.len() as u32 - 1);
+}
+
 /// Puts the program into an IPC namespace with this in it.
 fn into_ipc(image: &mut Image, change: fn(&mut Ipc)) {
     let mut ipc = Ipc::default();
     change(&mut ipc);
-    image.namespaces.push(Namespace::Ipc(ipc));
-    image.processes[0].namespaces.push(image.namespaces.len() as u32 - 1);
+    into(image, Namespace::Ipc(ipc));
 }
 
 /// A network namespace with a request.
 fn into_network_by(image: &mut Image, kind: u16, body: &[u8]) {
-    let steps = vec![NetworkStep::Request { kind, body: body.to_vec().into() }];
-    image.namespaces.push(Namespace::Network { up: true, steps });
-    image.processes[0].namespaces.push(image.namespaces.len() as u32 - 1);
+    into(
+        image,
+        Namespace::Network {
+            up: true,
+            steps: vec![NetworkStep::Request { kind, body: body.to_vec().into() }],
+        },
+    );
 }
 
 /// A network namespace with settings.
@@ -290,8 +299,7 @@ fn network(settings: &[(&str, &str)]) -> Namespace {
 }
 
 fn into_network(image: &mut Image, settings: &[(&str, &str)]) {
-    image.namespaces.push(network(settings));
-    image.processes[0].namespaces.push(image.namespaces.len() as u32 - 1);
+    into(image, network(settings));
 }
 
 fn set(id: i32, key: i32) -> SemaphoreSet {

@@ -101,6 +101,11 @@ pub fn is_kernel_log(device: u64) -> bool {
     numbers(device) == (1, 11)
 }
 
+/// Whether a character device, by its number, is one of those that `/proc/misc` lists.
+pub fn is_miscellaneous(device: u64) -> bool {
+    numbers(device).0 == 10
+}
+
 /// Major and minor number of a device, as the kernel puts them together (`new_encode_dev` in 64 bits).
 fn numbers(device: u64) -> (u64, u64) {
     ((device >> 8) & 0xfff | (device >> 32) & !0xfff, device & 0xff | (device >> 12) & !0xff & 0xffff_ffff)
@@ -116,6 +121,18 @@ pub struct Times {
     /// Modification time, nanoseconds since 1970.
     #[n(1)]
     pub mtime_ns: i64,
+}
+
+impl Times {
+    /// As a `stat` tells them: seconds and nanoseconds of reading, and of changing.
+    pub fn of(read: (i64, u64), changed: (i64, u64)) -> Self {
+        Times { atime_ns: nanoseconds(read), mtime_ns: nanoseconds(changed) }
+    }
+}
+
+/// Nanoseconds since 1970, of a time as a `stat` tells it.
+pub fn nanoseconds((seconds, more): (i64, u64)) -> i64 {
+    seconds.saturating_mul(1_000_000_000).saturating_add(more as i64)
 }
 
 /// What `fstat(2)` tells of a pipe or socket: it decides who may open it again by `/proc/PID/fd`, and whose a socket is.

@@ -166,6 +166,8 @@ fn peek(socket: impl AsFd, most: usize, whole: bool) -> Result<Option<Message>> 
     Ok(Some(Message { data, sender, ..message }))
 }
 
+/// `SO_PASSPIDFD`: a message comes with a handle to who sent it.
+pub const PASS_PIDFD: u32 = 76;
 /// `linux/socket.h`
 const SCM_PIDFD: i32 = 4;
 

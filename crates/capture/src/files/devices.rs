@@ -3,15 +3,13 @@
 use super::descriptions::Description;
 use super::{Scan, paths};
 use crate::Result;
-use rustix::fs::{major, minor};
-use stillpoint_image::{FileKind, Usage};
+use rustix::fs::minor;
+use stillpoint_image::{FileKind, Usage, is_kernel_log, is_miscellaneous};
 use stillpoint_linux::descriptors::{poll_now, reopen};
 use stillpoint_linux::namespaces;
 use stillpoint_linux::proc::NamespaceKind;
 use stillpoint_linux::{Error, devices, network};
 
-/// Major number of devices that `/proc/misc` lists.
-const MISCELLANEOUS: u32 = 10;
 /// What `/proc/misc` calls devices that never keep anything: what is asked of them is done at once, or gives another descriptor.
 const STATELESS: [&str; 7] =
     ["autofs", "btrfs-control", "hw_random", "kvm", "loop-control", "userfaultfd", "vsock"];
@@ -34,16 +32,15 @@ pub(crate) enum Device {
 
 /// Which of these a description is.
 pub(crate) fn known(d: &Description) -> Option<Device> {
-    let (major, minor) = (major(d.stat.st_rdev), minor(d.stat.st_rdev));
-    if stillpoint_image::is_kernel_log(d.stat.st_rdev) {
+    if is_kernel_log(d.stat.st_rdev) {
         return Some(Device::KernelLog);
     }
-    if major != MISCELLANEOUS {
+    if !is_miscellaneous(d.stat.st_rdev) {
         return None;
     }
     let all = std::fs::read_to_string("/proc/misc").ok()?;
     let mut lines = all.lines().filter_map(|line| line.trim().split_once(' '));
-    let (_, name) = lines.find(|(number, _)| number.parse() == Ok(minor))?;
+    let (_, name) = lines.find(|(number, _)| number.parse() == Ok(minor(d.stat.st_rdev)))?;
     match name.trim() {
         "tun" => Some(Device::Tunnel),
         "cpu_dma_latency" => Some(Device::Latency),

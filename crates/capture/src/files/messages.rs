@@ -12,14 +12,12 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use stillpoint_image::{Bytes, FileKind, LockKind, Message, OpenFile, Sender, Socket};
 use stillpoint_linux::descriptors::compare;
 use stillpoint_linux::fdinfo::{self, Detail};
-use stillpoint_linux::messages::{self, Credentials};
+use stillpoint_linux::messages::{self, Credentials, PASS_PIDFD};
 use stillpoint_linux::sockets::UnixSocket;
 use stillpoint_linux::{Error, sockets};
 
 const WAIT: &str = "try again when the program has read it";
 const SOL_SOCKET: u32 = libc::SOL_SOCKET as u32;
-/// `SO_PASSPIDFD`.
-const PASS_PIDFD: u32 = 76;
 
 /// A message that was peeked at.
 #[derive(Debug)]

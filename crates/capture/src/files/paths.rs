@@ -13,7 +13,9 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::DirEntryExt;
 use std::path::Path;
-use stillpoint_image::{Bytes, FileKind, Owner, PathFile, Status, Times, Usage, is_memory_device};
+use stillpoint_image::{
+    Bytes, FileKind, Owner, PathFile, Status, Times, Usage, is_memory_device, nanoseconds,
+};
 use stillpoint_linux::Error;
 use stillpoint_linux::fdinfo::Folders;
 use stillpoint_linux::mounts;
@@ -319,7 +321,7 @@ pub(crate) fn describe(path: &[u8], stat: &Stat, usage: Usage) -> PathFile {
         rdev: stat.st_rdev,
         size: stat.st_size as u64,
         mtime_ns,
-        ctime_ns: nanoseconds(stat.st_ctime, stat.st_ctime_nsec),
+        ctime_ns: nanoseconds((stat.st_ctime, stat.st_ctime_nsec)),
         atime_ns,
         usage,
         ..PathFile::default()
@@ -328,19 +330,12 @@ pub(crate) fn describe(path: &[u8], stat: &Stat, usage: Usage) -> PathFile {
 
 /// The times that a `stat` tells and that can be given back.
 pub(crate) fn times(stat: &Stat) -> Times {
-    Times {
-        atime_ns: nanoseconds(stat.st_atime, stat.st_atime_nsec),
-        mtime_ns: nanoseconds(stat.st_mtime, stat.st_mtime_nsec),
-    }
+    Times::of((stat.st_atime, stat.st_atime_nsec), (stat.st_mtime, stat.st_mtime_nsec))
 }
 
 /// What a `stat` tells of a pipe or socket.
 pub(crate) fn status(stat: &Stat) -> Status {
     Status { mode: stat.st_mode & 0o7777, uid: stat.st_uid, gid: stat.st_gid, times: times(stat) }
-}
-
-fn nanoseconds(seconds: i64, more: u64) -> i64 {
-    seconds.saturating_mul(1_000_000_000).saturating_add(more as i64)
 }
 
 /// A file of procfs: global ones, those about the target's own processes, and those about processes that have ended.

@@ -433,9 +433,9 @@ impl<'a> Work<'a, '_> {
             "devpts" => self.note_terminals(mount),
             OVERLAY => overlays::refused(&mount.settings).map_or(Ok(None), Err),
             kind if is_of_machine(kind) && self.is_running() => Ok(None),
-            kind if is_of_machine(kind) => match self.is_made_again(mount) {
-                true => Ok(None),
-                false => Err("it is another one than that which the machine has"),
+            kind if is_of_machine(kind) => match is_made(mount) {
+                Ok(true) => Ok(None),
+                _ => Err("it is another one than that which the machine has"),
             },
             "fuse" | "fuseblk" => Err("another program serves it"),
             "nsfs" => Err("it keeps a namespace"),
@@ -565,15 +565,10 @@ impl<'a> Work<'a, '_> {
         private.map(|space| space.id).or_else(ours)
     }
 
-    /// Whether it is the same file system where it is mounted anew.
-    fn is_made_again(&self, mount: &Mount) -> bool {
-        is_made(mount).unwrap_or(false)
-    }
-
     /// The row of the namespace that a view of the kernel shows: where it is mounted anew, it is the same file system.
     fn shown(&self, mount: &Mount, kind: NamespaceKind) -> Result<Option<u32>, &'static str> {
         let is_it = || is_made(mount);
-        if self.is_made_again(mount) {
+        if is_it().unwrap_or(false) {
             return Ok(None);
         }
         let own = self.look.others.iter().filter(|other| other.space.kind == kind);

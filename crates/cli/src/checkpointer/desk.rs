@@ -125,7 +125,7 @@ pub struct Taker {
     /// How often the clock asks.
     pub every: Option<Every>,
     /// Keeps the newest checkpoints only, when the clock has asked for one, and joins their segments.
-    pub rolling: Option<Rolling>,
+    pub rolling: Rolling,
     /// What the user should know.
     pub trouble: Trouble,
     /// Where the clock asks as often as pays.
@@ -188,8 +188,7 @@ impl Taker {
         let mut tends = true;
         loop {
             tends = tends && self.session.tend();
-            let due = self.rolling.as_ref().and_then(Rolling::due);
-            let left = due.map(|due| due.saturating_duration_since(Instant::now()));
+            let left = self.rolling.due().map(|due| due.saturating_duration_since(Instant::now()));
             let patience = left.into_iter().chain(tends.then_some(TEND)).min();
             let received = match patience {
                 Some(patience) => orders.recv_timeout(patience),
@@ -199,8 +198,8 @@ impl Taker {
                 Err(RecvTimeoutError::Timeout) => {}
                 received => return received.ok(),
             }
-            if let Some(rolling) = self.rolling.as_mut().filter(|r| r.due().is_some()) {
-                let _ = rolling.settle(); // the next tick tells what holds it up
+            if self.rolling.due().is_some() {
+                let _ = self.rolling.settle(); // the next tick tells what holds it up
             }
         }
     }
@@ -213,8 +212,7 @@ impl Taker {
         // What is owed, or kept to be written anew, may be what is missing.
         if let Err(Error::Store(e)) = &report
             && e.is_full()
-            && let Some(rolling) = &mut self.rolling
-            && rolling.make_room().is_ok_and(|freed| freed.bytes > 0)
+            && self.rolling.make_room().is_ok_and(|freed| freed.bytes > 0)
         {
             report = self.session.checkpoint(&self.store, &options, &ending);
         }
@@ -235,9 +233,8 @@ impl Taker {
             if let Some(every) = self.every.and_then(Every::time).filter(|&every| taken.wall() > every) {
                 now.slow.get_or_insert_with(|| slow(taken.wall(), every));
             }
-            let Some(rolling) = &mut self.rolling else { return Ok(()) };
-            rolling.roll().map_err(crate::jobs::store_failure)?;
-            rolling.held_up().map_or(Ok(()), |why| {
+            self.rolling.roll().map_err(crate::jobs::store_failure)?;
+            self.rolling.held_up().map_or(Ok(()), |why| {
                 Err(Failure::failed(format!("not all room of older checkpoints can be given back: {why}")))
             })
         });

@@ -95,7 +95,7 @@ impl Work {
             session: Session::new(self.pid),
             inherited: self.inherited.clone(),
             every: self.periodic.every,
-            rolling: Some(self.store.rolling(&self.job, keep.unwrap_or(usize::MAX))),
+            rolling: self.store.rolling(&self.job, keep.unwrap_or(usize::MAX)),
             trouble: Trouble::default(),
             pacing,
         })

@@ -5,12 +5,10 @@ use crate::{Error, Result};
 use std::collections::HashMap;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use stillpoint_image::{Image, Message, Socket};
-use stillpoint_linux::messages::{self, Credentials};
+use stillpoint_linux::messages::{self, Credentials, PASS_PIDFD};
 use stillpoint_linux::{Error as Kernel, sockets};
 
 const SOL_SOCKET: u32 = libc::SOL_SOCKET as u32;
-/// `SO_PASSPIDFD`
-const PASS_PIDFD: u32 = 76;
 
 /// A socket whose messages come later.
 #[derive(Debug)]

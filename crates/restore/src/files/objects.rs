@@ -120,9 +120,7 @@ pub(super) fn give_times(of: impl AsFd, times: &Times) -> rustix::io::Result<()>
 pub(super) fn give_status(of: impl AsFd, status: &Status) -> rustix::io::Result<()> {
     own(&of, status.uid, status.gid, status.mode)?;
     let is = rustix::fs::fstat(&of)?;
-    let ns = |s: i64, ns: u64| s.saturating_mul(1_000_000_000).saturating_add(ns as i64);
-    let now =
-        Times { atime_ns: ns(is.st_atime, is.st_atime_nsec), mtime_ns: ns(is.st_mtime, is.st_mtime_nsec) };
+    let now = Times::of((is.st_atime, is.st_atime_nsec), (is.st_mtime, is.st_mtime_nsec));
     if now == status.times { Ok(()) } else { give_times(of, &status.times) }
 }
 

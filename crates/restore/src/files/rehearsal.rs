@@ -6,14 +6,13 @@ use crate::{Error, Result};
 use rustix::fs::{Access, AtFlags, FileType, Mode, OFlags, StatxAttributes, StatxFlags};
 use std::collections::HashMap;
 use std::path::Path;
-use stillpoint_image::{FileKind, Image, MemoryObject, PathFile, Socket, is_kernel_log, is_memory_device};
+use stillpoint_image::{
+    FileKind, Image, MemoryObject, PathFile, Socket, is_kernel_log, is_memory_device, is_miscellaneous,
+};
 use stillpoint_linux::datagrams::{JOIN_GROUP, SOURCE_FILTER};
 use stillpoint_linux::proc::Proc;
 use stillpoint_linux::sockets as kernel;
 use stillpoint_linux::{Error as Kernel, descriptors, memfd, tcp};
-
-/// Major number of devices that `/proc/misc` lists, of which a checkpoint has taken those that keep nothing only.
-const MISCELLANEOUS: u32 = 10;
 
 /// Tries whether files could be opened, and sockets and memory files be made. `is_still`: the program does not run, and its files are as
 /// the image tells. Nothing that can be seen is opened, and no name or address is taken; devices that keep nothing are opened, of which
@@ -120,9 +119,8 @@ fn inaccessible(image: &Image) -> Result<Vec<String>> {
 /// Opens a device of those that keep nothing once: there are rights to it beside those of its file, as to the log of the kernel, and
 /// those that a control group gives.
 fn open_device(file: &PathFile, access: Access) -> Result<()> {
-    let is_one = is_memory_device(file.rdev)
-        || is_kernel_log(file.rdev)
-        || rustix::fs::major(file.rdev) == MISCELLANEOUS;
+    // Of miscellaneous ones a checkpoint has taken those that keep nothing only.
+    let is_one = is_memory_device(file.rdev) || is_kernel_log(file.rdev) || is_miscellaneous(file.rdev);
     if FileType::from_raw_mode(file.mode) != FileType::CharacterDevice || !is_one {
         return Ok(());
     }
