@@ -57,6 +57,8 @@ check() {
 echo "seed $STILLPOINT_SEED, what this run tells is kept in $STILLPOINT_RUN"
 [ "$tier" = check ] || sh scripts/test-deps.sh
 nextest=$(sh scripts/nextest.sh)
+# Tests have a network of their own, and some want sources that are never built.
+cargo fetch --quiet --locked </dev/null || echo "not all packages of Cargo.lock can be fetched"
 
 check formatting cargo fmt --all --check
 
@@ -96,9 +98,6 @@ tests() {
     case $code in 0 | 100) ;; *) echo "failed $name, the runner ended with $code" >>"$STILLPOINT_RUN/checks" ;; esac
     mv "$report" "$STILLPOINT_RUN/$name.xml"
 }
-
-# Tests have a network of their own, and some want sources that are never built.
-cargo fetch --quiet --locked </dev/null || echo "not all packages of Cargo.lock can be fetched"
 
 check building "$nextest" nextest run --workspace --no-run --cargo-quiet
 step "testing"
