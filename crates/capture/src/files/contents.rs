@@ -26,7 +26,7 @@ pub fn copy_content(
     for range in &ranges {
         writer.put(content.owner, *range, zeros, &mut fill).map_err(|e| match e {
             PutError::Fill(e) => Error::Failed(format!("{}: {e}", content.what)),
-            PutError::Store(e) => Error::Failed(e.to_string()),
+            PutError::Store(e) => Error::Store(e),
         })?;
     }
     Ok(ranges)
