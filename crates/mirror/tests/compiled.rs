@@ -5,27 +5,38 @@
 mod common;
 
 use common::{here, library, run};
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::OnceLock;
 use std::time::Duration;
 
-/// The plugin; `None` if it cannot be built here.
-fn pass() -> Option<&'static Path> {
-    static PASS: OnceLock<Option<(tempfile::TempDir, PathBuf)>> = OnceLock::new();
-    let built = PASS.get_or_init(|| {
-        for tool in ["clang", "llvm-config"] {
-            if Command::new(tool).arg("--version").stdout(Stdio::null()).status().is_err() {
-                println!("skipped: {tool} is not installed (packages clang, llvm-dev)");
-                return None;
-            }
-        }
-        let directory = tempfile::tempdir().expect("a directory");
-        run(Command::new("sh").arg(here().join("pass/build.sh")).arg(directory.path()));
-        let plugin = directory.path().join("stillpoint-mirror-pass.so");
-        Some((directory, plugin))
-    });
-    built.as_ref().map(|(_, plugin)| plugin.as_path())
+/// The plugin, built once for all tests; `None` if it cannot be built here.
+fn pass() -> Option<PathBuf> {
+    let says = |tool: &str| Command::new(tool).arg("--version").stderr(Stdio::null()).output();
+    let mut made_of = Vec::new();
+    for tool in ["clang", "llvm-config"] {
+        let Ok(version) = says(tool) else {
+            println!("skipped: {tool} is not installed (packages clang, llvm-dev)");
+            return None;
+        };
+        made_of.extend(version.stdout);
+    }
+    for source in ["Barrier.cpp", "build.sh"] {
+        made_of.extend(std::fs::read(here().join("pass").join(source)).expect("a source"));
+    }
+    let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join("mirror-pass");
+    std::fs::create_dir_all(&directory).expect("a directory");
+    // Each test has a process of its own.
+    let lock = File::create(directory.join("lock")).expect("a file");
+    lock.lock().expect("a lock");
+    let plugin = directory.join("stillpoint-mirror-pass.so");
+    let is_there =
+        plugin.exists() && std::fs::read(directory.join("made-of")).is_ok_and(|before| before == made_of);
+    if !is_there {
+        run(Command::new("sh").arg(here().join("pass/build.sh")).arg(&directory));
+        std::fs::write(directory.join("made-of"), made_of).expect("written");
+    }
+    Some(plugin)
 }
 
 /// Where cargo has put a crate that holds C sources.
@@ -97,7 +108,7 @@ fn lua_goes_on_after_sigkill() {
     let folder = sources("lua-src", "lua-5.4.9");
     let entries = std::fs::read_dir(&folder).expect("Lua's sources").flatten().map(|e| e.path());
     let files: Vec<PathBuf> = entries.filter(|p| p.extension().is_some_and(|e| e == "c")).collect();
-    let (directory, program) = build(plugin, "lua_host.c", &folder, &files, &["-O1"]);
+    let (directory, program) = build(&plugin, "lua_host.c", &folder, &files, &["-O1"]);
     kill_and_recover(directory.path(), &program);
 }
 
@@ -108,7 +119,7 @@ fn sqlite_goes_on_after_sigkill() {
     let file = folder.join("sqlite3.c");
     // Without optimisation, which would take most of the time of all tests; Lua has it.
     let more = ["-O0", "-DSQLITE_THREADSAFE=0", "-DSQLITE_OMIT_LOAD_EXTENSION", "-DSQLITE_OMIT_JSON"];
-    let (directory, program) = build(plugin, "sqlite_host.c", &folder, &[file], &more);
+    let (directory, program) = build(&plugin, "sqlite_host.c", &folder, &[file], &more);
     kill_and_recover(directory.path(), &program);
 }
 
@@ -124,7 +135,7 @@ fn what_cannot_be_mirrored_is_refused_at_compile_time() {
     for (source, why, flag) in cases {
         let file = directory.path().join("case.c");
         std::fs::write(&file, source).expect("write");
-        let mut command = compiler(plugin);
+        let mut command = compiler(&plugin);
         command.args(["--strict", "-O2", flag, "-c", "-o"]).arg(directory.path().join("case.o")).arg(&file);
         let output = command.output().expect("mirror-cc");
         let said = String::from_utf8_lossy(&output.stderr);
@@ -137,7 +148,7 @@ fn what_cannot_be_mirrored_is_refused_at_compile_time() {
 fn no_kind_of_store_goes_by_the_barrier() {
     let Some(plugin) = pass() else { return };
     for level in ["-O0", "-O2", "-O3"] {
-        let (directory, program) = build(plugin, "stores.c", here(), &[], &[level, "-pthread"]);
+        let (directory, program) = build(&plugin, "stores.c", here(), &[], &[level, "-pthread"]);
         let mut command = Command::new(&program);
         command.env("STILLPOINT_MIRROR", directory.path().join("backing")).env("STILLPOINT_MIRROR_MIB", "4");
         let output = run(&mut command);
