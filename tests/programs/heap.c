@@ -1,4 +1,5 @@
 // Threads that allocate, enlarge and free blocks of all sizes, which they know by what is in them.
+#include "give_way.h"
 #include <pthread.h>
 #include <signal.h>
 #include <stdint.h>
@@ -50,7 +51,10 @@ static void *churn(void *argument) {
     pthread_mutex_lock(&lock);
     counts[me]++;
     total++;
+    int is_due = counts[me] % 1000 == 0;
     pthread_mutex_unlock(&lock);
+    if (is_due)
+      give_way(10);
   }
   return 0;
 }

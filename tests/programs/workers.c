@@ -3,6 +3,7 @@
 //
 // `workers`: nothing more. `workers adopts`: orphans come to it. At SIGUSR1 it makes a child that stays, and has all that it has.
 #define _GNU_SOURCE
+#include "give_way.h"
 #include <errno.h>
 #include <pthread.h>
 #include <signal.h>
@@ -143,6 +144,8 @@ int main(int argc, char **argv) {
     MUST(waitpid(-1, NULL, WNOHANG | __WALL) == 0);
     if (wanted)
       make_child();
+    if (turn % 40 == 0)
+      give_way(4);
     if (turn % 200 == 0)
       dprintf(1, "turn %llu\n", (unsigned long long)turn);
   }

@@ -15,6 +15,12 @@ pub fn times(name: &str, once: u64, all: u64) -> u64 {
     asked.unwrap_or(if soaks() { all } else { once })
 }
 
+/// How large something is that a test computes: all of it in a soak. What it takes is mostly the machine's time, of which others
+/// want some too.
+pub fn size(all: u64) -> u64 {
+    if soaks() { all } else { all * 2 / 5 }
+}
+
 /// What of `all` has its turn for `whom` in this run: all of it in a soak, else one, by the run's seed.
 pub fn turn<T: Copy>(whom: &str, all: &[T]) -> Vec<T> {
     if soaks() || all.is_empty() {

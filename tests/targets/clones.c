@@ -4,7 +4,7 @@
 
 #define ROOM (24ul << 20)
 #define THREADS 4
-#define STEPS (2ul << 20)
+#define STEPS (512ul << 10)
 
 static char *memory;
 static uint64_t results[THREADS];
@@ -13,8 +13,11 @@ static uint64_t results[THREADS];
 static void *walk(void *argument) {
   uint64_t x = (uint64_t)(long)argument;
   const uint64_t *words = (const uint64_t *)memory;
-  for (uint64_t step = 0; step < STEPS; step++)
+  for (uint64_t step = 0; step < STEPS; step++) {
     x = mix(x ^ words[x % (ROOM / 8)]);
+    if (step % (STEPS / 16) == 0)
+      nap(0.01);
+  }
   results[(long)argument] = x;
   return 0;
 }

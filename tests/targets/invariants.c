@@ -95,6 +95,7 @@ static void round_of_memory(void) {
     HOLDS(sum == cells_sum);
   }
   nap(0.001);
+  give_way(0.004);
 }
 
 static void round_of_mask(void) {
@@ -262,6 +263,7 @@ static void everything(void) {
     nap(0.003);
     hold_stop = 1;
     nap(0.001);
+    give_way(0.02);
   }
   stop = 1;
   hold_stop = 1;

@@ -575,7 +575,7 @@ fn python_with_threads() {
     let scratch = Scratch::new();
     let start = || {
         let mut command = alone(&python);
-        command.arg(source("clones.py")).arg("1500").env(MARK, scratch.path());
+        command.arg(source("clones.py")).arg(tier::size(1500).to_string()).env(MARK, scratch.path());
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         command.spawn().expect("python")
     };

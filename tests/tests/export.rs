@@ -6,7 +6,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 use stillpoint_tests::programs::{Program, installed, text};
-use stillpoint_tests::{Scratch, Stillpoint, kernel, right, right_eq, skipped, undisturbed_only, wait_for};
+use stillpoint_tests::{
+    Scratch, Stillpoint, kernel, right, right_eq, skipped, tier, undisturbed_only, wait_for,
+};
 
 /// Export and import in one pipeline, as through ssh.
 #[track_caller]
@@ -122,8 +124,9 @@ fn xz_with_threads() {
     let Some(xz) = installed(&["xz"], "xz-utils") else { return };
     let mut program =
         Program::new(&[xz.to_str().expect("path"), "-T2", "-4", "--block-size=1MiB", "-k", "-c", "input"]);
-    program.prepare =
-        Box::new(|directory| fs::write(directory.join("input"), text(12 << 20)).expect("input"));
+    program.prepare = Box::new(|directory| {
+        fs::write(directory.join("input"), text(tier::size(16 << 20) as usize)).expect("input")
+    });
     travels(program);
 }
 
@@ -170,8 +173,9 @@ fn moved_xz(scratch: &Scratch) -> Option<(Program, PathBuf)> {
         "input",
     ]);
     program.environment.push(("LD_LIBRARY_PATH".into(), own.display().to_string()));
-    program.prepare =
-        Box::new(|directory| fs::write(directory.join("input"), text(20 << 20)).expect("input"));
+    program.prepare = Box::new(|directory| {
+        fs::write(directory.join("input"), text(tier::size(30 << 20) as usize)).expect("input")
+    });
     Some((program, own))
 }
 

@@ -263,7 +263,7 @@ fn killed_servers() {
 #[test]
 fn taken_over_meanwhile() {
     let Some(saved) = Saved::new("grows") else { return };
-    for turn in 0..12 {
+    for turn in 0..tier::times("STILLPOINT_TURNS", 4, 12) {
         let running = saved.restore(&["--limit-bandwidth", "200MB/s"]);
         let pid = running.pid;
         let there = || kernel::status(pid, "RssAnon")?.strip_suffix(" kB")?.trim().parse::<u64>().ok();

@@ -218,7 +218,7 @@ fn sieve() -> Option<Program> {
     if binary.is_none() {
         skipped("no C compiler (Debian package gcc)");
     }
-    Some(Program::new(&[binary?.to_str()?, "5000"], &["counts"]))
+    Some(Program::new(&[binary?.to_str()?, &tier::size(6000).to_string()], &["counts"]))
 }
 
 fn python() -> Option<Program> {

@@ -193,7 +193,7 @@ fn whatever_a_program_does_with_its_memory_is_right() {
     let binary = built("mappings", &scratch);
     for forks in ["0", "1"] {
         let seed = scratch.random().below(1 << 30).to_string();
-        let job = begin(&scratch.stillpoint(), "8MiB", &binary, &[&seed, rounds(150, 300), forks]);
+        let job = begin(&scratch.stillpoint(), "8MiB", &binary, &[&seed, rounds(70, 300), forks]);
         right_eq!(end(job), "good\n", "seed {seed}, forks {forks}");
     }
 }
@@ -456,7 +456,7 @@ fn a_restored_job_is_kept_within_its_limit() {
 fn a_job_that_crashes_is_brought_back_within_its_limit() {
     let Some((scratch, stillpoint, binary)) = paged("writers") else { return };
     let said_to = scratch.path().join("said");
-    let arguments = ["40", "2", rounds(8000, 15_000)];
+    let arguments = ["40", "2", rounds(3000, 15_000)];
     let all = [
         "run",
         "--name",

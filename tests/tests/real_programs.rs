@@ -10,7 +10,7 @@ use stillpoint_tests::programs::{Program, built_by_go, installed, source, text};
 use stillpoint_tests::scratch::MARK;
 use stillpoint_tests::target::alone;
 use stillpoint_tests::{
-    Build, Scratch, Terminal, kernel, right, right_eq, skipped, undisturbed_only, wait_for,
+    Build, Scratch, Terminal, kernel, right, right_eq, skipped, tier, undisturbed_only, wait_for,
 };
 
 fn arguments<S: AsRef<std::ffi::OsStr>>(list: &[S]) -> Vec<String> {
@@ -27,7 +27,7 @@ fn python_with_threads_and_numpy() {
         return skipped("numpy is not installed (Debian package python3-numpy)");
     };
     let mut program =
-        Program::new(&arguments(&[python, source("threads.py").to_str().expect("path"), "900"]));
+        Program::new(&[python, source("threads.py").to_str().expect("path"), &tier::size(900).to_string()]);
     program.environment.push(("OPENBLAS_NUM_THREADS".into(), "2".into()));
     program.outputs = vec!["digests"];
     program.survives();
@@ -84,8 +84,9 @@ fn zstd_with_threads() {
         "-o",
         "output.zst",
     ]));
-    program.prepare =
-        Box::new(|directory| fs::write(directory.join("input"), text(16 << 20)).expect("input"));
+    program.prepare = Box::new(|directory| {
+        fs::write(directory.join("input"), text(tier::size(16 << 20) as usize)).expect("input")
+    });
     program.outputs = vec!["output.zst"];
     program.survives();
 }
@@ -94,7 +95,7 @@ fn zstd_with_threads() {
 fn go_with_goroutines_and_timers() {
     let scratch = Scratch::new();
     let Some(binary) = built_by_go("timers.go", &scratch) else { return };
-    let mut program = Program::new(&arguments(&[binary.to_str().expect("path"), "2000"]));
+    let mut program = Program::new(&[binary.to_str().expect("path"), &tier::size(3000).to_string()]);
     program.outputs = vec!["sums"];
     program.survives();
 }
@@ -108,8 +109,14 @@ fn java_with_threads_and_timers() {
         Command::new(javac).arg("-d").arg(scratch.path()).arg(source("Timers.java")).status().expect("javac");
     assert!(built.success(), "Timers.java does not build");
     let classes = scratch.path().to_str().expect("path");
-    let mut program =
-        Program::new(&arguments(&[java.to_str().expect("path"), "-Xmx96m", "-cp", classes, "Timers", "900"]));
+    let mut program = Program::new(&[
+        java.to_str().expect("path"),
+        "-Xmx96m",
+        "-cp",
+        classes,
+        "Timers",
+        &tier::size(900).to_string(),
+    ]);
     program.outputs = vec!["sums"];
     program.survives();
 }
@@ -198,7 +205,7 @@ fn a_program_in_qemu() {
         return skipped("no compiler for a static program (Debian packages gcc, libc6-dev)");
     };
     let (qemu, binary) = (qemu.to_str().expect("path"), binary.to_str().expect("path"));
-    let mut program = Program::new(&arguments(&[qemu, binary, "1500"]));
+    let mut program = Program::new(&[qemu, binary, &tier::size(1500).to_string()]);
     program.outputs = vec!["counts"];
     program.survives();
 }
@@ -207,7 +214,7 @@ fn sieve(build: Build) {
     let Some(binary) = build.of(&source("sieve.c")) else {
         return skipped(&format!("no compiler for {build:?} (Debian packages gcc, libc6-dev, musl-tools)"));
     };
-    let mut program = Program::new(&arguments(&[binary.to_str().expect("path"), "4000"]));
+    let mut program = Program::new(&[binary.to_str().expect("path"), &tier::size(4000).to_string()]);
     program.outputs = vec!["counts"];
     program.survives();
 }

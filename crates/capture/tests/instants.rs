@@ -124,7 +124,7 @@ fn hold_instants(storms: &str, engine: Engine, buffer: u64, lasting: bool, lossy
     let pid = target.child.id();
     let mut session = Session::new(pid);
     let mut reports = Vec::new();
-    for n in 0..tier::times("STILLPOINT_CUTS", 6, 12) {
+    for n in 0..tier::times("STILLPOINT_CUTS", 4, 12) {
         let options = options(engine, buffer);
         let report = match lasting {
             true => session.checkpoint(&store, &options, &Quiet),
