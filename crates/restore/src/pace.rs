@@ -1,5 +1,6 @@
-//! A way to the store that is to be used at a limited rate (`--limit-bandwidth`), or takes no more.
+//! A way to the store that is to be used at a limited rate (`--limit-bandwidth`), or takes no more, and the rate at which it is used.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -50,9 +51,59 @@ impl Pace {
     }
 }
 
+/// How fast something goes here, found out while it does, in nanoseconds for a MiB.
+#[derive(Debug, Default)]
+pub struct Rate {
+    /// The least that was seen: who had to wait for a processor says nothing of it.
+    best: AtomicU64,
+    /// What it comes to now: each time counts for an eighth.
+    now: AtomicU64,
+}
+
+impl Rate {
+    /// So many bytes took so long.
+    pub fn note(&self, bytes: u64, took: Duration) {
+        let each = took.as_nanos().saturating_mul(1 << 20) / u128::from(bytes.max(1));
+        let each = u64::try_from(each).unwrap_or(u64::MAX / 8).clamp(1, u64::MAX / 8);
+        let known = |known: &AtomicU64| Some(known.load(Ordering::Relaxed)).filter(|&ns| ns > 0);
+        let best = known(&self.best).map_or(each, |best| best.min(each));
+        let now = known(&self.now).map_or(each, |now| now - now / 8 + each / 8);
+        // What another thread notes meanwhile may be lost.
+        self.best.store(best, Ordering::Relaxed);
+        self.now.store(now.max(1), Ordering::Relaxed);
+    }
+
+    /// The best that was seen, 0 where nothing was.
+    pub fn best(&self) -> u64 {
+        self.best.load(Ordering::Relaxed)
+    }
+
+    /// What it comes to of late, 0 where nothing was seen.
+    pub fn now(&self) -> u64 {
+        self.now.load(Ordering::Relaxed)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_rate_is_the_best_and_what_it_comes_to_of_late() {
+        let rate = Rate::default();
+        assert_eq!((rate.best(), rate.now()), (0, 0));
+        rate.note(1 << 20, Duration::from_millis(8));
+        rate.note(2 << 20, Duration::from_millis(2));
+        assert_eq!((rate.best(), rate.now()), (1_000_000, 7_125_000));
+        for _ in 0..100 {
+            rate.note(1 << 20, Duration::from_millis(2));
+        }
+        assert!((1_900_000..2_100_000).contains(&rate.now()) && rate.best() == 1_000_000, "{rate:?}");
+        for took in [Duration::ZERO, Duration::MAX] {
+            rate.note(0, took);
+            assert!(rate.best() > 0 && rate.now() > 0);
+        }
+    }
 
     #[test]
     fn bytes_take_their_time() {

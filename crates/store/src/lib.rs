@@ -71,7 +71,7 @@ pub use medium::{Change, Fault, Op};
 pub use name::check_name;
 pub use parallel::Source;
 pub use pipeline::Fill;
-pub use reader::{Checkpoint, Reader};
+pub use reader::{Checkpoint, Reader, page_sums};
 pub use rolling::Rolling;
 pub use running::{Claim, Pace, Paged, Paging, Running, Trouble};
 pub use store::{Store, Summary};

@@ -115,6 +115,27 @@ impl Reader {
         Ok(())
     }
 
+    /// Reads the pages of an extent alone, not the block that they are part of. They are those that are meant if their checksums
+    /// ([`page_sums`]) are what they were when the whole block was read and checked: to see to that is the caller's.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if they cannot be read.
+    ///
+    /// # Panics
+    /// As [`Reader::read`].
+    pub fn read_pages(&self, extent: &Extent, out: &mut [u8]) -> Result<()> {
+        assert_eq!(out.len() as u64, extent.len(), "the buffer must be as long as the extent");
+        match extent.place {
+            Place::Stored { offset, skip, .. } => {
+                self.read_stored(extent, offset + u64::from(skip) * PAGE, out)
+            }
+            Place::Zero => {
+                out.fill(0);
+                Ok(())
+            }
+        }
+    }
+
     /// Reads all that lies between the first and the last of these extents of one segment, and checks the blocks that they are
     /// part of. They are in the order of their blocks, and so is what `out` becomes, from the first block's first byte on.
     ///
@@ -197,6 +218,11 @@ impl Reader {
         *slot.lock().unwrap_or_else(PoisonError::into_inner) = Some(block.clone());
         Ok(block)
     }
+}
+
+/// Checksums of pages, one after the other.
+pub fn page_sums(bytes: &[u8]) -> impl Iterator<Item = u32> + '_ {
+    bytes.chunks(PAGE as usize).map(crc32fast::hash)
 }
 
 /// Segment, offset and length of the block that an extent is in.

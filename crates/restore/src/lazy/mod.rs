@@ -13,6 +13,7 @@ mod later;
 pub mod placement;
 pub mod plan;
 mod server;
+mod sums;
 mod template;
 pub mod turns;
 mod wanted;

@@ -8,10 +8,11 @@ use super::claim::{Claim, Moves};
 use super::cores::{Core, Cores};
 use super::placement::{Piece, Placement};
 use super::plan::Plan;
+use super::sums::Sums;
 use super::turns::{Prompt, Turn, at_once, monotonic_us};
 use super::wanted::{Wanted, around};
 use super::work::{Program, Stock, Touch, Work};
-use crate::pace::Pace;
+use crate::pace::{Pace, Rate};
 use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -35,8 +36,6 @@ use stillpoint_linux::userfault::{EVENT_WORDS, Event, Put, SharedUserfault, User
 
 /// Pages of zeros that are put in together.
 const ZEROS: u64 = 16;
-/// Where a block takes longer than this to read, all of it is put in.
-const SLOW: Duration = Duration::from_micros(500);
 /// Most of what must be there first that is kept in a touch set, bytes.
 const HEAD: u64 = 32 << 20;
 /// Runs of the touch set that are put in together.
@@ -47,10 +46,12 @@ const PATIENCE: Duration = Duration::from_secs(2);
 const AGAIN: Duration = Duration::from_secs(1);
 /// Put in at a time by those who fill in ahead, bytes: whoever waits does not wait long for that.
 const AT_A_TIME: usize = 64 << 10;
-/// For so long after it began to run, what a program waits for goes before all else …
-const WINDOW_US: u64 = 300_000;
-/// … unless it has not waited for any page for so long.
+/// A program that has not waited for any page for so long has what it wants for now.
 const CALM_US: u64 = 5_000;
+/// A store is slow where reading takes so many times as long as putting in.
+const SLOWER: u64 = 4;
+/// Of what takes that long the rest is spared for at most this part of the time that it takes.
+const PART: u64 = 4;
 /// For so long after all is there, who is to follow the program from then on is waited for.
 const EXPECTED_US: u64 = 2_000_000;
 /// For so long those who put in ahead what nobody is sure to want run only where nobody else does.
@@ -74,7 +75,7 @@ pub enum Served {
 pub fn serve(work: &Work<'_>, by: &[BorrowedFd<'_>], claim: &mut Claim) -> Result<Served> {
     work.board.add(Count::Servers, 1);
     let sees_all = work.board.get(Count::Servers) == 1;
-    let (urgent, leave) = (AtomicUsize::new(0), AtomicBool::new(false));
+    let leave = AtomicBool::new(false);
     let pace = Pace::new(work.limit);
     let wanted = Mutex::default();
     let lacking = AtomicBool::new(false);
@@ -87,10 +88,13 @@ pub fn serve(work: &Work<'_>, by: &[BorrowedFd<'_>], claim: &mut Claim) -> Resul
         work,
         shelves: work.stocks.iter().map(Shelf::of).collect(),
         spaces: RwLock::default(),
-        urgent,
         leave,
         lacking,
         demanded_us,
+        began_us: AtomicU64::new(u64::MAX),
+        reading: Rate::default(),
+        putting: Rate::default(),
+        has_learnt: work.noted_stock().is_some_and(Stock::was_learnt) || work.is_tree,
         sees_all,
         pace,
         yielding: Mutex::default(),
@@ -133,13 +137,19 @@ struct Server<'a> {
     /// How far the stocks have been put in.
     shelves: Vec<Shelf<'a>>,
     spaces: RwLock<Vec<Arc<Space<'a>>>>,
-    /// How many wait.
-    urgent: AtomicUsize,
     leave: AtomicBool,
     /// Some pages cannot be had.
     lacking: AtomicBool,
     /// When a page was waited for last, microseconds.
     demanded_us: AtomicU64,
+    /// When the program began to run, or this server after it, microseconds.
+    began_us: AtomicU64,
+    /// How fast pages are read, for whoever waits for them …
+    reading: Rate,
+    /// … and are put in.
+    putting: Rate,
+    /// What the program wants first was learnt by an earlier restore.
+    has_learnt: bool,
     /// Whether it is the first server, and so knows all that the program has done away with.
     sees_all: bool,
     /// The way to the store.
@@ -164,8 +174,12 @@ struct Shelf<'a> {
     touched: AtomicUsize,
     /// The next extent to be put in ahead where the programs miss it.
     next: AtomicUsize,
+    /// The next extent to be read and checked ahead.
+    checked: AtomicUsize,
     /// For each extent, whether it was read before, and whether that took long.
     met: Vec<AtomicU8>,
+    /// Of the pages of those that were.
+    sums: Sums,
     /// Runs of the touch set that need not have been there before the program ran, by address: start, end, number.
     known: Vec<(u64, u64, usize)>,
 }
@@ -175,7 +189,8 @@ impl<'a> Shelf<'a> {
         let touched = AtomicUsize::new(stock.touch.map_or(0, |touch| touch.done));
         let met = stock.plan.later.iter().map(|_| AtomicU8::new(NEW)).collect();
         let known = stock.touch.map(Touch::by_address).unwrap_or_default();
-        Shelf { stock, touched, next: AtomicUsize::new(0), met, known }
+        let sums = Sums::of(stock.plan.pages());
+        Shelf { stock, touched, next: AtomicUsize::new(0), checked: AtomicUsize::new(0), met, sums, known }
     }
 }
 
@@ -316,6 +331,7 @@ impl<'a> Server<'a> {
     ) -> Result<Served> {
         // Those who could not be served yet.
         let mut waiting: Vec<(Arc<Space<'a>>, RemoteAddr)> = Vec::new();
+        let mut bytes = Vec::new();
         let mut told_that_it_lacks = false;
         let mut cores = self.work.dumps.as_ref().and_then(Cores::of);
         let prompt = SchedAttr { policy: libc::SCHED_FIFO as u32, priority: 2, ..SchedAttr::default() };
@@ -391,14 +407,12 @@ impl<'a> Server<'a> {
                 }
                 claim.take_calls(line);
             }
-            self.urgent.store(waiting.len(), Ordering::Relaxed);
             let mut left = Vec::new();
             for (space, page) in waiting {
-                if self.serve(&space, page)? == Did::NotYet {
+                if self.serve(&space, page, &mut bytes)? == Did::NotYet {
                     left.push((space, page));
                 }
             }
-            self.urgent.store(left.len(), Ordering::Relaxed);
             waiting = left;
         }
     }
@@ -716,7 +730,7 @@ impl<'a> Server<'a> {
     }
 
     /// Puts in a page that is waited for, and those beside it.
-    fn serve(&self, space: &Arc<Space<'a>>, page: RemoteAddr) -> Result<Did> {
+    fn serve(&self, space: &Arc<Space<'a>>, page: RemoteAddr, bytes: &mut Vec<u8>) -> Result<Did> {
         let plan = self.plan(space);
         let then = space.read().then(page.0);
         let wanted = then.and_then(|then| {
@@ -731,15 +745,6 @@ impl<'a> Server<'a> {
         if let Some(did) = self.serve_known(space, page, then.unwrap_or_default())? {
             return Ok(did);
         }
-        let mut bytes = vec![0; plan.later[index].len() as usize];
-        let asked = Instant::now();
-        let met = &self.shelves[space.stock].met[index];
-        if met.load(Ordering::Relaxed) == NEW {
-            self.travel(bytes.len() as u64, true);
-        }
-        if let Err(why) = self.read_patiently(std::slice::from_ref(space), index, &mut bytes) {
-            return self.fail(space, page, &why);
-        }
         let extent = &plan.later[index];
         let around = {
             let mut wanted = self.wanted();
@@ -749,25 +754,63 @@ impl<'a> Server<'a> {
             around
         };
         let is_noted = space.number == self.work.noted() && self.wanted().note(around, self.room);
-        let part = (around.start - extent.address) as usize..(around.end() - extent.address) as usize;
-        if asked.elapsed() > SLOW {
+        let met = &self.shelves[space.stock].met[index];
+        // To come back for the rest would take longer than to put it in; but as long as it is noted what is waited for, the next time
+        // gains more from that.
+        let wants_all = || !self.is_patient() || !is_noted && met.load(Ordering::Relaxed) == LATE;
+        if !wants_all() && self.read_alone(space, index, around, bytes) {
+            return self.serve_with(space, page, around, bytes);
+        }
+        bytes.resize(extent.len() as usize, 0);
+        let asked = Instant::now();
+        let is_new = met.load(Ordering::Relaxed) == NEW;
+        if is_new {
+            self.travel(bytes.len() as u64, true);
+        }
+        if let Err(why) = self.read_patiently(std::slice::from_ref(space), index, bytes) {
+            return self.fail(space, page, &why);
+        }
+        // What was read before the system may have kept.
+        if is_new {
+            self.reading.note(extent.len(), asked.elapsed());
+        }
+        if self.is_slow() {
             met.store(LATE, Ordering::Relaxed);
         } else {
             let _ = met.compare_exchange(NEW, QUICK, Ordering::Relaxed, Ordering::Relaxed);
         }
-        let mut did = self.install(space, around, &bytes[part.clone()], Tally::Demanded)?;
-        if did == Did::All && !is_noted && met.load(Ordering::Relaxed) == LATE {
-            // To come back for the rest would take longer than to put it in; but as long as it is noted what is waited for,
-            // the next time gains more from that.
+        let part = (around.start - extent.address) as usize..(around.end() - extent.address) as usize;
+        let did = self.serve_with(space, page, around, &bytes[part])?;
+        if did == Did::All && wants_all() {
             let all = Range { start: extent.address, len: extent.len() };
-            did = self.install(space, all, &bytes, Tally::Demanded)?;
+            self.install(space, all, bytes, Tally::Ahead)?;
+        } else {
+            self.shelves[space.stock].sums.note(plan.page(index, extent.address), bytes);
         }
+        Ok(did)
+    }
+
+    /// Puts in a page that is waited for, with others, whose contents these are.
+    fn serve_with(&self, space: &Space<'a>, page: RemoteAddr, range: Range, bytes: &[u8]) -> Result<Did> {
+        let did = self.install(space, range, bytes, Tally::Demanded)?;
         if did == Did::All {
             // Whoever put it in before us has not woken who came later.
             space.userfault.wake(page, RemoteAddr(page.0 + PAGE))?;
-            self.share(space, around, &bytes[part])?;
+            self.share(space, range, bytes)?;
         }
         Ok(did)
+    }
+
+    /// Reads a part of an extent alone, if it has been read and checked before, and is the same; then it is in `bytes`.
+    fn read_alone(&self, space: &Space<'a>, index: usize, part: Range, bytes: &mut Vec<u8>) -> bool {
+        let (plan, sums) = (self.plan(space), &self.shelves[space.stock].sums);
+        let pages = plan.page(index, part.start)..plan.page(index, part.end());
+        if !sums.are_known(pages.clone()) {
+            return false;
+        }
+        bytes.resize(part.len as usize, 0);
+        let extent = plan.later[index].part(part.start, part.end());
+        self.work.reader.read_pages(&extent, bytes).is_ok() && sums.fit(pages.start, bytes)
     }
 
     /// Puts in a page that is waited for, and those of its run in the touch set: little is to be read for it. `None` if it is not
@@ -784,12 +827,7 @@ impl<'a> Server<'a> {
         if touch.set.read(number..number + 1, &mut bytes).is_err() {
             return Ok(None);
         }
-        let did = self.install(space, range, &bytes, Tally::Demanded)?;
-        if did == Did::All {
-            space.userfault.wake(page, RemoteAddr(page.0 + PAGE))?;
-            self.share(space, range, &bytes)?;
-        }
-        Ok(Some(did))
+        self.serve_with(space, page, range, &bytes).map(Some)
     }
 
     /// What one clone waited for the others will want in the next moment, and reading it takes longer than putting it in.
@@ -940,6 +978,7 @@ impl<'a> Server<'a> {
         turn.take();
         self.await_program();
         let (mut bytes, mut idle_since, began) = (Vec::new(), Instant::now(), monotonic_us());
+        self.began_us.fetch_min(began, Ordering::Relaxed);
         while !self.leave.load(Ordering::Relaxed) {
             let whose = {
                 let _prompt = (turn != Turn::Ours).then(|| Prompt::begin(turn));
@@ -954,15 +993,21 @@ impl<'a> Server<'a> {
             if is_own && self.fill_touched(shelf, &whose, &mut bytes)? {
                 continue;
             }
-            // Who only takes what others leave never comes to an end on a machine that is always busy.
+            let is_busy = self.is_busy();
+            let spares = is_busy && self.is_patient();
+            // Who only takes what others leave never comes to an end on a machine that is always busy; and a program that does nothing
+            // but wait wants this more than its processors.
             let until = began + GIVES_WAY_US;
-            let due = if yields && monotonic_us() < until { Turn::Others(until) } else { Turn::Ours };
+            let yields = yields && (spares || !is_busy) && monotonic_us() < until;
+            let due = if yields { Turn::Others(until) } else { Turn::Ours };
             if turn != due {
                 turn = due;
                 turn.take();
             }
-            if self.is_busy(began) {
-                std::thread::sleep(PAUSE / 20);
+            if spares {
+                if self.is_slow() || !self.check_ahead(shelf, &mut bytes) {
+                    std::thread::sleep(PAUSE / 20);
+                }
                 continue;
             }
             let next = if is_own { &shelf.next } else { &whose[0].next };
@@ -1091,16 +1136,8 @@ impl<'a> Server<'a> {
             if did == Did::NotYet {
                 std::thread::sleep(Duration::from_micros(50));
             }
-            self.give_way();
         }
         Ok(())
-    }
-
-    /// Those who wait go first.
-    fn give_way(&self) {
-        while self.urgent.load(Ordering::Relaxed) > 0 && !self.leave.load(Ordering::Relaxed) {
-            std::thread::yield_now();
-        }
     }
 
     /// Reads an extent once, and puts it in wherever it is missing.
@@ -1136,16 +1173,41 @@ impl<'a> Server<'a> {
         missing.iter().try_for_each(|space| self.fill_range(space, range, bytes, turn))
     }
 
+    /// Reads an extent and notes the checksums of its pages, so that whoever waits for one of them waits for no other; false if all
+    /// have been.
+    fn check_ahead(&self, shelf: &Shelf<'a>, bytes: &mut Vec<u8>) -> bool {
+        let place = shelf.checked.fetch_add(1, Ordering::Relaxed);
+        let Some(&index) = shelf.stock.order.get(place) else { return false };
+        let plan = &shelf.stock.plan;
+        let (extent, met) = (&plan.later[index], &shelf.met[index]);
+        let pages = plan.page(index, extent.address)..plan.page(index, extent.end());
+        if shelf.sums.are_known(pages.clone()) {
+            return true;
+        }
+        bytes.resize(extent.len() as usize, 0);
+        if met.load(Ordering::Relaxed) == NEW {
+            self.travel(extent.len(), false);
+        }
+        // What cannot be read is told to whoever wants it.
+        if self.work.reader.read(extent, bytes).is_ok() {
+            let _ = met.compare_exchange(NEW, QUICK, Ordering::Relaxed, Ordering::Relaxed);
+            shelf.sums.note(pages.start, bytes);
+        }
+        true
+    }
+
     fn fill_range(&self, space: &Space<'a>, range: Range, bytes: &[u8], turn: Turn) -> Result<()> {
         for (n, part) in bytes.chunks(AT_A_TIME).enumerate() {
             let start = range.start + (n * AT_A_TIME) as u64;
             let part_range = Range { start, len: part.len() as u64 };
             loop {
+                let began = Instant::now();
                 let did = {
                     let _prompt = Prompt::begin(turn);
                     self.install(space, part_range, part, Tally::Ahead)?
                 };
                 if did == Did::All {
+                    self.putting.note(part_range.len, began.elapsed());
                     break;
                 }
                 if self.leave.load(Ordering::Relaxed) || space.has_ended() {
@@ -1153,15 +1215,41 @@ impl<'a> Server<'a> {
                 }
                 std::thread::sleep(Duration::from_micros(50));
             }
-            self.give_way();
         }
         Ok(())
     }
 
-    /// Whether the program waits for pages all the time: then what is sure to be wanted goes before the rest, for a while.
-    fn is_busy(&self, since: u64) -> bool {
-        let now = monotonic_us();
-        now - since < WINDOW_US && now.saturating_sub(self.demanded_us.load(Ordering::Relaxed)) < CALM_US
+    /// Whether the program waits for pages all the time.
+    fn is_busy(&self) -> bool {
+        monotonic_us().saturating_sub(self.demanded_us.load(Ordering::Relaxed)) < CALM_US
+    }
+
+    /// Whether the store is much slower than memory: what is read of it is missing to others.
+    fn is_slow(&self) -> bool {
+        let putting = self.putting.best();
+        putting > 0 && self.reading.now() > SLOWER * putting
+    }
+
+    /// Whether what the program waits for still goes before all the rest: it has not waited for long yet, against the time that it takes
+    /// to load the rest. (Who buys once the rent has come to the price never pays more than twice the lesser of the two.)
+    ///
+    /// From a store that is nearly as fast as memory nothing is gained by that but to learn what is wanted: once, for the next times.
+    fn is_patient(&self) -> bool {
+        let is_slow = self.is_slow();
+        if self.has_learnt && !is_slow {
+            return false;
+        }
+        let left = |shelf: &Shelf<'_>| {
+            let (done, all) = (shelf.next.load(Ordering::Relaxed), shelf.stock.order.len());
+            shelf.stock.plan.pages() * all.saturating_sub(done) as u64 / all.max(1) as u64
+        };
+        let mib = (self.shelves.iter().map(left).sum::<u64>() * PAGE) >> 20;
+        let each_ns = match is_slow {
+            true => self.reading.now() / PART,
+            false => (self.reading.now() + self.putting.best()) / host::processors() as u64,
+        };
+        let (rest_us, since) = (mib.saturating_mul(each_ns) / 1000, self.began_us.load(Ordering::Relaxed));
+        monotonic_us().saturating_sub(since) < rest_us
     }
 }
 

@@ -10,7 +10,7 @@ use rustix::process::{Signal, pidfd_send_signal};
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use stillpoint_linux::hold;
-use stillpoint_store::{Reader, TouchSet};
+use stillpoint_store::{Reader, Sources, TouchSet};
 
 /// All that page servers work with.
 pub struct Work<'a> {
@@ -55,6 +55,11 @@ impl<'a> Stock<'a> {
     pub fn new(plan: Arc<Plan>, touch: Option<Touch<'a>>) -> Self {
         let order = plan.order();
         Stock { plan, order, touch }
+    }
+
+    /// Whether an earlier restore learnt what is wanted first.
+    pub fn was_learnt(&self) -> bool {
+        self.touch.is_some_and(|touch| touch.set.sources().contains(Sources::RESTORES))
     }
 }
 
