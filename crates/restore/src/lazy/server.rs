@@ -12,12 +12,13 @@ use super::sums::Sums;
 use super::turns::{Prompt, Turn, at_once, monotonic_us};
 use super::wanted::{Wanted, around};
 use super::work::{Program, Stock, Touch, Work};
+use crate::loader::block;
 use crate::pace::{Pace, Rate};
 use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::thread::Scope;
 use std::time::{Duration, Instant};
@@ -50,8 +51,16 @@ const AT_A_TIME: usize = 64 << 10;
 const CALM_US: u64 = 5_000;
 /// A store is slow where reading takes so many times as long as putting in.
 const SLOWER: u64 = 4;
-/// Of what takes that long the rest is spared for at most this part of the time that it takes.
+/// Of what takes that long the rest is spared for at most this part of the time that it takes …
 const PART: u64 = 4;
+/// … of what does not, for so many halves of that, while it is learnt what the program wants first …
+const LEARNING: u64 = 6;
+/// … once that has been learnt, for it does not want much else …
+const LEARNT: u64 = 1;
+/// … where nothing is learnt …
+const NOTHING: u64 = 0;
+/// … and never for longer, microseconds.
+const SPARED_US: u64 = 2_000_000;
 /// For so long after all is there, who is to follow the program from then on is waited for.
 const EXPECTED_US: u64 = 2_000_000;
 /// For so long those who put in ahead what nobody is sure to want run only where nobody else does.
@@ -94,7 +103,12 @@ pub fn serve(work: &Work<'_>, by: &[BorrowedFd<'_>], claim: &mut Claim) -> Resul
         began_us: AtomicU64::new(u64::MAX),
         reading: Rate::default(),
         putting: Rate::default(),
-        has_learnt: work.noted_stock().is_some_and(Stock::was_learnt) || work.is_tree,
+        spares: AtomicU64::new(match work.noted_stock().is_some_and(Stock::was_learnt) {
+            true => LEARNT,
+            // What the processes of a tree want is not told apart.
+            false if work.is_tree => NOTHING,
+            false => LEARNING,
+        }),
         sees_all,
         pace,
         yielding: Mutex::default(),
@@ -140,7 +154,7 @@ struct Server<'a> {
     leave: AtomicBool,
     /// Some pages cannot be had.
     lacking: AtomicBool,
-    /// When a page was waited for last, microseconds.
+    /// When a page was waited for last, microseconds; the greatest number as long as one is.
     demanded_us: AtomicU64,
     /// When the program began to run, or this server after it, microseconds.
     began_us: AtomicU64,
@@ -148,8 +162,8 @@ struct Server<'a> {
     reading: Rate,
     /// … and are put in.
     putting: Rate,
-    /// What the program wants first was learnt by an earlier restore.
-    has_learnt: bool,
+    /// For so many halves of the time that it takes to load the rest that is spared, from a store that is not slow.
+    spares: AtomicU64,
     /// Whether it is the first server, and so knows all that the program has done away with.
     sees_all: bool,
     /// The way to the store.
@@ -176,9 +190,9 @@ struct Shelf<'a> {
     next: AtomicUsize,
     /// The next extent to be read and checked ahead.
     checked: AtomicUsize,
-    /// For each extent, whether it was read before, and whether that took long.
-    met: Vec<AtomicU8>,
-    /// Of the pages of those that were.
+    /// For each extent, whether it was read before: another part of it, which the system has kept since, is quicker to be had.
+    met: Vec<AtomicBool>,
+    /// Of those that were.
     sums: Sums,
     /// Runs of the touch set that need not have been there before the program ran, by address: start, end, number.
     known: Vec<(u64, u64, usize)>,
@@ -187,19 +201,12 @@ struct Shelf<'a> {
 impl<'a> Shelf<'a> {
     fn of(stock: &'a Stock<'a>) -> Self {
         let touched = AtomicUsize::new(stock.touch.map_or(0, |touch| touch.done));
-        let met = stock.plan.later.iter().map(|_| AtomicU8::new(NEW)).collect();
+        let met = stock.plan.later.iter().map(|_| AtomicBool::new(false)).collect();
         let known = stock.touch.map(Touch::by_address).unwrap_or_default();
-        let sums = Sums::of(stock.plan.pages());
+        let sums = Sums::of(stock.plan.later.len());
         Shelf { stock, touched, next: AtomicUsize::new(0), checked: AtomicUsize::new(0), met, sums, known }
     }
 }
-
-/// An extent was not read yet …
-const NEW: u8 = 0;
-/// … or was, quickly …
-const QUICK: u8 = 1;
-/// … or slowly: another part of it, which the system has kept since, is quicker to be had.
-const LATE: u8 = 2;
 
 /// An address space that is being filled.
 struct Space<'a> {
@@ -408,8 +415,9 @@ impl<'a> Server<'a> {
                 claim.take_calls(line);
             }
             let mut left = Vec::new();
-            for (space, page) in waiting {
-                if self.serve(&space, page, &mut bytes)? == Did::NotYet {
+            let last = waiting.len().saturating_sub(1);
+            for (place, (space, page)) in waiting.into_iter().enumerate() {
+                if self.serve(&space, page, place == last, &mut bytes)? == Did::NotYet {
                     left.push((space, page));
                 }
             }
@@ -729,63 +737,85 @@ impl<'a> Server<'a> {
         Ok(())
     }
 
-    /// Puts in a page that is waited for, and those beside it.
-    fn serve(&self, space: &Arc<Space<'a>>, page: RemoteAddr, bytes: &mut Vec<u8>) -> Result<Did> {
+    /// Puts in a page that is waited for, and those beside it; of the last one that is, also the rest of its block where that pays.
+    fn serve(
+        &self,
+        space: &Arc<Space<'a>>,
+        page: RemoteAddr,
+        is_last: bool,
+        bytes: &mut Vec<u8>,
+    ) -> Result<Did> {
         let plan = self.plan(space);
         let then = space.read().then(page.0);
         let wanted = then.and_then(|then| {
             let index = plan.extent_at(then)?;
             let number = plan.page(index, then);
-            (!space.settled.is_set(number)).then_some(index)
+            (!space.settled.is_set(number)).then_some((index, then))
         });
-        let Some(index) = wanted else { return self.put_zeros(space, page) };
-        let now_us = monotonic_us();
-        self.work.board.program(space.program).demand(now_us);
-        self.demanded_us.store(now_us, Ordering::Relaxed);
-        if let Some(did) = self.serve_known(space, page, then.unwrap_or_default())? {
-            return Ok(did);
-        }
+        let Some((index, then)) = wanted else { return self.put_zeros(space, page) };
+        self.work.board.program(space.program).demand(monotonic_us());
+        self.demanded_us.store(u64::MAX, Ordering::Relaxed);
+        let did = match self.serve_known(space, page, then) {
+            Ok(None) => self.serve_stored(space, page, (index, then), is_last, bytes),
+            other => other.map(|did| did.unwrap_or(Did::All)),
+        };
+        self.demanded_us.store(monotonic_us(), Ordering::Relaxed);
+        did
+    }
+
+    /// Puts in a page that is waited for, which is that at `then` of extent `index`, and those beside it.
+    fn serve_stored(
+        &self,
+        space: &Arc<Space<'a>>,
+        page: RemoteAddr,
+        (index, then): (usize, u64),
+        is_last: bool,
+        bytes: &mut Vec<u8>,
+    ) -> Result<Did> {
+        let (plan, shelf) = (self.plan(space), &self.shelves[space.stock]);
         let extent = &plan.later[index];
-        let around = {
+        let is_noted_space = space.number == self.work.noted();
+        let (around, is_noted) = {
             let mut wanted = self.wanted();
             let place = (space.number, index);
-            let around = around(extent, then.unwrap_or_default(), wanted.extents.get(&place).copied());
+            let around = around(extent, then, wanted.extents.get(&place).copied());
             wanted.extents.insert(place, around);
-            around
+            (around, is_noted_space && wanted.note(around, self.room))
         };
-        let is_noted = space.number == self.work.noted() && self.wanted().note(around, self.room);
-        let met = &self.shelves[space.stock].met[index];
+        if is_noted_space && !is_noted {
+            self.spares.store(NOTHING, Ordering::Relaxed);
+        }
         // To come back for the rest would take longer than to put it in; but as long as it is noted what is waited for, the next time
         // gains more from that.
-        let wants_all = || !self.is_patient() || !is_noted && met.load(Ordering::Relaxed) == LATE;
+        let wants_all = || if self.is_slow() { !is_noted } else { !self.is_patient() };
         if !wants_all() && self.read_alone(space, index, around, bytes) {
             return self.serve_with(space, page, around, bytes);
         }
         bytes.resize(extent.len() as usize, 0);
         let asked = Instant::now();
-        let is_new = met.load(Ordering::Relaxed) == NEW;
+        let is_new = !shelf.met[index].swap(true, Ordering::Relaxed);
         if is_new {
-            self.travel(bytes.len() as u64, true);
+            self.travel(extent.len(), true);
         }
         if let Err(why) = self.read_patiently(std::slice::from_ref(space), index, bytes) {
             return self.fail(space, page, &why);
         }
-        // What was read before the system may have kept.
-        if is_new {
-            self.reading.note(extent.len(), asked.elapsed());
-        }
-        if self.is_slow() {
-            met.store(LATE, Ordering::Relaxed);
-        } else {
-            let _ = met.compare_exchange(NEW, QUICK, Ordering::Relaxed, Ordering::Relaxed);
+        if is_new && let Some((_, start, end)) = block(extent) {
+            self.reading.note(end - start, asked.elapsed());
         }
         let part = (around.start - extent.address) as usize..(around.end() - extent.address) as usize;
         let did = self.serve_with(space, page, around, &bytes[part])?;
-        if did == Did::All && wants_all() {
-            let all = Range { start: extent.address, len: extent.len() };
-            self.install(space, all, bytes, Tally::Ahead)?;
-        } else {
-            self.shelves[space.stock].sums.note(plan.page(index, extent.address), bytes);
+        if did == Did::NotYet {
+            return Ok(did);
+        }
+        match wants_all() {
+            true if is_last => {
+                // What cannot be put in just now is as if nobody had tried.
+                let all = Range { start: extent.address, len: extent.len() };
+                self.install(space, all, bytes, Tally::Ahead)?;
+            }
+            true => {}
+            false => shelf.sums.note(index, bytes),
         }
         Ok(did)
     }
@@ -803,14 +833,15 @@ impl<'a> Server<'a> {
 
     /// Reads a part of an extent alone, if it has been read and checked before, and is the same; then it is in `bytes`.
     fn read_alone(&self, space: &Space<'a>, index: usize, part: Range, bytes: &mut Vec<u8>) -> bool {
-        let (plan, sums) = (self.plan(space), &self.shelves[space.stock].sums);
-        let pages = plan.page(index, part.start)..plan.page(index, part.end());
-        if !sums.are_known(pages.clone()) {
+        let (extent, sums) = (&self.plan(space).later[index], &self.shelves[space.stock].sums);
+        if !sums.are_known(index) {
             return false;
         }
         bytes.resize(part.len as usize, 0);
-        let extent = plan.later[index].part(part.start, part.end());
-        self.work.reader.read_pages(&extent, bytes).is_ok() && sums.fit(pages.start, bytes)
+        let page = |address: u64| ((address - extent.address) / PAGE) as usize;
+        let pages = page(part.start)..page(part.end());
+        let part = extent.part(part.start, part.end());
+        self.work.reader.read_pages(&part, bytes).is_ok() && sums.fit(index, pages, bytes)
     }
 
     /// Puts in a page that is waited for, and those of its run in the touch set: little is to be read for it. `None` if it is not
@@ -935,8 +966,12 @@ impl<'a> Server<'a> {
         let mut step = bytes.len() as u64;
         while done < bytes.len() as u64 {
             let now = &bytes[done as usize..(done + step).min(bytes.len() as u64) as usize];
+            let began = Instant::now();
             let (settled, is_new) = match space.userfault.put(RemoteAddr(piece.now + done), now)? {
-                Put::All => (now.len() as u64, true),
+                Put::All => {
+                    self.putting.note(now.len() as u64, began.elapsed());
+                    (now.len() as u64, true)
+                }
                 Put::Changing(0) => return Ok(Did::NotYet),
                 Put::Unmapped(0) if now.len() as u64 > PAGE => {
                     step = PAGE;
@@ -1005,7 +1040,7 @@ impl<'a> Server<'a> {
                 turn.take();
             }
             if spares {
-                if self.is_slow() || !self.check_ahead(shelf, &mut bytes) {
+                if self.is_slow() || !self.check_ahead(shelf, &whose, &mut bytes) {
                     std::thread::sleep(PAUSE / 20);
                 }
                 continue;
@@ -1157,10 +1192,8 @@ impl<'a> Server<'a> {
             return Ok(());
         }
         bytes.resize(extent.len() as usize, 0);
-        let met = &shelf.met[index];
-        if met.load(Ordering::Relaxed) == NEW {
+        if !shelf.met[index].swap(true, Ordering::Relaxed) {
             self.travel(extent.len(), false);
-            let _ = met.compare_exchange(NEW, QUICK, Ordering::Relaxed, Ordering::Relaxed);
         }
         if let Err(why) = self.read_patiently(&missing, index, bytes) {
             // It may never be wanted. If it is, the program is told then.
@@ -1175,23 +1208,23 @@ impl<'a> Server<'a> {
 
     /// Reads an extent and notes the checksums of its pages, so that whoever waits for one of them waits for no other; false if all
     /// have been.
-    fn check_ahead(&self, shelf: &Shelf<'a>, bytes: &mut Vec<u8>) -> bool {
+    fn check_ahead(&self, shelf: &Shelf<'a>, whose: &[Arc<Space<'a>>], bytes: &mut Vec<u8>) -> bool {
+        shelf.checked.fetch_max(shelf.next.load(Ordering::Relaxed), Ordering::Relaxed);
         let place = shelf.checked.fetch_add(1, Ordering::Relaxed);
         let Some(&index) = shelf.stock.order.get(place) else { return false };
         let plan = &shelf.stock.plan;
-        let (extent, met) = (&plan.later[index], &shelf.met[index]);
+        let extent = &plan.later[index];
         let pages = plan.page(index, extent.address)..plan.page(index, extent.end());
-        if shelf.sums.are_known(pages.clone()) {
+        if shelf.sums.are_known(index) || !whose.iter().any(|space| space.misses(pages.clone())) {
             return true;
         }
         bytes.resize(extent.len() as usize, 0);
-        if met.load(Ordering::Relaxed) == NEW {
+        if !shelf.met[index].swap(true, Ordering::Relaxed) {
             self.travel(extent.len(), false);
         }
         // What cannot be read is told to whoever wants it.
         if self.work.reader.read(extent, bytes).is_ok() {
-            let _ = met.compare_exchange(NEW, QUICK, Ordering::Relaxed, Ordering::Relaxed);
-            shelf.sums.note(pages.start, bytes);
+            shelf.sums.note(index, bytes);
         }
         true
     }
@@ -1201,13 +1234,11 @@ impl<'a> Server<'a> {
             let start = range.start + (n * AT_A_TIME) as u64;
             let part_range = Range { start, len: part.len() as u64 };
             loop {
-                let began = Instant::now();
                 let did = {
                     let _prompt = Prompt::begin(turn);
                     self.install(space, part_range, part, Tally::Ahead)?
                 };
                 if did == Did::All {
-                    self.putting.note(part_range.len, began.elapsed());
                     break;
                 }
                 if self.leave.load(Ordering::Relaxed) || space.has_ended() {
@@ -1231,25 +1262,31 @@ impl<'a> Server<'a> {
     }
 
     /// Whether what the program waits for still goes before all the rest: it has not waited for long yet, against the time that it takes
-    /// to load the rest. (Who buys once the rent has come to the price never pays more than twice the lesser of the two.)
-    ///
-    /// From a store that is nearly as fast as memory nothing is gained by that but to learn what is wanted: once, for the next times.
+    /// to load the rest. From a store that is nearly as fast as memory that is worth it while it is learnt what the program wants, for the
+    /// next times, or if that is there already: then it waits for little else.
     fn is_patient(&self) -> bool {
         let is_slow = self.is_slow();
-        if self.has_learnt && !is_slow {
+        // How fast things are is found out by doing them.
+        if self.putting.best() == 0 {
             return false;
         }
         let left = |shelf: &Shelf<'_>| {
             let (done, all) = (shelf.next.load(Ordering::Relaxed), shelf.stock.order.len());
-            shelf.stock.plan.pages() * all.saturating_sub(done) as u64 / all.max(1) as u64
+            shelf.stock.plan.pages() * PAGE * all.saturating_sub(done) as u64 / all.max(1) as u64
         };
-        let mib = (self.shelves.iter().map(left).sum::<u64>() * PAGE) >> 20;
+        // Each clone has all of it put in.
+        let often = if self.work.has_clones() { self.work.programs.len() as u64 } else { 1 };
         let each_ns = match is_slow {
             true => self.reading.now() / PART,
-            false => (self.reading.now() + self.putting.best()) / host::processors() as u64,
+            false => {
+                let each = (self.reading.now() + often * self.putting.best()) / host::processors() as u64;
+                self.spares.load(Ordering::Relaxed) * each / 2
+            }
         };
-        let (rest_us, since) = (mib.saturating_mul(each_ns) / 1000, self.began_us.load(Ordering::Relaxed));
-        monotonic_us().saturating_sub(since) < rest_us
+        let kib = self.shelves.iter().map(left).sum::<u64>() >> 10;
+        let rest_us = (kib.saturating_mul(each_ns) >> 10) / 1000;
+        let since = self.began_us.load(Ordering::Relaxed);
+        monotonic_us().saturating_sub(since) < rest_us.min(SPARED_US)
     }
 }
 

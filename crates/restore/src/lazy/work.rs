@@ -59,7 +59,8 @@ impl<'a> Stock<'a> {
 
     /// Whether an earlier restore learnt what is wanted first.
     pub fn was_learnt(&self) -> bool {
-        self.touch.is_some_and(|touch| touch.set.sources().contains(Sources::RESTORES))
+        let has = |touch: Touch<'_>| touch.set.len() > touch.head;
+        self.touch.is_some_and(|touch| touch.set.sources().contains(Sources::RESTORES) && has(touch))
     }
 }
 
