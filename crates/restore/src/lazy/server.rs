@@ -977,8 +977,10 @@ impl<'a> Server<'a> {
                     step = PAGE;
                     continue;
                 }
-                // It is there, or has been unmapped: neither wants it.
-                Put::Present(0) | Put::Unmapped(0) => (PAGE, false),
+                // Another has put it in, and may be about to say so: whoever says so first counts it.
+                Put::Present(0) => (PAGE, true),
+                // It has been unmapped.
+                Put::Unmapped(0) => (PAGE, false),
                 Put::Changing(more) | Put::Present(more) | Put::Unmapped(more) => (more, true),
                 Put::Ended => {
                     space.ended.store(true, Ordering::Relaxed);
