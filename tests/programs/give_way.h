@@ -1,11 +1,17 @@
-// Leaves the processor to others for so many milliseconds, after each round of something endless. Not in a soak.
+// For programs without an end: what they leave to others, unless all is asked of them.
 #pragma once
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
-static inline void give_way(unsigned ms) {
+// Whether there is time for all.
+static inline int soaks(void) {
   const char *tier = getenv("STILLPOINT_TIER");
-  if (!tier || strcmp(tier, "soak"))
-    usleep(ms * 1000);
+  return tier && !strcmp(tier, "soak");
+}
+
+// Leaves the processor to others for so many seconds, after each round of something endless. Not in a soak.
+static inline void give_way(double seconds) {
+  if (!soaks())
+    usleep((useconds_t)(seconds * 1e6));
 }

@@ -54,7 +54,7 @@ static void *churn(void *argument) {
     int is_due = counts[me] % 1000 == 0;
     pthread_mutex_unlock(&lock);
     if (is_due)
-      give_way(10);
+      give_way(0.01);
   }
   return 0;
 }

@@ -145,7 +145,7 @@ int main(int argc, char **argv) {
     if (wanted)
       make_child();
     if (turn % 40 == 0)
-      give_way(4);
+      give_way(0.004);
     if (turn % 200 == 0)
       dprintf(1, "turn %llu\n", (unsigned long long)turn);
   }

@@ -250,6 +250,11 @@ pub fn installed(names: &[&str], package: &str) -> Option<PathBuf> {
     found
 }
 
+/// Puts so much text into the directory of a program, as `input`.
+pub fn input(bytes: u64) -> Box<dyn Fn(&Path)> {
+    Box::new(move |directory| fs::write(directory.join("input"), text(bytes as usize)).expect("input"))
+}
+
 /// Text that compresses, but not at once: the same for the same size.
 pub fn text(bytes: usize) -> Vec<u8> {
     let words = [

@@ -4,19 +4,20 @@
 
 #define ROOM (24ul << 20)
 #define THREADS 4
-#define STEPS (512ul << 10)
+#define STEPS (128ul << 10)
+#define NAPS 16
 
 static char *memory;
 static uint64_t results[THREADS];
 
-// A walk through all of the memory, each step of which depends on what was found at the one before.
+// A walk through all of the memory, each step of which depends on what was found at the one before. It lasts across the cut.
 static void *walk(void *argument) {
   uint64_t x = (uint64_t)(long)argument;
-  const uint64_t *words = (const uint64_t *)memory;
-  for (uint64_t step = 0; step < STEPS; step++) {
-    x = mix(x ^ words[x % (ROOM / 8)]);
-    if (step % (STEPS / 16) == 0)
-      nap(0.01);
+  const uint64_t *words = (const uint64_t *)memory, steps = soaks() ? STEPS : STEPS / 4;
+  for (int part = 0; part < NAPS; part++) {
+    for (uint64_t step = 0; step < steps; step++)
+      x = mix(x ^ words[x % (ROOM / 8)]);
+    give_way(0.01);
   }
   results[(long)argument] = x;
   return 0;

@@ -6,6 +6,7 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
+#include "../programs/give_way.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -110,13 +111,6 @@ static UNUSED void nap(double s) {
   struct timespec t = timespec_of(s);
   while (nanosleep(&t, &t) && errno == EINTR)
     ;
-}
-
-// Leaves the processor to others for a while, after each round of something endless. Not in a soak.
-static UNUSED void give_way(double s) {
-  const char *tier = getenv("STILLPOINT_TIER");
-  if (!tier || strcmp(tier, "soak"))
-    nap(s);
 }
 
 static UNUSED int gone(void) {

@@ -5,7 +5,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
-use stillpoint_tests::programs::{Program, installed, text};
+use stillpoint_tests::programs::{Program, input, installed};
 use stillpoint_tests::{
     Scratch, Stillpoint, kernel, right, right_eq, skipped, tier, undisturbed_only, wait_for,
 };
@@ -124,9 +124,7 @@ fn xz_with_threads() {
     let Some(xz) = installed(&["xz"], "xz-utils") else { return };
     let mut program =
         Program::new(&[xz.to_str().expect("path"), "-T2", "-4", "--block-size=1MiB", "-k", "-c", "input"]);
-    program.prepare = Box::new(|directory| {
-        fs::write(directory.join("input"), text(tier::size(16 << 20) as usize)).expect("input")
-    });
+    program.prepare = input(tier::size(16 << 20));
     travels(program);
 }
 
@@ -173,9 +171,7 @@ fn moved_xz(scratch: &Scratch) -> Option<(Program, PathBuf)> {
         "input",
     ]);
     program.environment.push(("LD_LIBRARY_PATH".into(), own.display().to_string()));
-    program.prepare = Box::new(|directory| {
-        fs::write(directory.join("input"), text(tier::size(30 << 20) as usize)).expect("input")
-    });
+    program.prepare = input(tier::size(30 << 20));
     Some((program, own))
 }
 

@@ -6,7 +6,7 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::Duration;
-use stillpoint_tests::programs::{Program, built_by_go, installed, source, text};
+use stillpoint_tests::programs::{Program, built_by_go, input, installed, source};
 use stillpoint_tests::scratch::MARK;
 use stillpoint_tests::target::alone;
 use stillpoint_tests::{
@@ -66,8 +66,7 @@ fn xz_with_threads() {
         "-c",
         "input",
     ]));
-    program.prepare =
-        Box::new(|directory| fs::write(directory.join("input"), text(14 << 20)).expect("input"));
+    program.prepare = input(14 << 20);
     program.survives();
 }
 
@@ -84,9 +83,7 @@ fn zstd_with_threads() {
         "-o",
         "output.zst",
     ]));
-    program.prepare = Box::new(|directory| {
-        fs::write(directory.join("input"), text(tier::size(16 << 20) as usize)).expect("input")
-    });
+    program.prepare = input(tier::size(16 << 20));
     program.outputs = vec!["output.zst"];
     program.survives();
 }

@@ -755,10 +755,10 @@ impl<'a> Server<'a> {
         let Some((index, then)) = wanted else { return self.put_zeros(space, page) };
         self.work.board.program(space.program).demand(monotonic_us());
         self.demanded_us.store(u64::MAX, Ordering::Relaxed);
-        let did = match self.serve_known(space, page, then) {
-            Ok(None) => self.serve_stored(space, page, (index, then), is_last, bytes),
-            other => other.map(|did| did.unwrap_or(Did::All)),
-        };
+        let did = self.serve_known(space, page, then).and_then(|did| match did {
+            Some(did) => Ok(did),
+            None => self.serve_stored(space, page, (index, then), is_last, bytes),
+        });
         self.demanded_us.store(monotonic_us(), Ordering::Relaxed);
         did
     }
@@ -793,10 +793,7 @@ impl<'a> Server<'a> {
         }
         bytes.resize(extent.len() as usize, 0);
         let asked = Instant::now();
-        let is_new = !shelf.met[index].swap(true, Ordering::Relaxed);
-        if is_new {
-            self.travel(extent.len(), true);
-        }
+        let is_new = self.travel_to(shelf, index, true);
         if let Err(why) = self.read_patiently(std::slice::from_ref(space), index, bytes) {
             return self.fail(space, page, &why);
         }
@@ -883,6 +880,15 @@ impl<'a> Server<'a> {
     /// Takes as long as so many bytes take on a way to the store that is limited. What is urgent goes first.
     fn travel(&self, bytes: u64, urgent: bool) {
         self.pace.travel_unless(bytes, urgent, &|| self.leave.load(Ordering::Relaxed));
+    }
+
+    /// The same, for an extent, if it was not read before. Whether it was not.
+    fn travel_to(&self, shelf: &Shelf<'_>, index: usize, urgent: bool) -> bool {
+        let is_new = !shelf.met[index].swap(true, Ordering::Relaxed);
+        if is_new {
+            self.travel(shelf.stock.plan.later[index].len(), urgent);
+        }
+        is_new
     }
 
     /// Reads an extent of the stock of some spaces.
@@ -1194,9 +1200,7 @@ impl<'a> Server<'a> {
             return Ok(());
         }
         bytes.resize(extent.len() as usize, 0);
-        if !shelf.met[index].swap(true, Ordering::Relaxed) {
-            self.travel(extent.len(), false);
-        }
+        self.travel_to(shelf, index, false);
         if let Err(why) = self.read_patiently(&missing, index, bytes) {
             // It may never be wanted. If it is, the program is told then.
             let why = why.to_string();
@@ -1221,9 +1225,7 @@ impl<'a> Server<'a> {
             return true;
         }
         bytes.resize(extent.len() as usize, 0);
-        if !shelf.met[index].swap(true, Ordering::Relaxed) {
-            self.travel(extent.len(), false);
-        }
+        self.travel_to(shelf, index, false);
         // What cannot be read is told to whoever wants it.
         if self.work.reader.read(extent, bytes).is_ok() {
             shelf.sums.note(index, bytes);
@@ -1267,7 +1269,6 @@ impl<'a> Server<'a> {
     /// to load the rest. From a store that is nearly as fast as memory that is worth it while it is learnt what the program wants, for the
     /// next times, or if that is there already: then it waits for little else.
     fn is_patient(&self) -> bool {
-        let is_slow = self.is_slow();
         // How fast things are is found out by doing them.
         if self.putting.best() == 0 {
             return false;
@@ -1278,7 +1279,7 @@ impl<'a> Server<'a> {
         };
         // Each clone has all of it put in.
         let often = if self.work.has_clones() { self.work.programs.len() as u64 } else { 1 };
-        let each_ns = match is_slow {
+        let each_ns = match self.is_slow() {
             true => self.reading.now() / PART,
             false => {
                 let each = (self.reading.now() + often * self.putting.best()) / host::processors() as u64;
