@@ -4,7 +4,7 @@ use crate::scratch::MARK;
 use crate::{kernel, right, verdict};
 use serde_json::Value;
 use std::ffi::OsStr;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 use std::sync::OnceLock;
@@ -141,6 +141,28 @@ impl Stillpoint {
     /// The store.
     pub fn store(&self) -> &Path {
         &self.store
+    }
+
+    /// Damages a page of the store's largest segment such that a restore still begins: what has to be there before the program runs is
+    /// another one's. `restored` is such a restore; returns what it said.
+    #[track_caller]
+    pub fn damage_a_page(&self, mut restored: impl FnMut() -> Output) -> Output {
+        let is_segment = |path: &PathBuf| path.components().any(|c| c.as_os_str() == "segments");
+        let len = |path: &PathBuf| std::fs::metadata(path).map_or(0, |m| m.len());
+        let path = self.files().into_iter().filter(is_segment).max_by_key(len).expect("a segment");
+        let segment = std::fs::File::options().read(true).write(true).open(&path).expect("open");
+        for part in [5, 4, 6, 3, 7] {
+            let (at, mut byte) = (len(&path) * part / 10, [0]);
+            segment.read_exact_at(&mut byte, at).expect("read");
+            segment.write_all_at(&[byte[0] ^ 1], at).expect("write");
+            let output = restored();
+            if output.code() != 1 {
+                return output;
+            }
+            assert!(output.stderr.contains("damaged"), "{output}");
+            segment.write_all_at(&byte, at).expect("write");
+        }
+        panic!("each page of {} that was damaged had to be there first", path.display());
     }
 
     /// Where a checkpoint's manifest and its job's segments are: all regular files of the store, ascending.

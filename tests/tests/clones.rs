@@ -4,7 +4,6 @@
 use serde_json::Value;
 use std::fs;
 use std::io::Read;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -440,16 +439,8 @@ fn the_command_is_killed() {
 fn a_damaged_page() {
     let Some(saved) = Saved::new("compute") else { return };
     let Killed { scratch, stillpoint, checkpoint, directory, .. } = saved.killed();
-    let is_segment = |path: &&PathBuf| path.components().any(|c| c.as_os_str() == "segments");
-    let files = stillpoint.files();
-    let segment = files.iter().filter(is_segment).max_by_key(|p| fs::metadata(p).map_or(0, |m| m.len()));
-    let segment = fs::File::options().read(true).write(true).open(segment.expect("a segment")).expect("open");
-    let middle = segment.metadata().expect("metadata").len() / 2;
-    let mut byte = [0];
-    segment.read_exact_at(&mut byte, middle).expect("read");
-    segment.write_all_at(&[byte[0] ^ 1], middle).expect("write");
     go(&directory);
-    let output = stillpoint.run(&arguments(&checkpoint.name(), "3", &[]));
+    let output = stillpoint.damage_a_page(|| stillpoint.run(&arguments(&checkpoint.name(), "3", &[])));
     assert_eq!(output.stderr.matches("checksum").count(), 1, "{output}");
     output.fails(137, &["checksum"]);
     assert!(!directory.join("results").exists());

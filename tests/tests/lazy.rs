@@ -345,18 +345,10 @@ fn killed_all_at_once() {
 #[test]
 fn a_damaged_page() {
     let Some(saved) = Saved::new("whole") else { return };
-    let is_segment = |path: &&PathBuf| path.components().any(|c| c.as_os_str() == "segments");
-    let files = saved.stillpoint.files();
-    let segment = files.iter().filter(is_segment).max_by_key(|p| fs::metadata(p).map_or(0, |m| m.len()));
-    let segment = fs::File::options().read(true).write(true).open(segment.expect("a segment")).expect("open");
-    let middle = segment.metadata().expect("metadata").len() / 2;
-    let mut byte = [0];
-    segment.read_exact_at(&mut byte, middle).expect("read");
-    segment.write_all_at(&[byte[0] ^ 1], middle).expect("write");
     // Nobody waits for what may never come.
     let arguments = ["restore", &saved.checkpoint.name(), LAZY[0], LAZY[1], "--detach", "--json"];
     let _ = fs::remove_file(saved.directory.join("go"));
-    let told = saved.stillpoint.run(&arguments).ok().json();
+    let told = saved.stillpoint.damage_a_page(|| saved.stillpoint.run(&arguments)).ok().json();
     assert!(told["failed"].as_str().is_some_and(|why| why.contains("checksum")), "{told}");
     Running::restored(saved.pid, &saved.directory).kill();
     saved.wait_free();
@@ -405,6 +397,34 @@ fn a_touch_set() {
             servers_near(&saved.scratch).is_empty().then_some(())
         });
     }
+    saved.scratch.nothing_is_left("in the end");
+}
+
+/// What a program is known to wait for is all there before it runs, unless it would take long to get.
+#[test]
+fn what_was_learnt_comes_first() {
+    let Some(saved) = Saved::new("whole") else { return };
+    let path = saved.stillpoint.store().join("jobs/job/touch").join(saved.checkpoint.id.to_string());
+    let running = saved.restore(&[]);
+    let pid = running.pid;
+    running.finish("restored for the first time");
+    all_is_loaded(pid);
+    wait_for("a touch set", Duration::from_secs(60), || path.exists().then_some(()));
+    let shown = saved.stillpoint.run(&["show", &saved.checkpoint.name(), "--json"]).ok().json();
+    let bytes = shown["touch_set"]["bytes"].as_u64().expect("bytes");
+    assert!(bytes > 4 << 20, "{shown}");
+    let first = |options: &[&str]| {
+        saved.wait_free();
+        let _ = fs::remove_file(saved.directory.join("go"));
+        let name = saved.checkpoint.name();
+        let arguments = [&["restore", &name, LAZY[0], LAZY[1], "--detach", "--json"], options].concat();
+        let told = saved.stillpoint.run(&arguments).ok().json();
+        Running::restored(saved.pid, &saved.directory).finish(&format!("restored with {options:?}"));
+        4096 * told["touch_set_pages"].as_u64().expect("pages")
+    };
+    let (quickly, slowly) = (first(&[]), first(&["--limit-bandwidth", "20MB/s"]));
+    // Some pages of it may be of two runs.
+    assert!(quickly > bytes / 16 * 15 && slowly < bytes / 4 * 3, "{quickly} and {slowly} of {bytes}");
     saved.scratch.nothing_is_left("in the end");
 }
 

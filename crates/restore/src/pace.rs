@@ -7,6 +7,9 @@ use std::time::{Duration, Instant};
 /// Longest time for which somebody sleeps who has been overtaken, or may be told to give up.
 const NAP: Duration = Duration::from_millis(10);
 
+/// A store is slow where reading takes so many times as long as putting in.
+const SLOWER: u64 = 4;
+
 /// A way to the store. All who use it take turns.
 #[derive(Debug)]
 pub struct Pace {
@@ -82,6 +85,12 @@ impl Rate {
     pub fn now(&self) -> u64 {
         self.now.load(Ordering::Relaxed)
     }
+}
+
+/// Whether the store is much slower than memory: how fast is read from it, and put in.
+pub fn is_slow(reading: &Rate, putting: &Rate) -> bool {
+    let putting = putting.best();
+    putting > 0 && reading.now() > SLOWER * putting
 }
 
 #[cfg(test)]

@@ -52,6 +52,8 @@ pub struct Options {
     pub limit: Option<u64>,
     /// Whether somebody is going to follow what the program writes, when all of its memory is there.
     pub is_followed: bool,
+    /// Whether it is worth some time to learn what the program wants first: it may be restored from there once more.
+    pub learns: bool,
     /// Which ids its processes and threads have.
     pub ids: Ids,
 }

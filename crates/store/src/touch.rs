@@ -184,17 +184,23 @@ impl Store {
         sources: Sources,
     ) -> Result<()> {
         let file = self.medium.create(path, OFlags::empty())?;
-        let mut table = Vec::with_capacity(runs.len() * RUN);
-        let mut offset = (HEADER + runs.len() * RUN) as u64;
+        let mut table = vec![0; runs.len() * RUN];
+        let mut offset = (HEADER + table.len()) as u64;
+        let mut places = Vec::with_capacity(runs.len());
+        for (run, row) in runs.iter().zip(table.as_chunks_mut::<RUN>().0) {
+            places.push((run, row, offset));
+            offset += run.len();
+        }
+        // Each block is read once, however many runs are part of it.
+        places.sort_unstable_by_key(|(run, ..)| run.address);
         let mut bytes = Vec::new();
-        for run in runs {
+        for (run, row, offset) in places {
             bytes.resize(run.len() as usize, 0);
             checkpoint.reader.read(run, &mut bytes)?;
             self.medium.write_at(&file, path, &bytes, offset)?;
-            offset += run.len();
-            table.extend(run.address.to_le_bytes());
-            table.extend(run.pages.to_le_bytes());
-            table.extend(crc32fast::hash(&bytes).to_le_bytes());
+            row[..8].copy_from_slice(&run.address.to_le_bytes());
+            row[8..12].copy_from_slice(&run.pages.to_le_bytes());
+            row[12..].copy_from_slice(&crc32fast::hash(&bytes).to_le_bytes());
         }
         let header = head(&checkpoint.image.meta, sources, &table);
         self.medium.write_at(&file, path, &[header.as_slice(), &table].concat(), 0)

@@ -630,25 +630,25 @@ impl Again<'_> {
     }
 
     pub(super) fn options(&self) -> Options {
-        options(self.args, self.stdio, self.ids, self.is_asked_for)
-    }
-}
-
-fn options(args: &Restore, stdio: Stdio, ids: Ids, own_output: bool) -> Options {
-    let tcp = match args.tcp {
-        Tcp::Established => TcpPolicy::Established,
-        Tcp::Close => TcpPolicy::Close,
-    };
-    Options {
-        files: args.files.into(),
-        tcp,
-        stdio,
-        own_output,
-        // What is loaded first is to be within the limit, with some room.
-        eager_below: args.memory_limit.map_or(args.eager_below, |limit| args.eager_below.min(limit / 2)),
-        limit: args.limit_bandwidth,
-        is_followed: true,
-        ids,
+        let args = self.args;
+        let tcp = match args.tcp {
+            Tcp::Established => TcpPolicy::Established,
+            Tcp::Close => TcpPolicy::Close,
+        };
+        let below = args.eager_below;
+        Options {
+            files: args.files.into(),
+            tcp,
+            stdio: self.stdio,
+            own_output: self.is_asked_for,
+            // What is loaded first is to be within the limit, with some room.
+            eager_below: args.memory_limit.map_or(below, |limit| below.min(limit / 2)),
+            limit: args.limit_bandwidth,
+            is_followed: true,
+            // A job that goes on has newer checkpoints soon.
+            learns: self.is_asked_for,
+            ids: self.ids,
+        }
     }
 }
 

@@ -7,7 +7,7 @@ use super::plan::Plan;
 use super::template::{Place, Steward, Waiting};
 use super::turns::monotonic_us;
 use super::work::{self, Stock, Touch, Work};
-use crate::pace::Pace;
+use crate::pace::{Pace, Rate, is_slow};
 use crate::rebuild::{Heard, Lazily, Options};
 use crate::{Error, Result, Stdio, loader};
 use rustix::fd::{AsFd, OwnedFd};
@@ -27,12 +27,13 @@ use stillpoint_linux::program::{Arg, Program, Run};
 use stillpoint_linux::remote::Remote;
 use stillpoint_linux::supervise::Child;
 use stillpoint_linux::userfault::{self, Mode, Put, Userfault};
-use stillpoint_store::{Checkpoint, Reader, TouchSet};
+use stillpoint_store::{Checkpoint, Reader, Sources, TouchSet};
 
 /// So much of what was wanted first the last time is there before the program runs, bytes …
 const FIRST: u64 = 2 << 20;
-/// … and what more can be loaded until so long after the restore began. The rest follows at once.
-const READY: Duration = Duration::from_millis(9);
+/// … and what more can be loaded in this part of the time that all but memory took; where it is known that the program waits for it,
+/// all, if that can be had quickly. The rest follows at once.
+const PART_OF_SKELETON: u32 = 2;
 /// Loaded by one thread at a time, bytes.
 const PART: u64 = 256 << 10;
 /// Most entries of a robust list that are followed (`ROBUST_LIST_LIMIT`).
@@ -57,6 +58,7 @@ pub struct Later<'a> {
     pace: Pace,
     is_heard: bool,
     is_followed: bool,
+    learns: bool,
     origin: (String, u64, u64),
     /// Runs of the touch set that had to be there first.
     head: AtomicUsize,
@@ -253,6 +255,7 @@ impl<'a> Later<'a> {
             pace: Pace::new(options.limit),
             is_heard: options.stdio == Stdio::Current,
             is_followed: options.is_followed && rows.len() == 1,
+            learns: options.learns,
             origin: (meta.job.clone(), meta.id, meta.taken_ns),
             head: AtomicUsize::new(0),
         };
@@ -329,23 +332,39 @@ impl<'a> Later<'a> {
         })
     }
 
-    /// Loads the beginning of what was wanted first the last time, on all processors, for as long as may be; returns the first
-    /// run that it left. `began` is when the restore did.
+    /// Loads what was wanted first the last time, on all processors; returns the first run that it left. `began` is when the restore did.
+    ///
+    /// What the program is known to wait for takes less time before it runs than beside it, from a store that is nearly as fast as
+    /// memory; from a slower one, some of it may come while it does something else.
     fn load_touched(&self, began: Instant) -> usize {
         let (Some(touch), Some(member)) = (self.touch, self.members.iter().flatten().next()) else {
             return 0;
         };
         let parts = parts(touch, self.head.load(Ordering::Relaxed));
+        // What many clones want they load at the same time.
+        let is_learnt =
+            touch.sources().contains(Sources::RESTORES) && matches!(self.served, Served::Alone(_));
+        let (reading, putting) = (Rate::default(), Rate::default());
+        let (skeleton, since) = (began.elapsed(), Instant::now());
         let (next, loaded) = (AtomicUsize::new(0), AtomicU64::new(0));
+        let may_run = || {
+            let is_due =
+                loaded.load(Ordering::Relaxed) >= FIRST && since.elapsed() > skeleton / PART_OF_SKELETON;
+            is_due && (!is_learnt || is_slow(&reading, &putting))
+        };
         let work = || {
             let mut bytes = Vec::new();
-            while loaded.load(Ordering::Relaxed) < FIRST || began.elapsed() < READY {
+            while !may_run() {
                 let Some(runs) = parts.get(next.fetch_add(1, Ordering::Relaxed)) else { return };
                 let len = runs.clone().map(|run| touch.run(run).len).sum();
+                let asked = Instant::now();
                 self.pace.travel(len);
                 // One that cannot be read is no loss: all is in the checkpoint, too.
                 if touch.read(runs.clone(), &mut bytes).is_ok() {
+                    let read = Instant::now();
+                    reading.note(len, read - asked);
                     self.put_runs(member, touch, runs.clone(), &bytes);
+                    putting.note(len, read.elapsed());
                 }
                 loaded.fetch_add(len, Ordering::Relaxed);
             }
@@ -386,8 +405,8 @@ impl<'a> Later<'a> {
     pub fn start(self, processes: &[(&Memory, &Process)], began: Instant) -> Result<(Coming, Begun)> {
         let done = self.load_touched(began);
         let Later { members, reader, touch, board, served, limit, .. } = self;
-        let (is_heard, is_followed, origin, head) =
-            (self.is_heard, self.is_followed, self.origin, self.head.into_inner());
+        let (is_heard, is_followed, learns, origin, head) =
+            (self.is_heard, self.is_followed, self.learns, self.origin, self.head.into_inner());
         let waiting = members.iter().flatten();
         for (member, (memory, _)) in members.iter().zip(processes) {
             let Some(member) = member else { continue };
@@ -423,7 +442,8 @@ impl<'a> Later<'a> {
                 }
                 #[rustfmt::skip]
                 let work = Work {
-                    stocks, reader, limit, board, dumps, programs, heard, is_heard, is_followed, origin, line, is_tree,
+                    stocks, reader, limit, board, dumps, programs, heard, is_heard, is_followed, learns, origin, line,
+                    is_tree,
                 };
                 let (child, parted) = keepers::start(&work, followed, Some(began.elapsed()))?;
                 let (coming, members) = (coming.clone(), everybody);

@@ -12,6 +12,7 @@ pub mod keepers;
 mod later;
 pub mod placement;
 pub mod plan;
+mod rhythm;
 mod server;
 mod sums;
 mod template;

@@ -8,12 +8,13 @@ use super::claim::{Claim, Moves};
 use super::cores::{Core, Cores};
 use super::placement::{Piece, Placement};
 use super::plan::Plan;
+use super::rhythm::Rhythm;
 use super::sums::Sums;
 use super::turns::{Prompt, Turn, at_once, monotonic_us};
 use super::wanted::{Wanted, around};
 use super::work::{Program, Stock, Touch, Work};
 use crate::loader::block;
-use crate::pace::{Pace, Rate};
+use crate::pace::{Pace, Rate, is_slow};
 use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -49,8 +50,6 @@ const AGAIN: Duration = Duration::from_secs(1);
 const AT_A_TIME: usize = 64 << 10;
 /// A program that has not waited for any page for so long has what it wants for now.
 const CALM_US: u64 = 5_000;
-/// A store is slow where reading takes so many times as long as putting in.
-const SLOWER: u64 = 4;
 /// Of what takes that long the rest is spared for at most this part of the time that it takes …
 const PART: u64 = 4;
 /// … of what does not, for so many halves of that, while it is learnt what the program wants first …
@@ -100,13 +99,14 @@ pub fn serve(work: &Work<'_>, by: &[BorrowedFd<'_>], claim: &mut Claim) -> Resul
         leave,
         lacking,
         demanded_us,
+        rhythm: Rhythm::new(),
         began_us: AtomicU64::new(u64::MAX),
         reading: Rate::default(),
         putting: Rate::default(),
         spares: AtomicU64::new(match work.noted_stock().is_some_and(Stock::was_learnt) {
             true => LEARNT,
             // What the processes of a tree want is not told apart.
-            false if work.is_tree => NOTHING,
+            false if work.is_tree || !work.learns => NOTHING,
             false => LEARNING,
         }),
         sees_all,
@@ -114,9 +114,10 @@ pub fn serve(work: &Work<'_>, by: &[BorrowedFd<'_>], claim: &mut Claim) -> Resul
         yielding: Mutex::default(),
         wanted,
         // What the processes of a tree want is not told apart.
-        records: AtomicBool::new(work.is_tree),
+        records: AtomicBool::new(work.is_tree || !work.learns),
         moves: claim.moves().clone(),
         queues: Mutex::default(),
+        rest: Mutex::default(),
         room,
     };
     for number in work.board.spaces() {
@@ -156,6 +157,8 @@ struct Server<'a> {
     lacking: AtomicBool,
     /// When a page was waited for last, microseconds; the greatest number as long as one is.
     demanded_us: AtomicU64,
+    /// How often it is.
+    rhythm: Rhythm,
     /// When the program began to run, or this server after it, microseconds.
     began_us: AtomicU64,
     /// How fast pages are read, for whoever waits for them …
@@ -175,11 +178,16 @@ struct Server<'a> {
     /// What was waited for is told, or has been, or need not be.
     records: AtomicBool,
     moves: Moves,
+    /// What was read for whoever waited for a part of it.
+    rest: Mutex<Vec<Rest<'a>>>,
     /// Ways to the rings of programs, once they have been needed.
     queues: Mutex<HashMap<usize, Option<Queue>>>,
     /// So much more may be noted of what is waited for, bytes.
     room: u64,
 }
+
+/// An extent, by its number, and its contents, for a space that may miss it.
+type Rest<'a> = (Arc<Space<'a>>, usize, Vec<u8>);
 
 /// A stock, and how far it has been put in.
 struct Shelf<'a> {
@@ -387,6 +395,7 @@ impl<'a> Server<'a> {
             polled.extend(calls.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
             // Those who have to go on first need a processor.
             let pause = if waiting.is_empty() { PAUSE } else { PAUSE / 200 };
+            let pause = if self.rhythm.waits_soon() { Duration::ZERO } else { pause };
             let pause = Timespec::try_from(pause).ok();
             match poll(&mut polled, pause.as_ref()) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
@@ -414,12 +423,15 @@ impl<'a> Server<'a> {
                 }
                 claim.take_calls(line);
             }
-            let mut left = Vec::new();
-            let last = waiting.len().saturating_sub(1);
-            for (place, (space, page)) in waiting.into_iter().enumerate() {
-                if self.serve(&space, page, place == last, &mut bytes)? == Did::NotYet {
+            let (mut left, began) = (Vec::new(), Instant::now());
+            let is_any = !waiting.is_empty();
+            for (space, page) in waiting {
+                if self.serve(&space, page, &mut bytes)? == Did::NotYet {
                     left.push((space, page));
                 }
+            }
+            if is_any {
+                self.rhythm.served(began, Instant::now());
             }
             waiting = left;
         }
@@ -737,14 +749,8 @@ impl<'a> Server<'a> {
         Ok(())
     }
 
-    /// Puts in a page that is waited for, and those beside it; of the last one that is, also the rest of its block where that pays.
-    fn serve(
-        &self,
-        space: &Arc<Space<'a>>,
-        page: RemoteAddr,
-        is_last: bool,
-        bytes: &mut Vec<u8>,
-    ) -> Result<Did> {
+    /// Puts in a page that is waited for, and those beside it.
+    fn serve(&self, space: &Arc<Space<'a>>, page: RemoteAddr, bytes: &mut Vec<u8>) -> Result<Did> {
         let plan = self.plan(space);
         let then = space.read().then(page.0);
         let wanted = then.and_then(|then| {
@@ -757,7 +763,7 @@ impl<'a> Server<'a> {
         self.demanded_us.store(u64::MAX, Ordering::Relaxed);
         let did = self.serve_known(space, page, then).and_then(|did| match did {
             Some(did) => Ok(did),
-            None => self.serve_stored(space, page, (index, then), is_last, bytes),
+            None => self.serve_stored(space, page, (index, then), bytes),
         });
         self.demanded_us.store(monotonic_us(), Ordering::Relaxed);
         did
@@ -769,7 +775,6 @@ impl<'a> Server<'a> {
         space: &Arc<Space<'a>>,
         page: RemoteAddr,
         (index, then): (usize, u64),
-        is_last: bool,
         bytes: &mut Vec<u8>,
     ) -> Result<Did> {
         let (plan, shelf) = (self.plan(space), &self.shelves[space.stock]);
@@ -806,15 +811,19 @@ impl<'a> Server<'a> {
             return Ok(did);
         }
         match wants_all() {
-            true if is_last => {
-                // What cannot be put in just now is as if nobody had tried.
-                let all = Range { start: extent.address, len: extent.len() };
-                self.install(space, all, bytes, Tally::Ahead)?;
-            }
-            true => {}
+            true => self.leave_rest(space, index, bytes),
             false => shelf.sums.note(index, bytes),
         }
         Ok(did)
+    }
+
+    /// Leaves an extent that was read to those who fill in, if they keep up: whoever waits for the next page does not wait for that.
+    fn leave_rest(&self, space: &Arc<Space<'a>>, index: usize, bytes: &mut Vec<u8>) {
+        if let Ok(mut rest) = self.rest.try_lock()
+            && rest.len() < host::processors()
+        {
+            rest.push((Arc::clone(space), index, std::mem::take(bytes)));
+        }
     }
 
     /// Puts in a page that is waited for, with others, whose contents these are.
@@ -1023,10 +1032,17 @@ impl<'a> Server<'a> {
         let (mut bytes, mut idle_since, began) = (Vec::new(), Instant::now(), monotonic_us());
         self.began_us.fetch_min(began, Ordering::Relaxed);
         while !self.leave.load(Ordering::Relaxed) {
-            let whose = {
+            let (rest, whose) = {
                 let _prompt = (turn != Turn::Ours).then(|| Prompt::begin(turn));
-                self.unfilled()
+                let rest = self.rest.lock().unwrap_or_else(PoisonError::into_inner).pop();
+                let whose = if rest.is_none() { self.unfilled() } else { None };
+                (rest, whose)
             };
+            if let Some((space, index, bytes)) = rest {
+                let extent = &self.plan(&space).later[index];
+                self.fill_range(&space, Range { start: extent.address, len: extent.len() }, &bytes, turn)?;
+                continue;
+            }
             let Some((shelf, whose)) = whose else {
                 std::thread::sleep(PAUSE);
                 self.begin_again(&mut idle_since);
@@ -1041,7 +1057,7 @@ impl<'a> Server<'a> {
             // Who only takes what others leave never comes to an end on a machine that is always busy; and a program that does nothing
             // but wait wants this more than its processors.
             let until = began + GIVES_WAY_US;
-            let yields = yields && (spares || !is_busy) && monotonic_us() < until;
+            let yields = yields && (spares || !is_busy || !self.rhythm.is_dense()) && monotonic_us() < until;
             let due = if yields { Turn::Others(until) } else { Turn::Ours };
             if turn != due {
                 turn = due;
@@ -1234,8 +1250,10 @@ impl<'a> Server<'a> {
     }
 
     fn fill_range(&self, space: &Space<'a>, range: Range, bytes: &[u8], turn: Turn) -> Result<()> {
-        for (n, part) in bytes.chunks(AT_A_TIME).enumerate() {
-            let start = range.start + (n * AT_A_TIME) as u64;
+        // Nobody gets a processor while it is put in, and one who would leave his to others should not be in the way.
+        let at_a_time = if turn == Turn::Ours { AT_A_TIME } else { AT_A_TIME / 4 };
+        for (n, part) in bytes.chunks(at_a_time).enumerate() {
+            let start = range.start + (n * at_a_time) as u64;
             let part_range = Range { start, len: part.len() as u64 };
             loop {
                 let did = {
@@ -1261,8 +1279,7 @@ impl<'a> Server<'a> {
 
     /// Whether the store is much slower than memory: what is read of it is missing to others.
     fn is_slow(&self) -> bool {
-        let putting = self.putting.best();
-        putting > 0 && self.reading.now() > SLOWER * putting
+        is_slow(&self.reading, &self.putting)
     }
 
     /// Whether what the program waits for still goes before all the rest: it has not waited for long yet, against the time that it takes

@@ -99,10 +99,11 @@ impl Template {
         let meta = &checkpoint.image.meta;
         let (origin, line, is_followed, dumps) =
             ((meta.job.clone(), meta.id, meta.taken_ns), None, false, None);
-        let is_tree = false;
+        let (is_tree, learns) = (false, options.learns);
         #[rustfmt::skip]
         let work = Work {
-            stocks, reader, limit, board, dumps, programs, heard, is_heard, is_followed, origin, line, is_tree,
+            stocks, reader, limit, board, dumps, programs, heard, is_heard, is_followed, learns, origin, line,
+            is_tree,
         };
         let (child, parted) = keepers::start(&work, followed, None)?;
         // What clones have open is not here.

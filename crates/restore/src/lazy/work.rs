@@ -36,6 +36,8 @@ pub struct Work<'a> {
     pub line: Option<UnixListener>,
     /// Whether somebody is going to.
     pub is_followed: bool,
+    /// Whether it is learnt what the program wants first, if that takes some time.
+    pub learns: bool,
     /// The programs are processes of one tree: who waits for the memory of one waits for that of all.
     pub is_tree: bool,
 }
