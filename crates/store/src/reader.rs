@@ -215,7 +215,8 @@ impl Reader {
         let mut bytes = vec![0; length as usize];
         self.read_block(extent, &mut bytes)?;
         let block = Block { segment, offset, bytes: Arc::new(bytes) };
-        *slot.lock().unwrap_or_else(PoisonError::into_inner) = Some(block.clone());
+        let before = slot.lock().unwrap_or_else(PoisonError::into_inner).replace(block.clone());
+        drop(before); // to free it takes a while, and others want the place
         Ok(block)
     }
 }

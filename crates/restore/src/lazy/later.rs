@@ -13,7 +13,7 @@ use crate::{Error, Result, Stdio, loader};
 use rustix::fd::{AsFd, OwnedFd};
 use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use stillpoint_image::{AddressSpace, Extent, FileKind, Image, PAGE, Process, Range};
 use stillpoint_linux::RemoteAddr;
@@ -346,11 +346,13 @@ impl<'a> Later<'a> {
             touch.sources().contains(Sources::RESTORES) && matches!(self.served, Served::Alone(_));
         let (reading, putting) = (Rate::default(), Rate::default());
         let (skeleton, since) = (began.elapsed(), Instant::now());
-        let (next, loaded) = (AtomicUsize::new(0), AtomicU64::new(0));
+        let (next, loaded, failed) = (AtomicUsize::new(0), AtomicU64::new(0), AtomicBool::new(false));
         let may_run = || {
             let is_due =
                 loaded.load(Ordering::Relaxed) >= FIRST && since.elapsed() > skeleton / PART_OF_SKELETON;
-            is_due && (!is_learnt || is_slow(&reading, &putting))
+            // Where processors are few, most take longer than they would.
+            let is_slow = || is_slow(reading.best(), putting.best());
+            is_due && (!is_learnt || failed.load(Ordering::Relaxed) || is_slow())
         };
         let work = || {
             let mut bytes = Vec::new();
@@ -363,8 +365,12 @@ impl<'a> Later<'a> {
                 if touch.read(runs.clone(), &mut bytes).is_ok() {
                     let read = Instant::now();
                     reading.note(len, read - asked);
-                    self.put_runs(member, touch, runs.clone(), &bytes);
-                    putting.note(len, read.elapsed());
+                    let put = self.put_runs(member, touch, runs.clone(), &bytes);
+                    if put > 0 {
+                        putting.note(put, read.elapsed());
+                    }
+                } else {
+                    failed.store(true, Ordering::Relaxed);
                 }
                 loaded.fetch_add(len, Ordering::Relaxed);
             }
@@ -379,11 +385,11 @@ impl<'a> Later<'a> {
         parts.get(next.into_inner()).map_or(touch.len(), |left| left.start)
     }
 
-    /// Puts in what of some runs is still missing; these are their contents.
-    fn put_runs(&self, member: &Member, touch: &TouchSet, runs: std::ops::Range<usize>, bytes: &[u8]) {
+    /// Puts in what of some runs is still missing; these are their contents. Returns how many bytes that was.
+    fn put_runs(&self, member: &Member, touch: &TouchSet, runs: std::ops::Range<usize>, bytes: &[u8]) -> u64 {
         let Member { plan, program, userfault, .. } = member;
         let settled = self.board.space(*program).settled();
-        let mut at = 0;
+        let (mut at, mut put) = (0, 0);
         for run in runs.map(|run| touch.run(run)) {
             for index in plan.extents_in(run.start, run.end()) {
                 let extent = &plan.later[index];
@@ -393,11 +399,14 @@ impl<'a> Later<'a> {
                 if settled.unset(pages.clone()) == Some(pages.clone())
                     && matches!(userfault.put(RemoteAddr(from), here), Ok(Put::All))
                 {
-                    self.board.program(*program).add(Tally::Before, settled.set(pages));
+                    let pages = settled.set(pages);
+                    self.board.program(*program).add(Tally::Before, pages);
+                    put += pages * PAGE;
                 }
             }
             at += run.len;
         }
+        put
     }
 
     /// Begins to load the rest of these processes, which are all of the program. `began` is when the restore did. Returns also

@@ -88,7 +88,7 @@ pub fn serve(work: &Work<'_>, by: &[BorrowedFd<'_>], claim: &mut Claim) -> Resul
     let wanted = Mutex::default();
     let lacking = AtomicBool::new(false);
     let demanded_us = AtomicU64::new(0);
-    let room = work.noted_stock().map_or(0, |stock| {
+    let room = work.noted_stock().filter(|_| work.learns).map_or(0, |stock| {
         // More than a quarter of the memory is not a matter of what comes first.
         (stock.plan.pages() * PAGE / 4).saturating_sub(stock.touch.map_or(0, Touch::bytes))
     });
@@ -104,9 +104,10 @@ pub fn serve(work: &Work<'_>, by: &[BorrowedFd<'_>], claim: &mut Claim) -> Resul
         reading: Rate::default(),
         putting: Rate::default(),
         spares: AtomicU64::new(match work.noted_stock().is_some_and(Stock::was_learnt) {
+            _ if !work.learns => NOTHING,
             true => LEARNT,
             // What the processes of a tree want is not told apart.
-            false if work.is_tree || !work.learns => NOTHING,
+            false if work.is_tree => NOTHING,
             false => LEARNING,
         }),
         sees_all,
@@ -114,10 +115,9 @@ pub fn serve(work: &Work<'_>, by: &[BorrowedFd<'_>], claim: &mut Claim) -> Resul
         yielding: Mutex::default(),
         wanted,
         // What the processes of a tree want is not told apart.
-        records: AtomicBool::new(work.is_tree || !work.learns),
+        records: AtomicBool::new(work.is_tree),
         moves: claim.moves().clone(),
         queues: Mutex::default(),
-        rest: Mutex::default(),
         room,
     };
     for number in work.board.spaces() {
@@ -178,16 +178,11 @@ struct Server<'a> {
     /// What was waited for is told, or has been, or need not be.
     records: AtomicBool,
     moves: Moves,
-    /// What was read for whoever waited for a part of it.
-    rest: Mutex<Vec<Rest<'a>>>,
     /// Ways to the rings of programs, once they have been needed.
     queues: Mutex<HashMap<usize, Option<Queue>>>,
     /// So much more may be noted of what is waited for, bytes.
     room: u64,
 }
-
-/// An extent, by its number, and its contents, for a space that may miss it.
-type Rest<'a> = (Arc<Space<'a>>, usize, Vec<u8>);
 
 /// A stock, and how far it has been put in.
 struct Shelf<'a> {
@@ -394,8 +389,11 @@ impl<'a> Server<'a> {
             let calls = claim.sources(line).into_iter();
             polled.extend(calls.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
             // Those who have to go on first need a processor.
-            let pause = if waiting.is_empty() { PAUSE } else { PAUSE / 200 };
-            let pause = if self.rhythm.waits_soon() { Duration::ZERO } else { pause };
+            let pause = match waiting.is_empty() {
+                true if self.rhythm.waits_soon() => Duration::ZERO,
+                true => PAUSE,
+                false => PAUSE / 200,
+            };
             let pause = Timespec::try_from(pause).ok();
             match poll(&mut polled, pause.as_ref()) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
@@ -424,13 +422,13 @@ impl<'a> Server<'a> {
                 claim.take_calls(line);
             }
             let (mut left, began) = (Vec::new(), Instant::now());
-            let is_any = !waiting.is_empty();
-            for (space, page) in waiting {
-                if self.serve(&space, page, &mut bytes)? == Did::NotYet {
+            let (is_any, last) = (!waiting.is_empty(), waiting.len().saturating_sub(1));
+            for (place, (space, page)) in waiting.into_iter().enumerate() {
+                if self.serve(&space, page, place == last, &mut bytes)? == Did::NotYet {
                     left.push((space, page));
                 }
             }
-            if is_any {
+            if is_any && left.is_empty() {
                 self.rhythm.served(began, Instant::now());
             }
             waiting = left;
@@ -669,6 +667,9 @@ impl<'a> Server<'a> {
 
     /// Tells what was wanted first, for the next time.
     fn record(&self) {
+        if !self.work.learns {
+            return;
+        }
         let wanted = std::mem::take(&mut *self.wanted());
         self.wanted().forgotten.clone_from(&wanted.forgotten);
         let Some(Stock { plan, touch, .. }) = self.work.noted_stock() else { return };
@@ -749,8 +750,14 @@ impl<'a> Server<'a> {
         Ok(())
     }
 
-    /// Puts in a page that is waited for, and those beside it.
-    fn serve(&self, space: &Arc<Space<'a>>, page: RemoteAddr, bytes: &mut Vec<u8>) -> Result<Did> {
+    /// Puts in a page that is waited for, and those beside it; of the last one that is, also the rest of its block where that pays.
+    fn serve(
+        &self,
+        space: &Arc<Space<'a>>,
+        page: RemoteAddr,
+        is_last: bool,
+        bytes: &mut Vec<u8>,
+    ) -> Result<Did> {
         let plan = self.plan(space);
         let then = space.read().then(page.0);
         let wanted = then.and_then(|then| {
@@ -763,7 +770,7 @@ impl<'a> Server<'a> {
         self.demanded_us.store(u64::MAX, Ordering::Relaxed);
         let did = self.serve_known(space, page, then).and_then(|did| match did {
             Some(did) => Ok(did),
-            None => self.serve_stored(space, page, (index, then), bytes),
+            None => self.serve_stored(space, page, (index, then), is_last, bytes),
         });
         self.demanded_us.store(monotonic_us(), Ordering::Relaxed);
         did
@@ -775,6 +782,7 @@ impl<'a> Server<'a> {
         space: &Arc<Space<'a>>,
         page: RemoteAddr,
         (index, then): (usize, u64),
+        is_last: bool,
         bytes: &mut Vec<u8>,
     ) -> Result<Did> {
         let (plan, shelf) = (self.plan(space), &self.shelves[space.stock]);
@@ -811,19 +819,15 @@ impl<'a> Server<'a> {
             return Ok(did);
         }
         match wants_all() {
-            true => self.leave_rest(space, index, bytes),
+            true if is_last => {
+                // What cannot be put in just now is as if nobody had tried.
+                let all = Range { start: extent.address, len: extent.len() };
+                self.install(space, all, bytes, Tally::Ahead)?;
+            }
+            true => {}
             false => shelf.sums.note(index, bytes),
         }
         Ok(did)
-    }
-
-    /// Leaves an extent that was read to those who fill in, if they keep up: whoever waits for the next page does not wait for that.
-    fn leave_rest(&self, space: &Arc<Space<'a>>, index: usize, bytes: &mut Vec<u8>) {
-        if let Ok(mut rest) = self.rest.try_lock()
-            && rest.len() < host::processors()
-        {
-            rest.push((Arc::clone(space), index, std::mem::take(bytes)));
-        }
     }
 
     /// Puts in a page that is waited for, with others, whose contents these are.
@@ -1032,17 +1036,10 @@ impl<'a> Server<'a> {
         let (mut bytes, mut idle_since, began) = (Vec::new(), Instant::now(), monotonic_us());
         self.began_us.fetch_min(began, Ordering::Relaxed);
         while !self.leave.load(Ordering::Relaxed) {
-            let (rest, whose) = {
+            let whose = {
                 let _prompt = (turn != Turn::Ours).then(|| Prompt::begin(turn));
-                let rest = self.rest.lock().unwrap_or_else(PoisonError::into_inner).pop();
-                let whose = if rest.is_none() { self.unfilled() } else { None };
-                (rest, whose)
+                self.unfilled()
             };
-            if let Some((space, index, bytes)) = rest {
-                let extent = &self.plan(&space).later[index];
-                self.fill_range(&space, Range { start: extent.address, len: extent.len() }, &bytes, turn)?;
-                continue;
-            }
             let Some((shelf, whose)) = whose else {
                 std::thread::sleep(PAUSE);
                 self.begin_again(&mut idle_since);
@@ -1279,7 +1276,7 @@ impl<'a> Server<'a> {
 
     /// Whether the store is much slower than memory: what is read of it is missing to others.
     fn is_slow(&self) -> bool {
-        is_slow(&self.reading, &self.putting)
+        is_slow(self.reading.now(), self.putting.best())
     }
 
     /// Whether what the program waits for still goes before all the rest: it has not waited for long yet, against the time that it takes
