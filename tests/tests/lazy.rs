@@ -63,6 +63,22 @@ impl Saved {
         Running::restored(pid, &self.directory)
     }
 
+    /// Restores it and lets it end; all of its memory has been loaded then.
+    #[track_caller]
+    fn runs_once_more(&self, extra: &[&str], what: &str) {
+        let running = self.restore(extra);
+        let pid = running.pid;
+        running.finish(what);
+        all_is_loaded(pid);
+    }
+
+    /// Those who loaded its memory have told what it wanted, and ended.
+    #[track_caller]
+    fn no_server_is_left(&self) {
+        let none = || servers_near(&self.scratch).is_empty().then_some(());
+        wait_for("no server", Duration::from_secs(60), none);
+    }
+
     fn wait_free(&self) {
         self.others.iter().chain([&self.pid]).for_each(|pid| kernel::wait_free(*pid));
     }
@@ -119,10 +135,7 @@ fn all_is_loaded(pid: u32) {
 fn touches(scenario: &str) {
     let Some(saved) = Saved::new(scenario) else { return };
     for extra in [&[][..], &["--limit-bandwidth", "40MB/s"]] {
-        let running = saved.restore(extra);
-        let pid = running.pid;
-        running.finish(&format!("restored with {extra:?}"));
-        all_is_loaded(pid);
+        saved.runs_once_more(extra, &format!("restored with {extra:?}"));
     }
     let running = saved.restore(&[]);
     all_is_loaded(running.pid);
@@ -252,9 +265,7 @@ fn killed_servers() {
             all_is_loaded(pid);
         }
         // Of those that were killed before they told who they are, each is waited for a little.
-        wait_for("no server", Duration::from_secs(60), || {
-            servers_near(&saved.scratch).is_empty().then_some(())
-        });
+        saved.no_server_is_left();
         saved.scratch.nothing_is_left("in the end");
     }
 }
@@ -369,10 +380,7 @@ fn a_touch_set() {
     let Some(saved) = Saved::new("whole") else { return };
     let path = saved.stillpoint.store().join("jobs/job/touch").join(saved.checkpoint.id.to_string());
     assert!(!path.exists());
-    let running = saved.restore(&[]);
-    let pid = running.pid;
-    running.finish("restored for the first time");
-    all_is_loaded(pid);
+    saved.runs_once_more(&[], "restored for the first time");
     // A process that has ended is nobody's any more, while it is still being written what it wanted.
     wait_for("a touch set", Duration::from_secs(60), || path.exists().then_some(()));
     let shown = saved.stillpoint.run(&["show", &saved.checkpoint.name(), "--json"]).ok().json();
@@ -389,13 +397,8 @@ fn a_touch_set() {
             }
         }
         fs::write(&path, bytes).expect("write");
-        let running = saved.restore(&[]);
-        let pid = running.pid;
-        running.finish(&format!("with a touch set, turn {turn}"));
-        all_is_loaded(pid);
-        wait_for("no server", Duration::from_secs(60), || {
-            servers_near(&saved.scratch).is_empty().then_some(())
-        });
+        saved.runs_once_more(&[], &format!("with a touch set, turn {turn}"));
+        saved.no_server_is_left();
     }
     saved.scratch.nothing_is_left("in the end");
 }
@@ -407,13 +410,8 @@ fn what_was_learnt_comes_first() {
     let mut bytes = 0;
     // Each time something is added.
     for turn in 0..10 {
-        let running = saved.restore(&[]);
-        let pid = running.pid;
-        running.finish(&format!("restored for the first time, turn {turn}"));
-        all_is_loaded(pid);
-        wait_for("no server", Duration::from_secs(60), || {
-            servers_near(&saved.scratch).is_empty().then_some(())
-        });
+        saved.runs_once_more(&[], &format!("restored, turn {turn}"));
+        saved.no_server_is_left();
         let shown = saved.stillpoint.run(&["show", &saved.checkpoint.name(), "--json"]).ok().json();
         bytes = shown["touch_set"]["bytes"].as_u64().unwrap_or(0);
         if bytes > 4 << 20 {

@@ -27,7 +27,7 @@ use stillpoint_linux::program::{Arg, Program, Run};
 use stillpoint_linux::remote::Remote;
 use stillpoint_linux::supervise::Child;
 use stillpoint_linux::userfault::{self, Mode, Put, Userfault};
-use stillpoint_store::{Checkpoint, Reader, Sources, TouchSet};
+use stillpoint_store::{Checkpoint, Reader, TouchSet};
 
 /// So much of what was wanted first the last time is there before the program runs, bytes …
 const FIRST: u64 = 2 << 20;
@@ -340,10 +340,10 @@ impl<'a> Later<'a> {
         let (Some(touch), Some(member)) = (self.touch, self.members.iter().flatten().next()) else {
             return 0;
         };
-        let parts = parts(touch, self.head.load(Ordering::Relaxed));
+        let head = self.head.load(Ordering::Relaxed);
+        let parts = parts(touch, head);
         // What many clones want they load at the same time.
-        let is_learnt =
-            touch.sources().contains(Sources::RESTORES) && matches!(self.served, Served::Alone(_));
+        let is_learnt = work::is_learnt(touch, head) && matches!(self.served, Served::Alone(_));
         let (reading, putting) = (Rate::default(), Rate::default());
         let (skeleton, since) = (began.elapsed(), Instant::now());
         let (next, loaded, failed) = (AtomicUsize::new(0), AtomicU64::new(0), AtomicBool::new(false));

@@ -61,8 +61,7 @@ impl<'a> Stock<'a> {
 
     /// Whether an earlier restore learnt what is wanted first.
     pub fn was_learnt(&self) -> bool {
-        let has = |touch: Touch<'_>| touch.set.len() > touch.head;
-        self.touch.is_some_and(|touch| touch.set.sources().contains(Sources::RESTORES) && has(touch))
+        self.touch.is_some_and(|touch| is_learnt(touch.set, touch.head))
     }
 }
 
@@ -86,6 +85,11 @@ pub struct Touch<'a> {
     pub head: usize,
     /// The first that is not there yet.
     pub done: usize,
+}
+
+/// Whether a touch set has what an earlier restore learnt, behind the runs of its head.
+pub fn is_learnt(set: &TouchSet, head: usize) -> bool {
+    set.sources().contains(Sources::RESTORES) && set.len() > head
 }
 
 impl Touch<'_> {
