@@ -61,6 +61,18 @@ impl Error {
         Error::File { path: path.into(), source: source.into() }
     }
 
+    /// A failed access to a file below `/proc/PID`: [`Error::Gone`] if it failed because the process has ended, all of whose files
+    /// are missing then (`ENOENT`), or which has no memory any more that they could tell of (`ESRCH`).
+    pub(crate) fn file_of(pid: u32, path: impl Into<PathBuf>, source: impl Into<std::io::Error>) -> Self {
+        let source = source.into();
+        let gone = match source.raw_os_error() {
+            Some(libc::ESRCH) => true,
+            Some(libc::ENOENT) => !std::path::Path::new(&format!("/proc/{pid}")).exists(),
+            _ => false,
+        };
+        if gone { Error::Gone(pid) } else { Error::file(path, source) }
+    }
+
     /// The operating system's error number, where there is one.
     pub fn errno(&self) -> Option<i32> {
         match self {

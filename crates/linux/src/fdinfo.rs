@@ -187,10 +187,7 @@ impl Folders {
         let open = |name: &str| {
             let path = PathBuf::from(format!("/proc/{pid}/{name}"));
             let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
-            rustix::fs::open(&path, flags, Mode::empty()).map_err(|e| match e {
-                Errno::NOENT | Errno::SRCH => Error::Gone(pid),
-                e => Error::file(&path, e),
-            })
+            rustix::fs::open(&path, flags, Mode::empty()).map_err(|e| Error::file_of(pid, &path, e))
         };
         Ok(Folders { pid, fd: open("fd")?, info: open("fdinfo")? })
     }
@@ -198,9 +195,9 @@ impl Folders {
     /// As [`list`].
     ///
     /// # Errors
-    /// [`Error::File`] if the process is gone.
+    /// [`Error::Gone`] if the process is.
     pub fn list(&self) -> Result<Vec<u32>> {
-        let failed = |e| Error::file(format!("/proc/{}/fd", self.pid), e);
+        let failed = |e| Error::file_of(self.pid, format!("/proc/{}/fd", self.pid), e);
         let mut room = Vec::with_capacity(8192);
         rustix::fs::seek(&self.fd, rustix::fs::SeekFrom::Start(0)).map_err(failed)?;
         let mut entries = rustix::fs::RawDir::new(&self.fd, room.spare_capacity_mut());
@@ -216,11 +213,11 @@ impl Folders {
     /// As [`link`].
     ///
     /// # Errors
-    /// [`Error::File`] if the descriptor is not open.
+    /// [`Error::Gone`] if the process is, [`Error::File`] if the descriptor is not open.
     pub fn link(&self, fd: u32) -> Result<Vec<u8>> {
         let name = rustix::path::DecInt::new(fd);
         let link = rustix::fs::readlinkat(&self.fd, name.as_c_str(), Vec::with_capacity(256));
-        link.map(|l| l.into_bytes()).map_err(|e| Error::file(format!("/proc/{}/fd/{fd}", self.pid), e))
+        link.map(|l| l.into_bytes()).map_err(|e| self.failed("fd", fd, e))
     }
 
     /// The process that a descriptor is a handle to, if it is a pidfd (-1: it is gone).
@@ -243,21 +240,20 @@ impl Folders {
     /// A handle to the place of what is open there (`O_PATH`): nothing is opened, and what is closed there is closed.
     ///
     /// # Errors
-    /// [`Error::File`] if the descriptor is not open.
+    /// [`Error::Gone`] if the process is, [`Error::File`] if the descriptor is not open.
     pub fn handle(&self, fd: u32) -> Result<OwnedFd> {
         let name = rustix::path::DecInt::new(fd);
         rustix::fs::openat(&self.fd, name.as_c_str(), OFlags::PATH | OFlags::CLOEXEC, Mode::empty())
-            .map_err(|e| Error::file(format!("/proc/{}/fd/{fd}", self.pid), e))
+            .map_err(|e| self.failed("fd", fd, e))
     }
 
     /// What stat(2) tells of what is open there.
     ///
     /// # Errors
-    /// [`Error::File`] if the descriptor is not open.
+    /// [`Error::Gone`] if the process is, [`Error::File`] if the descriptor is not open.
     pub fn stat(&self, fd: u32) -> Result<rustix::fs::Stat> {
         let name = rustix::path::DecInt::new(fd);
-        rustix::fs::statat(&self.fd, name.as_c_str(), AtFlags::empty())
-            .map_err(|e| Error::file(format!("/proc/{}/fd/{fd}", self.pid), e))
+        rustix::fs::statat(&self.fd, name.as_c_str(), AtFlags::empty()).map_err(|e| self.failed("fd", fd, e))
     }
 
     /// The two descriptors of ours that this is.
@@ -268,7 +264,7 @@ impl Folders {
     /// As [`read`].
     ///
     /// # Errors
-    /// [`Error::File`] if the descriptor is not open, or [`Error::Parse`].
+    /// [`Error::Gone`] if the process is, [`Error::File`] if the descriptor is not open, or [`Error::Parse`].
     pub fn read(&self, fd: u32) -> Result<FdInfo> {
         self.parse(fd, &self.text(fd)?)
     }
@@ -276,7 +272,7 @@ impl Folders {
     /// The text of `/proc/PID/fdinfo/FD`.
     ///
     /// # Errors
-    /// [`Error::File`] if the descriptor is not open.
+    /// [`Error::Gone`] if the process is, [`Error::File`] if the descriptor is not open.
     pub fn text(&self, fd: u32) -> Result<Vec<u8>> {
         self.hold(fd)?.text()
     }
@@ -293,14 +289,16 @@ impl Folders {
     /// Opens `/proc/PID/fdinfo/FD`, to be read again and again.
     ///
     /// # Errors
-    /// [`Error::File`] if the descriptor is not open.
+    /// [`Error::Gone`] if the process is, [`Error::File`] if the descriptor is not open.
     pub fn hold(&self, fd: u32) -> Result<Info> {
         let name = rustix::path::DecInt::new(fd);
         let flags = OFlags::RDONLY | OFlags::CLOEXEC;
         let file = rustix::fs::openat(&self.info, name.as_c_str(), flags, Mode::empty());
-        let (pid, error) =
-            (self.pid, |e| Error::file(PathBuf::from(format!("/proc/{}/fdinfo/{fd}", self.pid)), e));
-        file.map(|file| Info { pid, fd, file }).map_err(error)
+        file.map(|file| Info { pid: self.pid, fd, file }).map_err(|e| self.failed("fdinfo", fd, e))
+    }
+
+    fn failed(&self, folder: &str, fd: u32, e: Errno) -> Error {
+        Error::file_of(self.pid, format!("/proc/{}/{folder}/{fd}", self.pid), e)
     }
 }
 
@@ -316,7 +314,7 @@ impl Info {
     /// Its text.
     ///
     /// # Errors
-    /// [`Error::File`] if nothing is open there.
+    /// [`Error::Gone`] if the process is, [`Error::File`] if nothing is open there.
     pub fn text(&self) -> Result<Vec<u8>> {
         let mut text: Vec<u8> = Vec::with_capacity(1024);
         loop {
@@ -327,10 +325,8 @@ impl Info {
                 Ok(_) => return Ok(text),
                 Err(Errno::INTR) => {}
                 Err(e) => {
-                    return Err(Error::file(
-                        PathBuf::from(format!("/proc/{}/fdinfo/{}", self.pid, self.fd)),
-                        e,
-                    ));
+                    let path = format!("/proc/{}/fdinfo/{}", self.pid, self.fd);
+                    return Err(Error::file_of(self.pid, path, e));
                 }
             }
         }

@@ -29,9 +29,13 @@ pub struct Memory {
 
 impl Memory {
     /// Opens the memory of a process (any thread id of it will do).
+    ///
+    /// # Errors
+    /// [`Error::Gone`] if there is no such process any more, [`Error::File`] if it is not ours to look at.
     pub fn open(pid: u32) -> Result<Self> {
         let path = format!("/proc/{pid}/mem");
-        let mem = File::options().read(true).write(true).open(&path).map_err(|e| Error::file(&path, e))?;
+        let mem =
+            File::options().read(true).write(true).open(&path).map_err(|e| Error::file_of(pid, &path, e))?;
         Ok(Memory { pid, mem, pinning: true, sharing: OnceLock::new() })
     }
 

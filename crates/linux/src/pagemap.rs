@@ -118,9 +118,13 @@ pub struct Pagemap {
 
 impl Pagemap {
     /// Opens the page map of a process.
+    ///
+    /// # Errors
+    /// [`Error::Gone`] if there is no such process any more, [`Error::File`] if it is not ours to look at, and that this kernel
+    /// cannot tell which pages a program has.
     pub fn open(pid: u32) -> Result<Self> {
         let path = format!("/proc/{pid}/pagemap");
-        let file = File::open(&path).map_err(|e| Error::file(&path, e))?;
+        let file = File::open(&path).map_err(|e| Error::file_of(pid, &path, e))?;
         let mut pagemap = Pagemap { file, pid, known: Category::all() };
         // Guard regions came with 6.13, their category with 6.15.
         let nowhere = RemoteAddr(1 << 30);

@@ -255,3 +255,22 @@ fn another_program_has_other_random_bytes() {
     assert!(!memory.is_still_its_own(at));
     assert!(Memory::open(pid).unwrap().is_still_its_own(at));
 }
+
+#[test]
+fn of_an_ended_process_it_is_said_that_it_ended() {
+    use stillpoint_linux::fdinfo::Folders;
+    let (mut child, _folder, _line) =
+        c_program("#include <stdio.h>\nint main() { puts(\"ready\"); return 0; }");
+    let pid = child.0.id();
+    let gone = |error: Option<stillpoint_linux::Error>| matches!(error, Some(stillpoint_linux::Error::Gone(of)) if of == pid);
+    while child.proc().stat().unwrap().state != b'Z' {
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    assert!(gone(Pagemap::open(pid).err()), "one that is not waited for has no memory any more");
+    let folders = Folders::open(pid).unwrap();
+    child.0.wait().unwrap();
+    assert!(gone(Memory::open(pid).err()));
+    assert!(gone(Pagemap::open(pid).err()));
+    assert!(gone(Folders::open(pid).err()));
+    assert!(gone(folders.list().err()) && gone(folders.link(0).err()) && gone(folders.text(0).err()));
+}
