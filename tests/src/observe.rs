@@ -156,39 +156,28 @@ impl Facts {
 
     fn mappings(&mut self, base: &str) {
         let mut same = Numbering::default();
-        let smaps = fs::read(format!("{base}/smaps")).unwrap_or_default();
-        let smaps = String::from_utf8_lossy(&smaps);
         let mut found: Vec<Seen> = Vec::new();
-        for line in smaps.lines() {
-            let first = line.split(' ').next().unwrap_or_default();
-            if first.contains('-') && !first.ends_with(':') {
-                let mut fields = line.splitn(6, ' ');
-                let mut next = || fields.next().unwrap_or_default();
-                let (range, access, offset, device, inode) = (next(), next(), next(), next(), next());
-                let name = next().trim();
-                let nameless = name.ends_with("(deleted)") || name.starts_with("/memfd:");
-                // What only the program has mounted has another device number the next time.
-                let is_here = || fs::metadata(name).is_ok_and(|m| m.ino().to_string() == inode);
-                let mut object = || same.of(&format!("{device} {inode}"));
-                let identity = match (inode, nameless) {
-                    ("0", _) => String::new(),
-                    (_, true) => format!("object {}", object()),
-                    (_, false) if is_here() => format!("{device} {inode}"),
-                    (_, false) => format!("{inode}, object {}", object()),
-                };
-                let (start, end) = range.split_once('-').unwrap_or_default();
-                let is = format!("{access} {offset} {name} {identity}");
-                let is_plain = name.is_empty() && identity.is_empty();
-                found.push(Seen { start: start.into(), end: end.into(), is, flags: String::new(), is_plain });
-            } else if let Some(flags) = line.strip_prefix("VmFlags:") {
-                // A program that was restored is followed from then on.
-                let own = flags.split_whitespace().filter(|flag| !WATCHED.contains(flag));
-                found
-                    .iter_mut()
-                    .last()
-                    .into_iter()
-                    .for_each(|map| map.flags = own.clone().collect::<Vec<_>>().join(" "));
-            }
+        for (line, flags) in mappings(base) {
+            let mut fields = line.splitn(6, ' ');
+            let mut next = || fields.next().unwrap_or_default();
+            let (range, access, offset, device, inode) = (next(), next(), next(), next(), next());
+            let name = next().trim();
+            let nameless = name.ends_with("(deleted)") || name.starts_with("/memfd:");
+            // What only the program has mounted has another device number the next time.
+            let is_here = || fs::metadata(name).is_ok_and(|m| m.ino().to_string() == inode);
+            let mut object = || same.of(&format!("{device} {inode}"));
+            let identity = match (inode, nameless) {
+                ("0", _) => String::new(),
+                (_, true) => format!("object {}", object()),
+                (_, false) if is_here() => format!("{device} {inode}"),
+                (_, false) => format!("{inode}, object {}", object()),
+            };
+            let (start, end) = range.split_once('-').unwrap_or_default();
+            let is = format!("{access} {offset} {name} {identity}");
+            let is_plain = name.is_empty() && identity.is_empty();
+            // A program that was restored is followed from then on.
+            let own: Vec<&str> = flags.split_whitespace().filter(|flag| !WATCHED.contains(flag)).collect();
+            found.push(Seen { start: start.into(), end: end.into(), is, flags: own.join(" "), is_plain });
         }
         // Whether two that are alike and lie side by side are one is for the kernel to say, and makes no difference.
         found.dedup_by(|next, last| {
@@ -276,19 +265,9 @@ impl Facts {
 /// the process has children of its own).
 pub fn traces_of_us(pid: u32, has_children: bool) -> Vec<String> {
     let mut traces = Vec::new();
-    let smaps =
-        String::from_utf8_lossy(&fs::read(format!("/proc/{pid}/smaps")).unwrap_or_default()).into_owned();
-    let mut mapping = "";
-    for line in smaps.lines() {
-        match line.strip_prefix("VmFlags:") {
-            Some(flags) if flags.split(' ').any(|f| WATCHED.contains(&f)) => {
-                traces.push(format!("watched: {mapping} {flags}"));
-            }
-            Some(_) => {}
-            None if line.split(' ').next().is_some_and(|f| f.contains('-') && !f.ends_with(':')) => {
-                mapping = line
-            }
-            None => {}
+    for (mapping, flags) in mappings(&format!("/proc/{pid}")) {
+        if flags.split(' ').any(|flag| WATCHED.contains(&flag)) {
+            traces.push(format!("watched: {mapping} {flags}"));
         }
     }
     for fd in kernel::numbers(std::path::Path::new(&format!("/proc/{pid}/fd"))) {
@@ -309,6 +288,31 @@ pub fn traces_of_us(pid: u32, has_children: bool) -> Vec<String> {
         traces.push(format!("children: {}", kernel::describe(&children)));
     }
     traces
+}
+
+/// The mappings of a process, of which this is the folder: of each what `maps` tells, and its flags.
+///
+/// This is looked at again and again, and most of what there is, two dozen counters of each, is passed over as it is.
+fn mappings(base: &str) -> Vec<(String, String)> {
+    let smaps = fs::read(format!("{base}/smaps")).unwrap_or_default();
+    let text = |line: &[u8]| String::from_utf8_lossy(line).into_owned();
+    let mut found: Vec<(String, String)> = Vec::new();
+    let mut rest = smaps.as_slice();
+    while !rest.is_empty() {
+        let (line, next) = rest.split_at(memchr::memchr(b'\n', rest).unwrap_or(rest.len()));
+        rest = next.get(1..).unwrap_or_default();
+        match line.first() {
+            // Names of counters are capitalized, addresses are not.
+            Some(b'0'..=b'9' | b'a'..=b'f') => found.push((text(line), String::new())),
+            Some(b'V') => {
+                if let (Some(flags), Some((_, of_it))) = (line.strip_prefix(b"VmFlags:"), found.last_mut()) {
+                    *of_it = text(flags);
+                }
+            }
+            _ => {}
+        }
+    }
+    found
 }
 
 /// Flags of mappings that are registered with a userfaultfd: missing pages, write-protection, minor faults.

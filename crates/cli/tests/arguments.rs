@@ -1,9 +1,7 @@
 //! Bad input: one clear sentence, exit code 2 (or 1 where the world is at fault), and no backtrace.
 #![allow(clippy::unwrap_used)]
 
-mod common;
-
-use common::{Bench, Outcome, STILLPOINT};
+use crate::common::{Bench, Outcome, STILLPOINT};
 use std::process::{Command, Stdio};
 
 #[test]

@@ -3,9 +3,7 @@
 //! A real checkpoint is spoilt in one place after the other, and stored again with all its checksums right.
 #![allow(clippy::unwrap_used)]
 
-mod common;
-
-use common::{Bench, is_alive};
+use crate::common::{Bench, is_alive};
 use std::collections::BTreeSet;
 use std::process::{Command, Stdio};
 use stillpoint_image::*;
@@ -32,7 +30,7 @@ fn checkpointed(bench: &Bench) -> u32 {
         .unwrap();
     let pid = child.id();
     let comm = || std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-    common::eventually("the program sleeps", || comm() == "sleep\n");
+    crate::common::eventually("the program sleeps", || comm() == "sleep\n");
     let outcome = bench.run(&["checkpoint", &pid.to_string(), "--name", "hostile", "--kill"]);
     assert_eq!(outcome.code, Some(0), "{outcome:?}");
     child.wait().unwrap();
@@ -68,8 +66,8 @@ fn refused(spoilers: &[Spoiler]) {
         if outcome.code == Some(0) {
             came_back.push((what, outcome));
             let pid = bench.pid_of("hostile").unwrap();
-            common::kill(pid, rustix::process::Signal::KILL);
-            common::eventually("it ends", || !is_alive(pid));
+            crate::common::kill(pid, rustix::process::Signal::KILL);
+            crate::common::eventually("it ends", || !is_alive(pid));
             continue;
         }
         assert!(matches!(outcome.code, Some(1 | 3)), "{what}: {outcome:?}");
@@ -84,11 +82,11 @@ fn refused(spoilers: &[Spoiler]) {
         assert_eq!(bench.run(&["rm", &format!("hostile@{id}")]).code, Some(0), "{what}");
     }
     assert!(came_back.is_empty(), "{came_back:#?}");
-    assert_eq!(common::read(&bench.path("file")), "kept\n");
+    assert_eq!(crate::common::read(&bench.path("file")), "kept\n");
     // What was not spoilt still comes back.
     assert_eq!(bench.run(&["restore", "hostile@1", "--detach", "--pid", "same"]).code, Some(0));
     assert!(is_alive(pid));
-    common::kill(pid, rustix::process::Signal::KILL);
+    crate::common::kill(pid, rustix::process::Signal::KILL);
 }
 
 /// Row of the file that the program has open.

@@ -1,9 +1,7 @@
 //! `run`: a job under supervision behaves, and ends, as it would without.
 #![allow(clippy::unwrap_used)]
 
-mod common;
-
-use common::{Bench, Outcome, eventually, is_alive, kill, read};
+use crate::common::{Bench, Outcome, eventually, is_alive, kill, read};
 use rustix::process::Signal;
 use std::process::Stdio;
 
@@ -45,7 +43,7 @@ fn the_job_finds_what_it_would_find_without_supervisor() {
     for outer in ["", "trap '' PIPE HUP USR1; exec 7</etc/passwd; ulimit -n 333; cd /;"] {
         let shell = |command: &str| {
             let mut shell = std::process::Command::new("sh");
-            shell.args(["-c", &format!("{outer} {command}"), "sh", look, common::STILLPOINT]);
+            shell.args(["-c", &format!("{outer} {command}"), "sh", look, crate::common::STILLPOINT]);
             shell.env("STILLPOINT_STORE", bench.store()).stdin(Stdio::null()).env_remove("_");
             Outcome::of(shell.output().unwrap()).stdout
         };
@@ -143,8 +141,10 @@ fn a_stopped_job_does_not_stop_its_supervisor() {
 fn detached_jobs_return_at_once_and_go_on() {
     let bench = Bench::new();
     // Captured through pipes: they would never end if the job held them.
-    let script =
-        format!("exec 7</etc/passwd; {} --json run --detach -- sh -c 'read x; sleep 60'", common::STILLPOINT);
+    let script = format!(
+        "exec 7</etc/passwd; {} --json run --detach -- sh -c 'read x; sleep 60'",
+        crate::common::STILLPOINT
+    );
     let mut shell = std::process::Command::new("sh");
     let output = shell.args(["-c", &script]).env("STILLPOINT_STORE", bench.store()).output().unwrap();
     let answer: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();

@@ -1,9 +1,7 @@
 //! `ls`, `show`, `verify`, `rm` and `prune` on a store that was made for the purpose.
 #![allow(clippy::unwrap_used)]
 
-mod common;
-
-use common::Bench;
+use crate::common::Bench;
 use serde_json::json;
 use std::convert::Infallible;
 use std::path::{Path, PathBuf};

@@ -1,9 +1,7 @@
 //! `run` in a terminal, under a shell with job control.
 #![allow(clippy::unwrap_used)]
 
-mod common;
-
-use common::{Bench, Outcome, STILLPOINT};
+use crate::common::{Bench, Outcome, STILLPOINT};
 use std::process::Command;
 
 #[test]

@@ -2,9 +2,7 @@
 //! without looking again. Never a panic, and never more memory than a multiple of what was read.
 #![allow(clippy::unwrap_used)]
 
-mod common;
-
-use common::{body_len, reseal, sample, sample_map};
+use crate::common::{body_len, reseal, sample, sample_map};
 use minicbor::data::Type;
 use minicbor::{Decoder, Encoder};
 use proptest::prelude::*;

@@ -1,8 +1,6 @@
 //! Manifests from anywhere: whole ones come back as they were, all others give an error.
 
-mod common;
-
-use common::{body_len, reseal, sample, sample_map, stored};
+use crate::common::{body_len, reseal, sample, sample_map, stored};
 use proptest::prelude::*;
 use stillpoint_image::wire::{self, HEADER, WireError};
 use stillpoint_image::*;

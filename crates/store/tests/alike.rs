@@ -1,8 +1,6 @@
 //! Pages that a process has in common with its parent are stored once, and are those of each.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use proptest::prelude::*;
 use std::convert::Infallible;
 use stillpoint_image::{AddressSpace, Extent, Image, Owner, PAGE, Place, Range};

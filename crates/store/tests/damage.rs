@@ -1,8 +1,6 @@
 //! Flipped bits, cut and swapped files: each gives an error that names it, none gives wrong pages.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use std::path::PathBuf;
 use stillpoint_image::wire::WireError;
 use stillpoint_store::{Error, Store};

@@ -1,8 +1,6 @@
 //! Names, locks, tails, and the record of who runs.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::time::Duration;

@@ -1,8 +1,6 @@
 //! Writers that are killed at random moments.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -76,7 +74,7 @@ fn killed_at_random_moments() {
         assert!(rounds < 50 * ROUNDS, "{rounds} victims got as far as checkpoint {highest}");
         let _ = std::fs::remove_file(begun(&path));
         let mut victim = Command::new(std::env::current_exe().expect("myself"))
-            .args(["--exact", "victim", "--test-threads=1"])
+            .args(["--exact", "kill::victim", "--test-threads=1"])
             .env(VICTIM, &path)
             .stdout(Stdio::null())
             .stderr(Stdio::null())

@@ -1,9 +1,7 @@
 //! A medium that fails, at every operation there is: earlier checkpoints stay whole, no partial one shows, and the
 //! next open leaves nothing behind.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use std::io;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -1,8 +1,6 @@
 //! Any sequence of checkpoints and removals, against a model that keeps whole memories.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 use stillpoint_image::{Owner, PAGE, Range};

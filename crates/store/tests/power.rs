@@ -3,10 +3,8 @@
 //!
 //! `STILLPOINT_POWER_CUTS`: how many disks are looked at (2,000 and what completes a history, unless it is set).
 
-mod common;
-
-use common::power::{Disk, Loss, Recorder};
-use common::*;
+use crate::common::power::{Disk, Loss, Recorder};
+use crate::common::*;
 use std::collections::BTreeMap;
 use std::io::Cursor;
 use std::path::{Path, PathBuf};
@@ -395,7 +393,7 @@ impl History {
         for job in store.jobs().expect("jobs") {
             assert_no_leftovers(&store, &job);
         }
-        let mut copies = common::names(&path.join("files"));
+        let mut copies = crate::common::names(&path.join("files"));
         copies.retain(|name| name != "lock" && name != "settled");
         let imported = found.keys().any(|(job, _)| job != JOB);
         assert!(copies.len() == usize::from(imported), "copies: {copies:?}, {found:?}");

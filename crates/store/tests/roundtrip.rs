@@ -1,8 +1,6 @@
 //! What is put comes back, in full and incremental checkpoints.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use std::convert::Infallible;
 use std::os::unix::fs::MetadataExt;
 use std::time::Duration;

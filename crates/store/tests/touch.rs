@@ -1,8 +1,6 @@
 //! Touch sets: what is kept comes back in its order; what is damaged, stale or of something that was removed is not there.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use std::path::PathBuf;
 use stillpoint_image::{PAGE, Range};
 use stillpoint_store::{Error, Sources, Store};
