@@ -57,6 +57,11 @@ impl Checkpoint {
             assert!(json[number].is_number(), "no {number} in {json}");
         }
         assert!(json["engine"].is_string(), "no engine in {json}");
+        let steps = json["pause_steps"].as_array().into_iter().flatten();
+        let told: f64 = steps.filter_map(|step| step["ms"].as_f64()).sum();
+        // Of one that is killed the last steps are told by nobody.
+        let pause = json["pause_ms"].as_f64().filter(|_| json["killed"] == false).unwrap_or_default();
+        assert!(told + 0.1 >= pause, "its steps leave something of the pause out: {json}");
         Checkpoint { job, id, json }
     }
 

@@ -1,5 +1,6 @@
 //! The experiments, in the order of the summary.
 
+mod anatomy;
 mod barrier;
 mod branch;
 mod chain;
@@ -34,6 +35,7 @@ pub type Experiment = fn(&Bench) -> Result<Section>;
 /// All of them by name.
 pub const EXPERIMENTS: &[(&str, Experiment)] = &[
     ("pause", pause::run),
+    ("anatomy", anatomy::run),
     ("tree", tree::run),
     ("twins", twins::run),
     ("branch", branch::run),

@@ -67,6 +67,12 @@ impl Cut {
         self.number("pause_ms").unwrap_or(f64::NAN)
     }
 
+    /// What the pause was spent on: step, milliseconds.
+    pub fn pause_steps(&self) -> Vec<(String, f64)> {
+        let step = |value: &Value| Some((value["step"].as_str()?.to_owned(), value["ms"].as_f64()?));
+        self.report["pause_steps"].as_array().into_iter().flatten().filter_map(step).collect()
+    }
+
     /// Pages that the checkpoint describes.
     pub fn pages(&self) -> f64 {
         self.number("pages").unwrap_or(f64::NAN)

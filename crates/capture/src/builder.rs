@@ -5,6 +5,7 @@ use crate::files::memory::{data_ranges, whole};
 use crate::files::noticed::Noticed;
 use crate::files::segments::Attached;
 use crate::home::Home;
+use crate::laps::Laps;
 use crate::namespaces::Namespaces;
 use crate::namespaces::tmpfs::open_below;
 use crate::namespaces::views::Views;
@@ -132,6 +133,8 @@ pub(crate) struct Sharing {
 /// An image under construction.
 #[derive(Debug, Default)]
 pub struct Builder {
+    /// What the time is spent on for which the program stands still.
+    pub laps: Laps,
     /// The image so far.
     pub image: Image,
     /// Contents still to be stored.

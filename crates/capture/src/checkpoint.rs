@@ -67,6 +67,8 @@ pub struct Report {
     pub processes: usize,
     /// How long the program stood still at the cut.
     pub pause: Duration,
+    /// What that was spent on, step by step.
+    pub steps: Vec<(&'static str, Duration)>,
     /// Other times at which it stood still, such as to begin to follow its writes.
     pub other_pauses: Vec<Duration>,
     /// For how long its threads, all together, waited for pages that were held back until it was taken, within a memory limit.
@@ -372,7 +374,7 @@ impl Session {
         start: Instant,
         rests_until: Option<Instant>,
     ) -> Report {
-        let Done { committed, pause, engine, incremental, processes } = done;
+        let Done { committed, pause, steps, engine, incremental, processes } = done;
         let Work { members, log, notes, .. } = work;
         let single = members.len() == 1;
         let mut waited = Duration::ZERO;
@@ -415,6 +417,7 @@ impl Session {
             committed,
             processes,
             pause,
+            steps,
             other_pauses: log.pauses,
             waited,
             wall: start.elapsed(),

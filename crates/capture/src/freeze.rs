@@ -296,6 +296,11 @@ impl Stopping {
         self.rests
     }
 
+    /// Its threads that do, by their ids.
+    pub fn at_rest(&self) -> Vec<u32> {
+        self.stopped.iter().map(Stopped::tid).collect()
+    }
+
     /// When its first thread was asked to stop.
     pub fn since(&self) -> Instant {
         self.since

@@ -83,6 +83,9 @@ fn unfit(pid: u32, why: String) -> Refusal {
     Refusal { what, why, hint: "end it first".into() }
 }
 
+/// Tells the children of a process at rest with these threads, where that is quicker than to open their folders one by one.
+pub type Children<'a> = &'a dyn Fn(u32, &[u32]) -> Option<Vec<u32>>;
+
 /// All processes of a tree at rest. Dropping it lets them go.
 pub struct FrozenTree {
     /// Its processes, each behind its parent, the root first.
@@ -105,7 +108,7 @@ impl FrozenTree {
     ///    let go.
     ///
     /// `known`: the root first. Processes that were not known get numbers from `rows` on.
-    pub fn freeze(known: &[Arc<Target>], rows: u32) -> Result<Self> {
+    pub fn freeze(known: &[Arc<Target>], rows: u32, children: Children<'_>) -> Result<Self> {
         let Some((root, home)) = known.first().map(|t| (t.pid, t.home.clone())) else {
             return Err(Error::Failed("there is nothing to be stopped".into()));
         };
@@ -118,7 +121,7 @@ impl FrozenTree {
             }
         }
         let since = stopping.first().map_or_else(Instant::now, Stopping::since);
-        let all = bring_to_rest(stopping, root)?;
+        let all = bring_to_rest(stopping, root, children)?;
         let tree = descendants(all, root)?;
         let newcomers = newcomers(known, &tree, rows, &home)?;
         Ok(FrozenTree { processes: tree, newcomers, since })
@@ -188,8 +191,8 @@ fn left_out(pid: u32, root: u32, e: Error) -> Result<()> {
 }
 
 /// Waits until all rest, and those that they make meanwhile. If that fails, all are let go.
-fn bring_to_rest(mut stopping: Vec<Stopping>, root: u32) -> Result<Vec<Frozen>> {
-    wait_for_all(&mut stopping, root).inspect_err(|_| call_off(&mut stopping))?;
+fn bring_to_rest(mut stopping: Vec<Stopping>, root: u32, children: Children<'_>) -> Result<Vec<Frozen>> {
+    wait_for_all(&mut stopping, root, children).inspect_err(|_| call_off(&mut stopping))?;
     let mut all = Vec::with_capacity(stopping.len());
     for process in stopping {
         let pid = process.process().pid();
@@ -201,7 +204,7 @@ fn bring_to_rest(mut stopping: Vec<Stopping>, root: u32) -> Result<Vec<Frozen>> 
     Ok(all)
 }
 
-fn wait_for_all(stopping: &mut Vec<Stopping>, root: u32) -> Result<()> {
+fn wait_for_all(stopping: &mut Vec<Stopping>, root: u32, children: Children<'_>) -> Result<()> {
     let mut known: HashSet<u32> = stopping.iter().map(|s| s.process().pid()).collect();
     let mut wait = Wait::new();
     let mut looked_at = HashSet::new();
@@ -219,8 +222,9 @@ fn wait_for_all(stopping: &mut Vec<Stopping>, root: u32) -> Result<()> {
                 }
             }
             if process.rests() && looked_at.insert(pid) {
-                let children = process.process().children().unwrap_or_default();
-                made.extend(children.into_iter().filter(|child| known.insert(*child)));
+                let of_it = children(pid, &process.at_rest());
+                let of_it = of_it.unwrap_or_else(|| process.process().children().unwrap_or_default());
+                made.extend(of_it.into_iter().filter(|child| known.insert(*child)));
             }
         }
         for ended in stopping.extract_if(.., |s| gone.contains(&s.process().pid())) {

@@ -298,6 +298,25 @@ impl Known {
         self.waiting = blocked::observe(threads, &mut self.clocks);
     }
 
+    /// The children of threads of it, which are at rest.
+    ///
+    /// # Errors
+    /// That one of them cannot be asked.
+    pub fn children(&self, tids: &[u32]) -> Result<Vec<u32>> {
+        let mut all = Vec::new();
+        for tid in tids {
+            match self.threads.get(tid).map(ThreadFiles::children) {
+                Some(Ok(children)) => all.extend(children),
+                // A new one, or one that has the number of one that ended.
+                _ => {
+                    let folder = self.target.process.sibling(*tid)?;
+                    all.extend(folder.children_of_thread()?);
+                }
+            }
+        }
+        Ok(all)
+    }
+
     /// How many threads it had.
     pub fn threads(&self) -> usize {
         self.threads.len()
@@ -518,6 +537,7 @@ pub fn inspect(
     for (frozen, known) in frozen.iter().zip(known) {
         portraits.push(look(builder, frozen, known, &newer)?);
     }
+    builder.laps.end("threads");
     note_children(&mut portraits);
     // Those that share memory are asked one after the other: frames and tables of all of them lie at the same place.
     let mut asked: HashMap<u32, usize> = HashMap::new();
@@ -542,6 +562,7 @@ pub fn inspect(
             let planned = Visits::plan(builder, of_it, maps, &portraits[place], &sharers, &of_thread)?;
             visits.extend(planned.map(|planned| (place, planned)));
         }
+        builder.laps.end("calls are prepared");
         if !builder.refusals.is_empty() {
             return Ok(Vec::new());
         }
@@ -555,6 +576,7 @@ pub fn inspect(
             Ok(())
         })?;
     }
+    builder.laps.end("calls are cleared up");
     note_continued(&mut portraits);
     let mut all = Vec::with_capacity(known.len());
     for (((place, portrait), known), maps) in portraits.into_iter().enumerate().zip(known).zip(maps) {
@@ -575,6 +597,7 @@ pub fn inspect(
         builder.image.processes.push(process);
         all.push((Assumed(assumed.then_some(mappings)), threads));
     }
+    builder.laps.end("mappings");
     Ok(all)
 }
 
@@ -605,13 +628,17 @@ fn look(builder: &mut Builder, frozen: &Frozen, known: &Known, newer: &[u32]) ->
     let files: Vec<&ThreadFiles> = files.flatten().collect();
     // By one of us alone: the kernel lets only one at a time ask about threads of the same process.
     let mut threads = files.iter().map(|f| known.examined.see(f)).collect::<Result<Vec<_>>>()?;
+    builder.laps.end("threads: what /proc tells");
     target::examine_again(builder, &known.target.process, &known.examined, &threads, newer)?;
+    builder.laps.end("threads: what may be");
     let mut process = Process::default();
     let asked = ask(frozen, &known.target.memory)?;
+    builder.laps.end("threads: registers");
     for ((stopped, asked), seen) in frozen.threads.iter().zip(asked).zip(&mut threads) {
         let from_outside = std::mem::take(&mut seen.thread);
         process.threads.push(thread(builder, known, stopped, asked, &seen.look, from_outside)?);
     }
+    builder.laps.end("threads: what ptrace tells");
     process.stopped = frozen.stopped_by();
     if process.stopped.is_some() {
         // What wait(2) tells of a stop is no more there afterwards. It is shown for the process as a whole, and not for its threads.

@@ -18,6 +18,7 @@ pub mod home;
 pub mod inspect;
 pub mod keeper;
 mod kin;
+mod laps;
 pub mod lend;
 pub mod mappings;
 mod names;

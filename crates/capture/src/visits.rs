@@ -201,10 +201,13 @@ pub(crate) fn make(
         for (round, (place, _)) in rounds.iter_mut().zip(all) {
             round.set_off(&portraits[*place])?;
         }
+        builder.laps.end("threads set off to make calls");
         meanwhile(builder, portraits)?;
+        builder.laps.end("processes");
         for (round, (place, _)) in rounds.iter_mut().zip(all) {
             round.complete(builder, &mut portraits[*place])?;
         }
+        builder.laps.end("threads come back from calls");
         Ok(())
     };
     let result = ask();

@@ -150,6 +150,8 @@ pub(crate) struct Work<'a> {
 pub(crate) struct Done {
     pub committed: Committed,
     pub pause: Duration,
+    /// What that was spent on.
+    pub steps: Vec<(&'static str, Duration)>,
     /// Name of the engine that saved the root.
     pub engine: &'static str,
     pub incremental: bool,
@@ -578,15 +580,21 @@ impl<'a> Work<'a> {
         let ready = Ready::new(sum(Known::threads), sum(Known::mapped));
         let hurry = Hurry::begin();
         let targets: Vec<Arc<Target>> = self.members.iter().map(|m| m.target.clone()).collect();
-        let mut tree = FrozenTree::freeze(&targets, self.rows)?;
+        let of_known: HashMap<u32, &Known> = learned.known.iter().map(|k| (k.target.pid, k)).collect();
+        let children = |pid, tids: &[u32]| of_known.get(&pid)?.children(tids).ok();
+        let mut tree = FrozenTree::freeze(&targets, self.rows, &children)?;
+        let since = tree.since;
         self.rows += tree.newcomers.len() as u32;
         let Learned { mut builder, outsiders, last_pid, known, rehearsed } = learned;
+        builder.laps.begin(since);
+        builder.laps.end("its threads come to rest");
         let pids: Vec<u32> = tree.processes.iter().map(|p| p.pid).collect();
         let newcomers: Vec<u32> = tree.newcomers.iter().map(|t| t.pid).collect();
         namespaces::learn_more(&mut builder, &pids, &newcomers)?;
         let known = self.gather(&mut builder, &tree, known)?;
         let outsiders = with_newer(outsiders, last_pid, &tree);
         targets[0].stamp(&mut builder.image.meta);
+        builder.laps.end("what is new in it is learned");
         let assumed = self.describe(&mut builder, &mut tree, &known, &outsiders)?;
         builder.refuse_if_needed()?;
         Ok(Held { tree, builder, known, assumed, rehearsed, hurry, ready })
@@ -640,9 +648,12 @@ impl<'a> Work<'a> {
         if !builder.refusals.is_empty() {
             return Ok(Vec::new());
         }
+        builder.laps.end("what is on its way");
         let spaces = namespaces::describe(builder, &pids, self.exact)?;
+        builder.laps.end("namespaces");
         let many = pids.len() >= MANY;
         let maps = maps_of(&self.members.iter().map(|m| &*m.target).collect::<Vec<_>>())?;
+        builder.laps.end("lists of mappings");
         let mut works = Vec::new();
         works.extend(self.ahead.rest());
         for (member, of_it) in self.members.iter_mut().zip(&maps) {
@@ -650,6 +661,7 @@ impl<'a> Work<'a> {
             let engine = engine.as_deref_mut().ok_or_else(|| Error::Failed("there is no engine".into()))?;
             works.extend(engine.rest(&*target, of_it, many)?);
         }
+        builder.laps.end("memory is looked at");
         let mut describe = || inspect(builder, &mut tree.processes, known, outsiders, &maps);
         let all = match works.is_empty() {
             true => describe(),
@@ -662,6 +674,7 @@ impl<'a> Work<'a> {
             }),
         }?;
         drop(works);
+        builder.laps.end("memory is looked at");
         relations::refuse_sharers(builder, &pids, false);
         if !builder.refusals.is_empty() {
             return Ok(Vec::new());
@@ -676,11 +689,13 @@ impl<'a> Work<'a> {
         files::segments::refuse_shared(builder, &pids);
         builder.image.processes.iter_mut().zip(spaces).for_each(|(p, spaces)| p.namespaces = spaces);
         relations::describe(builder, &relatives)?;
+        builder.laps.end("relations");
         let holders: Vec<Holder<'_>> = self.members.iter().map(|m| holder(&m.target)).collect();
         let inherited = self.options.inherited.as_slice();
         let tables = relations::sharing(builder, &pids, Shared::Files);
         let target = files::Target { holders: &holders, tables: &tables, inherited, outsiders };
         let tables = files::capture_files(builder, &target)?;
+        builder.laps.end("descriptors");
         let directories = relations::sharing(builder, &pids, Shared::FileSystem);
         for (row, process) in builder.image.processes.iter_mut().enumerate() {
             process.table = tables[row];
@@ -697,6 +712,7 @@ impl<'a> Work<'a> {
         namespaces::users::check(builder, &pids);
         // Of processes that have ended since they were numbered nothing is there.
         builder.image.spaces.resize(self.rows as usize, AddressSpace::default());
+        builder.laps.end("checks");
         Ok(assumed)
     }
 
@@ -728,7 +744,9 @@ impl<'a> Work<'a> {
     fn complete(&mut self, held: Held) -> Result<Done, (Option<usize>, Error)> {
         let whole = |e| (None, e);
         let Held { tree, mut builder, known, assumed, rehearsed, hurry, ready } = held;
+        builder.laps.end("memory is cut");
         self.store_contents(&mut builder).map_err(whole)?;
+        builder.laps.end("what descriptors hold");
         reuse_digests(&mut builder, Some(&rehearsed.image));
         files::take_digests_of(&mut builder, Usage::Write, Moment::Still(READ_AT_THE_CUT));
         if self.options.kill {
@@ -736,7 +754,9 @@ impl<'a> Work<'a> {
         }
         // What the program closes from now on is closed.
         builder.forget_sockets();
+        builder.laps.end("digests of files");
         let pause = tree.thaw();
+        builder.laps.end("it is let go");
         let spaces = std::mem::take(&mut builder.namespaces);
         drop((hurry, ready));
         self.note_calls(&builder.image);
@@ -869,8 +889,9 @@ impl<'a> Work<'a> {
             writer.keep_only(Owner::Space(gone), Vec::new());
         }
         let processes = builder.image.processes.len();
+        let steps = std::mem::take(&mut builder.laps).into_steps();
         let committed = writer.commit(builder.image)?;
-        Ok(Done { committed, pause, engine, incremental, processes })
+        Ok(Done { committed, pause, steps, engine, incremental, processes })
     }
 
     /// Keeps what the threads were found waiting for.

@@ -85,6 +85,8 @@ pub struct Taken {
     stored_pages: u64,
     processes: usize,
     pause: Duration,
+    #[serde(default)]
+    steps: Vec<(String, Duration)>,
     other_pauses: Vec<Duration>,
     #[serde(default)]
     waited: Duration,
@@ -109,6 +111,7 @@ impl From<Report> for Taken {
             stored_pages: r.committed.stored_pages,
             processes: r.processes,
             pause: r.pause,
+            steps: r.steps.into_iter().map(|(step, took)| (step.to_string(), took)).collect(),
             other_pauses: r.other_pauses,
             waited: r.waited,
             wall: r.wall,
@@ -170,6 +173,7 @@ impl Taken {
             "written_bytes": self.written_bytes,
             "processes": self.processes,
             "pause_ms": output::ms(self.pause),
+            "pause_steps": self.steps.iter().map(|(step, took)| json!({"step": step, "ms": output::ms(*took)})).collect::<Vec<_>>(),
             "other_pauses_ms": self.other_pauses.iter().map(|&p| output::ms(p)).collect::<Vec<_>>(),
             "wall_ms": output::ms(self.wall),
             "engine": self.engine,

@@ -152,11 +152,12 @@ pub fn restore(
         Ids::Same => Pids::of(image),
         Ids::New => Pids::anew(image),
     };
+    // Nobody waits for what is refused.
+    has_room(image)?;
     match options.ids {
         Ids::Same => burial::wait(family::ids(image), |why| progress.waits(why)),
         Ids::New => check_namespaces(image)?,
     }
-    has_room(image)?;
     let start = Instant::now();
     let pace = Pace::new(options.limit);
     let contents = Stored { checkpoint, pace: &pace };

@@ -88,7 +88,7 @@ fn take(store: &Store, target: &Target, asked: &Asked, bar: &Bar) -> Result<Take
         None => Asking::Nobody,
     };
     let note = match asking {
-        Asking::Answered(outcome) => return outcome,
+        Asking::Answered(outcome) => return *outcome,
         Asking::Nobody => None,
         Asking::Deaf(note) => Some(note),
     };

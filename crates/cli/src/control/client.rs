@@ -20,7 +20,7 @@ const SILENCE: Duration = Duration::from_secs(60);
 #[derive(Debug)]
 pub enum Asking {
     /// The outcome.
-    Answered(Result<Taken>),
+    Answered(Box<Result<Taken>>),
     /// Nobody listens: the supervisor was killed, or never offered this.
     Nobody,
     /// Somebody listens and does not answer as we understand it: why.
@@ -41,7 +41,7 @@ pub fn ask(store: &Store, job: &str, asked: &Asked, progress: &dyn Progress) -> 
         Ok(Some(Word::Hello { version: VERSION })) => {}
         Ok(Some(Word::Hello { .. })) => return deaf(job, "is of another version of stillpoint"),
         Err(e) if is_timeout(&e) => return deaf(job, "does not answer; it may be stopped"),
-        Ok(Some(Word::Failed(failure))) => return Asking::Answered(Err(failure)),
+        Ok(Some(Word::Failed(failure))) => return Asking::Answered(Box::new(Err(failure))),
         Err(e) if e.kind() != ErrorKind::InvalidData => return Asking::Nobody, // it hung up
         Ok(None) => return Asking::Nobody,
         Ok(Some(_)) | Err(_) => return deaf(job, "says what this version does not understand"),
@@ -51,7 +51,7 @@ pub fn ask(store: &Store, job: &str, asked: &Asked, progress: &dyn Progress) -> 
     if line.say(&request).is_err() {
         return Asking::Nobody;
     }
-    Asking::Answered(listen(&mut line, job, asked, progress))
+    Asking::Answered(Box::new(listen(&mut line, job, asked, progress)))
 }
 
 fn deaf(job: &str, what: &str) -> Asking {

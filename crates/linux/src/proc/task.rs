@@ -40,14 +40,8 @@ impl Proc {
     pub fn children(&self) -> Result<Vec<u32>> {
         let mut all = Vec::new();
         for tid in self.threads()? {
-            let read = self.sibling(tid).and_then(|t| Ok((t.read("children")?, t)));
-            match read {
-                Ok((list, thread)) => {
-                    for word in text::words(list.trim_ascii()) {
-                        let pid = text::dec(word).and_then(|n| u32::try_from(n).ok());
-                        all.push(pid.ok_or_else(|| thread.nonsense("children", &list))?);
-                    }
-                }
+            match self.sibling(tid).and_then(|thread| thread.children_of_thread()) {
+                Ok(children) => all.extend(children),
                 // A thread that ends hands its children to another one, which a second look would find; callers that
                 // must be sure look when the process is frozen.
                 Err(crate::Error::Gone(_)) => {}
@@ -57,6 +51,15 @@ impl Proc {
         all.sort_unstable();
         all.dedup();
         Ok(all)
+    }
+
+    /// Child processes that this thread made, or inherited from one that ended.
+    ///
+    /// # Errors
+    /// As [`Proc::children`].
+    pub fn children_of_thread(&self) -> Result<Vec<u32>> {
+        let list = self.read("children")?;
+        super::pids(&list).ok_or_else(|| self.nonsense("children", &list))
     }
 }
 
