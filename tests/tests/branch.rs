@@ -240,6 +240,8 @@ fn ran(scratch: &Scratch, program: &Command) -> String {
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
     let complaints = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.code() != Some(124), "it took too long: {said}\n{complaints}");
+    // A refusal is none of the things that are never forgiven: a connection that was closed meanwhile cannot be had again.
+    assert!(!complaints.contains("which runs on unharmed"), "{}: {said}\n{complaints}", output.status);
     right!(output.status.success(), "{}: {said}\n{complaints}", output.status);
     said
 }
