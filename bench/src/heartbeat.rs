@@ -33,15 +33,6 @@ impl Load {
     }
 }
 
-/// The longest gap in the time of a thread that does nothing but look at the clock.
-#[derive(Clone, Copy)]
-pub struct Gap {
-    /// As the thread saw it.
-    pub seen: Duration,
-    /// Without the time for which the thread could have run and waited for a processor.
-    pub stopped: Duration,
-}
-
 /// A running heartbeat program.
 pub struct Heartbeat(Program);
 
@@ -54,12 +45,6 @@ impl Heartbeat {
     /// One that runs as a job.
     pub fn adopt(pid: u32, place: &Path) -> Result<Self> {
         Ok(Heartbeat(Program::adopt(pid, place)?))
-    }
-
-    /// The longest gap since the last call.
-    pub fn longest_gap(&self) -> Result<Gap> {
-        let [seen, stopped] = self.0.ask()?.try_into().ok().context("two numbers were expected")?;
-        Ok(Gap { seen: Duration::from_nanos(seen), stopped: Duration::from_nanos(stopped) })
     }
 
     /// Writes that many different pages, spread over its memory.

@@ -17,6 +17,15 @@ const PATIENCE: Duration = Duration::from_secs(180);
 pub const CLOSE: &str =
     r#"for f in /proc/self/fd/*; do n=${f##*/}; [ "$n" -gt 2 ] && eval "exec $n>&-"; done; exec "$@""#;
 
+/// The longest gap in the time of a thread of a program that looks at the clock.
+#[derive(Clone, Copy)]
+pub struct Gap {
+    /// As the thread saw it.
+    pub seen: Duration,
+    /// Without the time for which the thread could have run and waited for a processor.
+    pub stopped: Duration,
+}
+
 /// The built programs.
 pub struct Programs {
     directory: PathBuf,
@@ -150,6 +159,12 @@ impl Program {
     pub fn ask(&self) -> Result<Vec<u64>> {
         fs::write(self.directory.join("ask"), "")?;
         self.numbers("answer")
+    }
+
+    /// The longest gap since the last call, of a program that tells it (`struct gaps`).
+    pub fn longest_gap(&self) -> Result<Gap> {
+        let [seen, stopped] = self.ask()?.try_into().ok().context("two numbers were expected")?;
+        Ok(Gap { seen: Duration::from_nanos(seen), stopped: Duration::from_nanos(stopped) })
     }
 
     /// Waits for a file of numbers, and removes it.

@@ -266,7 +266,7 @@ impl Facts {
 pub fn traces_of_us(pid: u32, has_children: bool) -> Vec<String> {
     let mut traces = Vec::new();
     for (mapping, flags) in mappings(&format!("/proc/{pid}")) {
-        if flags.split(' ').any(|flag| WATCHED.contains(&flag)) {
+        if has_one(&flags, &WATCHED) {
             traces.push(format!("watched: {mapping} {flags}"));
         }
     }
@@ -288,6 +288,15 @@ pub fn traces_of_us(pid: u32, has_children: bool) -> Vec<String> {
         traces.push(format!("children: {}", kernel::describe(&children)));
     }
     traces
+}
+
+/// Whether a mapping of a process has one of these flags (`VmFlags`).
+pub fn has_mapping_with(pid: u32, wanted: &[&str]) -> bool {
+    mappings(&format!("/proc/{pid}")).iter().any(|(_, flags)| has_one(flags, wanted))
+}
+
+fn has_one(flags: &str, wanted: &[&str]) -> bool {
+    flags.split_whitespace().any(|flag| wanted.contains(&flag))
 }
 
 /// The mappings of a process, of which this is the folder: of each what `maps` tells, and its flags.

@@ -7,6 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
+use stillpoint_tests::observe::has_mapping_with;
 use stillpoint_tests::target::Running;
 use stillpoint_tests::{
     Build, Scratch, Stillpoint, Target, kernel, right, skipped, undisturbed_only, wait_for,
@@ -97,8 +98,7 @@ fn listed(stillpoint: &Stillpoint, job: &str) -> serde_json::Value {
 
 /// Whether the kernel notes what a process writes, on behalf of anybody.
 fn is_followed(pid: u32) -> bool {
-    let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap_or_default();
-    smaps.lines().filter(|l| l.starts_with("VmFlags:")).any(|l| l.split_whitespace().any(|flag| flag == "uw"))
+    has_mapping_with(pid, &["uw"])
 }
 
 fn process(value: &serde_json::Value) -> u32 {

@@ -5,7 +5,7 @@ use std::fs;
 use std::os::unix::fs::FileExt;
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
-use stillpoint_tests::observe::{Facts, traces_of_us};
+use stillpoint_tests::observe::{Facts, has_mapping_with, traces_of_us};
 use stillpoint_tests::target::Running;
 use stillpoint_tests::{
     Build, Scratch, Stillpoint, Target, engine, kernel, right, right_eq, skipped, tier, undisturbed_only,
@@ -162,14 +162,9 @@ impl Aim {
         match self {
             Aim::Random => true,
             Aim::Stopped => kernel::status(pid, "TracerPid").is_some_and(|t| t != "0"),
-            Aim::Watched => is_watched(pid),
+            Aim::Watched => has_mapping_with(pid, &["uw", "um"]),
         }
     }
-}
-
-fn is_watched(pid: u32) -> bool {
-    let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap_or_default();
-    smaps.lines().any(|l| l.starts_with("VmFlags:") && (l.contains(" uw") || l.contains(" um")))
 }
 
 fn during_checkpoint(engine: &str) {

@@ -1,7 +1,6 @@
 //! What a pause is spent on, step by step.
 
 use crate::bench::{Bench, Failures};
-use crate::programs::Program;
 use crate::report::{Section, Table, number};
 use crate::series::Series;
 use anyhow::{Context, Result};
@@ -68,40 +67,30 @@ fn measure(bench: &Bench, (_, name, arguments): Case, failures: &mut Failures) -
     let place = bench.plan.place("anatomy")?;
     let arguments: Vec<String> = arguments.iter().map(|a| (*a).to_owned()).collect();
     let program = bench.programs.start(name, &place.join("program"), &arguments, &[])?;
-    let engines = &bench.engines;
-    let engine = engines.iter().copied().find(|e| e.name == "auto").or(engines.last().copied());
-    let engine = engine.context("the command has no engines")?;
+    let engine = bench.default_engine();
     let mut measured = Measured::default();
     // The first one counts as practice.
     for run in 0..=bench.plan.runs {
-        longest_gap(&program)?;
+        program.longest_gap()?; // forget what came before
         let Some(cut) = failures.checkpoint(bench, program.pid, &place.join("store"), engine) else {
             continue;
         };
-        let gap = longest_gap(&program)?;
+        let gap = program.longest_gap()?;
         if run == 0 {
             continue;
         }
         for (step, took) in cut.pause_steps() {
-            match measured.steps.iter_mut().find(|(known, _)| *known == step) {
-                Some((_, series)) => series.add(took),
-                None => {
-                    let mut series = Series::default();
-                    series.add(took);
-                    measured.steps.push((step, series));
-                }
-            }
+            let known = measured.steps.iter().position(|(known, _)| *known == step);
+            let place = known.unwrap_or_else(|| {
+                measured.steps.push((step, Series::default()));
+                measured.steps.len() - 1
+            });
+            measured.steps[place].1.add(took);
         }
         measured.own.add(cut.own_pause_ms());
-        measured.gap.add(gap);
+        measured.gap.add_time(gap.seen);
         measured.wall.add_time(cut.wall);
     }
     program.finish()?;
     Ok(measured)
-}
-
-/// The longest gap since the last call, milliseconds.
-fn longest_gap(program: &Program) -> Result<f64> {
-    let answer = program.ask()?;
-    Ok(answer.first().copied().context("a number was expected")? as f64 / 1e6)
 }

@@ -1,7 +1,8 @@
 //! How long a program stands still: by size, write rate, number of threads, engine, and other tools.
 
 use crate::bench::{Bench, Failures, size_name};
-use crate::heartbeat::{Gap, Heartbeat, Load};
+use crate::heartbeat::{Heartbeat, Load};
+use crate::programs::Gap;
 use crate::report::{Chart, Figure, Limit, Promise, Scale, Section, Table, number};
 use crate::series::{Series, ms};
 use crate::tools::Tool;

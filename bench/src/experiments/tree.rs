@@ -64,11 +64,6 @@ fn start(bench: &Bench, mebibytes: u64) -> Result<Program> {
     bench.programs.start("family", &bench.plan.place("tree")?.join("program"), &arguments, &[])
 }
 
-fn ask(program: &Program) -> Result<[Duration; 2]> {
-    let answer: [u64; 2] = program.ask()?.try_into().ok().context("two numbers were expected")?;
-    Ok(answer.map(Duration::from_nanos))
-}
-
 fn pauses_of(bench: &Bench, mebibytes: u64, failures: &mut Failures) -> Result<Vec<(String, Pauses)>> {
     let program = start(bench, mebibytes)?;
     let store = bench.plan.place("tree-store")?;
@@ -77,7 +72,7 @@ fn pauses_of(bench: &Bench, mebibytes: u64, failures: &mut Failures) -> Result<V
     for run in 0..=bench.plan.runs {
         let sides = bench.engines.iter().copied().map(Some).chain([None]);
         for (engine, (_, pauses)) in sides.zip(&mut measured) {
-            ask(&program)?; // forget what came before
+            program.longest_gap()?; // forget what came before
             let own = match engine {
                 Some(engine) => {
                     let Some(cut) = failures.checkpoint(bench, program.pid, &store, engine) else { continue };
@@ -88,10 +83,10 @@ fn pauses_of(bench: &Bench, mebibytes: u64, failures: &mut Failures) -> Result<V
                     f64::NAN
                 }
             };
-            let [late, stopped] = ask(&program)?;
+            let gap = program.longest_gap()?;
             if run > 0 {
-                pauses.late.add_time(late);
-                pauses.stopped.add_time(stopped);
+                pauses.late.add_time(gap.seen);
+                pauses.stopped.add_time(gap.stopped);
                 pauses.own.add(own);
             }
         }

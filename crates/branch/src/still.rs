@@ -461,7 +461,8 @@ impl Together {
             return Err(Error::Refused(refused));
         }
         let hurry = Hurry::begin();
-        let mut tree = FrozenTree::freeze(found, found.len() as u32, &|_, _| None)?;
+        let looked_at: Vec<&Known> = ready.iter().map(|(_, known)| known).collect();
+        let mut tree = FrozenTree::freeze(found, found.len() as u32, &looked_at)?;
         let mut frozen: HashMap<u32, Frozen> =
             std::mem::take(&mut tree.processes).into_iter().map(|frozen| (frozen.pid, frozen)).collect();
         let mut at_rest = Vec::with_capacity(guests.len());

@@ -3,6 +3,7 @@
 use crate::attributes::target::{Has, VFORK, has_ended, named, of_another, waits_for_child};
 use crate::freeze::{Frozen, Stopping, Wait, call_off, refuse_frozen, see_ends};
 use crate::home::Home;
+use crate::inspect::Known;
 use crate::target::Target;
 use crate::{Error, Refusal, Result};
 use std::cmp::Ordering;
@@ -83,9 +84,6 @@ fn unfit(pid: u32, why: String) -> Refusal {
     Refusal { what, why, hint: "end it first".into() }
 }
 
-/// Tells the children of a process at rest with these threads, where that is quicker than to open their folders one by one.
-pub type Children<'a> = &'a dyn Fn(u32, &[u32]) -> Option<Vec<u32>>;
-
 /// All processes of a tree at rest. Dropping it lets them go.
 pub struct FrozenTree {
     /// Its processes, each behind its parent, the root first.
@@ -107,12 +105,14 @@ impl FrozenTree {
     /// 4. When all rest, nobody can become a child of somebody else any more: who is not a descendant of the root now is
     ///    let go.
     ///
-    /// `known`: the root first. Processes that were not known get numbers from `rows` on.
-    pub fn freeze(known: &[Arc<Target>], rows: u32, children: Children<'_>) -> Result<Self> {
+    /// `known`: the root first. Processes that were not known get numbers from `rows` on. Of those that have been `looked_at` files are
+    /// held open that tell their children sooner.
+    pub fn freeze(known: &[Arc<Target>], rows: u32, looked_at: &[&Known]) -> Result<Self> {
         let Some((root, home)) = known.first().map(|t| (t.pid, t.home.clone())) else {
             return Err(Error::Failed("there is nothing to be stopped".into()));
         };
         known.iter().try_for_each(|target| refuse_frozen(&target.process))?;
+        let looked_at: HashMap<u32, &Known> = looked_at.iter().map(|known| (known.pid(), *known)).collect();
         let mut stopping = Vec::with_capacity(known.len());
         for target in known {
             match Stopping::begin(&target.process) {
@@ -121,7 +121,7 @@ impl FrozenTree {
             }
         }
         let since = stopping.first().map_or_else(Instant::now, Stopping::since);
-        let all = bring_to_rest(stopping, root, children)?;
+        let all = bring_to_rest(stopping, root, &looked_at)?;
         let tree = descendants(all, root)?;
         let newcomers = newcomers(known, &tree, rows, &home)?;
         Ok(FrozenTree { processes: tree, newcomers, since })
@@ -191,8 +191,12 @@ fn left_out(pid: u32, root: u32, e: Error) -> Result<()> {
 }
 
 /// Waits until all rest, and those that they make meanwhile. If that fails, all are let go.
-fn bring_to_rest(mut stopping: Vec<Stopping>, root: u32, children: Children<'_>) -> Result<Vec<Frozen>> {
-    wait_for_all(&mut stopping, root, children).inspect_err(|_| call_off(&mut stopping))?;
+fn bring_to_rest(
+    mut stopping: Vec<Stopping>,
+    root: u32,
+    looked_at: &HashMap<u32, &Known>,
+) -> Result<Vec<Frozen>> {
+    wait_for_all(&mut stopping, root, looked_at).inspect_err(|_| call_off(&mut stopping))?;
     let mut all = Vec::with_capacity(stopping.len());
     for process in stopping {
         let pid = process.process().pid();
@@ -204,10 +208,10 @@ fn bring_to_rest(mut stopping: Vec<Stopping>, root: u32, children: Children<'_>)
     Ok(all)
 }
 
-fn wait_for_all(stopping: &mut Vec<Stopping>, root: u32, children: Children<'_>) -> Result<()> {
+fn wait_for_all(stopping: &mut Vec<Stopping>, root: u32, looked_at: &HashMap<u32, &Known>) -> Result<()> {
     let mut known: HashSet<u32> = stopping.iter().map(|s| s.process().pid()).collect();
     let mut wait = Wait::new();
-    let mut looked_at = HashSet::new();
+    let mut asked = HashSet::new();
     loop {
         let (mut made, mut gone) = (Vec::new(), Vec::new());
         let mut all_rest = true;
@@ -221,10 +225,10 @@ fn wait_for_all(stopping: &mut Vec<Stopping>, root: u32, children: Children<'_>)
                     continue;
                 }
             }
-            if process.rests() && looked_at.insert(pid) {
-                let of_it = children(pid, &process.at_rest());
-                let of_it = of_it.unwrap_or_else(|| process.process().children().unwrap_or_default());
-                made.extend(of_it.into_iter().filter(|child| known.insert(*child)));
+            if process.rests() && asked.insert(pid) {
+                let told = looked_at.get(&pid).and_then(|known| known.children(&process.at_rest()).ok());
+                let children = told.unwrap_or_else(|| process.process().children().unwrap_or_default());
+                made.extend(children.into_iter().filter(|child| known.insert(*child)));
             }
         }
         for ended in stopping.extract_if(.., |s| gone.contains(&s.process().pid())) {

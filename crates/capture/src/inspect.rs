@@ -298,6 +298,11 @@ impl Known {
         self.waiting = blocked::observe(threads, &mut self.clocks);
     }
 
+    /// Its id in our pid namespace.
+    pub fn pid(&self) -> u32 {
+        self.target.pid
+    }
+
     /// The children of threads of it, which are at rest.
     ///
     /// # Errors

@@ -23,7 +23,7 @@ impl Laps {
         let Some(last) = &mut self.last else { return };
         let now = Instant::now();
         let took = now - std::mem::replace(last, now);
-        match self.steps.iter_mut().find(|(known, _)| std::ptr::eq(*known, step)) {
+        match self.steps.iter_mut().find(|(known, _)| *known == step) {
             Some((_, sum)) => *sum += took,
             None => self.steps.push((step, took)),
         }

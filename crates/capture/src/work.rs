@@ -580,9 +580,8 @@ impl<'a> Work<'a> {
         let ready = Ready::new(sum(Known::threads), sum(Known::mapped));
         let hurry = Hurry::begin();
         let targets: Vec<Arc<Target>> = self.members.iter().map(|m| m.target.clone()).collect();
-        let of_known: HashMap<u32, &Known> = learned.known.iter().map(|k| (k.target.pid, k)).collect();
-        let children = |pid, tids: &[u32]| of_known.get(&pid)?.children(tids).ok();
-        let mut tree = FrozenTree::freeze(&targets, self.rows, &children)?;
+        let looked_at: Vec<&Known> = learned.known.iter().collect();
+        let mut tree = FrozenTree::freeze(&targets, self.rows, &looked_at)?;
         let since = tree.since;
         self.rows += tree.newcomers.len() as u32;
         let Learned { mut builder, outsiders, last_pid, known, rehearsed } = learned;

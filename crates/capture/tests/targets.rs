@@ -170,12 +170,12 @@ fn who_cannot_be_stopped_together_runs_on() {
         let _ = hear.recv();
     });
     heard.recv().unwrap();
-    assert!(stillpoint_capture::herd::FrozenTree::freeze(&found, 2, &|_, _| None).is_err());
+    assert!(stillpoint_capture::herd::FrozenTree::freeze(&found, 2, &[]).is_err());
     let folder = Proc::process(root).unwrap();
     assert_eq!((folder.status().unwrap().tracer, folder.stat().unwrap().state), (0, b'R'));
     drop(say);
     tracer.join().unwrap();
     // And so it can be stopped.
-    drop(stillpoint_capture::herd::FrozenTree::freeze(&found, 2, &|_, _| None).unwrap());
+    drop(stillpoint_capture::herd::FrozenTree::freeze(&found, 2, &[]).unwrap());
     std::process::Command::new("kill").args(["-9", &other.to_string()]).status().unwrap();
 }
