@@ -214,6 +214,35 @@ static void foreign_pipe(void) {
   EQUAL(read(ends[0], &c, 1), 1);
 }
 
+// What a program sees of a pipe whose other end is outside is told in a file: that differs once it has been restored.
+static void tell_seen(const char *what) {
+  FILE *f = fopen(path_of("seen"), "w");
+  MUST(f && fputs(what, f) >= 0 && fclose(f) == 0);
+}
+
+static void outside_reader(void) {
+  int ends[2];
+  MUST(pipe(ends) == 0);
+  signal(SIGPIPE, SIG_IGN);
+  orphan();
+  close(ends[0]);
+  EQUAL(write(ends[1], "gone", 4), 4);
+  cut();
+  ssize_t n = write(ends[1], "x", 1);
+  tell_seen(n == 1 ? "written" : errno == EPIPE ? "EPIPE" : "another error");
+}
+
+static void outside_writer(void) {
+  int ends[2];
+  char data[8];
+  MUST(pipe2(ends, O_NONBLOCK) == 0);
+  orphan();
+  close(ends[1]);
+  cut();
+  ssize_t n = read(ends[0], data, 4);
+  tell_seen(n == 0 ? "end" : n < 0 && errno == EAGAIN ? "nothing yet" : "another error");
+}
+
 static void foreign_socket(void) {
   int ends[2];
   char c;
@@ -785,7 +814,7 @@ static void bound_through_proc(void) {
 SCENARIOS({"fifo_reader", fifo_reader}, {"bound_through_proc", bound_through_proc}, {"established_tcp", established_tcp}, {"connecting", connecting}, {"packet_ring", packet_ring}, {"pending_connection", pending_connection},
           {"child_process", child_process}, {"dead_child", dead_child}, {"io_uring", io_uring},
           {"foreign_table", foreign_table},
-          {"foreign_directory", foreign_directory}, {"foreign_segment", foreign_segment}, {"foreign_pipe", foreign_pipe}, {"foreign_socket", foreign_socket},
+          {"foreign_directory", foreign_directory}, {"foreign_segment", foreign_segment}, {"foreign_pipe", foreign_pipe}, {"outside_reader", outside_reader}, {"outside_writer", outside_writer}, {"foreign_socket", foreign_socket},
           {"foreign_terminal", foreign_terminal}, {"terminal_elsewhere", terminal_elsewhere},
           {"foreign_memory", foreign_memory}, {"foreign_memfd", foreign_memfd}, {"foreign_pidfd", foreign_pidfd},
           {"userfaultfd", userfaultfd}, {"connected_udp", connected_udp}, {"netlink", netlink},

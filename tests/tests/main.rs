@@ -22,6 +22,7 @@ mod real_programs;
 mod refusals;
 mod servers;
 mod store;
+mod streams;
 mod trees;
 mod twins;
 mod watching;

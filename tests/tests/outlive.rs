@@ -189,7 +189,7 @@ fn power_cuts(program: &Program) {
 }
 
 /// All processes of the test stop, and are killed then; `false` if the job had ended.
-fn cut(scratch: &Scratch, stillpoint: &Stillpoint) -> bool {
+pub(crate) fn cut(scratch: &Scratch, stillpoint: &Stillpoint) -> bool {
     let mut seen = Vec::new();
     // Ours first: no checkpoint may be of a program that is stopped.
     for of in [is_of_the_command as fn(u32) -> bool, |_| true] {

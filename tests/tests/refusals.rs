@@ -9,7 +9,9 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 use stillpoint_tests::observe::Facts;
 use stillpoint_tests::target::{Running, alone};
-use stillpoint_tests::{Build, Scratch, Target, kernel, right, skipped, undisturbed_only, wait_for};
+use stillpoint_tests::{
+    Build, Scratch, Target, kernel, right, right_eq, skipped, undisturbed_only, wait_for,
+};
 
 /// The checkpoint is refused with exit code 3 and one of the words; the program sees nothing of it.
 #[track_caller]
@@ -100,7 +102,7 @@ refused! {
     foreign_table: "shares its descriptors",
     foreign_directory: "shares its current directory",
     foreign_segment: "segment" "shared with",
-    foreign_pipe: "pipe",
+    foreign_pipe: "pipe" "is shared with process",
     bound_through_proc: "for the program alone",
     foreign_socket: "socket",
     foreign_terminal: "its slave /dev/pts/" "is open in process",
@@ -190,9 +192,31 @@ fn fifos_that_others_have_open() {
     let reader = open(&name, true, false);
     stillpoint.run(&checkpoint).ok();
     let writer = open(&name, false, true);
-    stillpoint.run(&checkpoint).fails(3, &["its other end is open in process"]);
+    stillpoint.run(&checkpoint).ok();
     drop((reader, writer));
     running.finish("after a refusal");
+}
+
+/// What a program finds of a pipe whose other end was outside when that is said to be closed.
+#[test]
+fn pipes_to_processes_outside() {
+    for (scenario, without_him) in [("outside_reader", "EPIPE"), ("outside_writer", "end")] {
+        let Some((scratch, running)) = held(scenario) else { return };
+        let (stillpoint, directory) = (scratch.stillpoint(), running.directory().to_owned());
+        let seen = || std::fs::read_to_string(directory.join("seen")).unwrap_or_default();
+        let pid = running.pid.to_string();
+        let checkpoint = ["checkpoint", &pid, "--name", "held"];
+        stillpoint.run(&checkpoint).ok();
+        running.finish("after a checkpoint");
+        for name in ["seen", "go"] {
+            let _ = std::fs::remove_file(directory.join(name));
+        }
+        let restore = ["restore", "held", "--detach", "--json", "--pipes", "closed"];
+        let told = stillpoint.run(&restore).ok().json();
+        let pid = told["pid"].as_u64().expect("pid") as u32;
+        Running::restored(pid, &directory).finish("restored");
+        right_eq!(seen(), without_him, "{scenario}, restored");
+    }
 }
 
 /// Nobody could open a file while it stands still, whatever that is for.

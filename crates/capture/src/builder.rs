@@ -135,6 +135,8 @@ pub(crate) struct Sharing {
 pub struct Builder {
     /// What the time is spent on for which the program stands still.
     pub laps: Laps,
+    /// The program does not go on.
+    pub kills: bool,
     /// The image so far.
     pub image: Image,
     /// Contents still to be stored.
@@ -145,6 +147,10 @@ pub struct Builder {
     pub(crate) connections: Vec<Found>,
     /// Sockets in whose queue something may wait, or at whose other end somebody does: row and duplicate.
     pub(crate) waiting: Vec<(u32, OwnedFd)>,
+    /// Pipes of which somebody outside has an end, if the program is killed: row and duplicate of the first description.
+    pub(crate) outside: Vec<(u32, OwnedFd)>,
+    /// Locks on pipes that supervisors fill: until the program has been killed nothing is brought to it.
+    pub(crate) stopped: Vec<OwnedFd>,
     /// System V shared memory that was found so far.
     pub segments: Vec<Attached>,
     /// Mapped files, by what mappings tell, that have turned out not to be devices.
@@ -180,10 +186,11 @@ impl Builder {
         Builder { home: home.clone(), ..Self::default() }
     }
 
-    /// Lets go of the duplicates of sockets: while they are there, a connection that the program closes does not end.
+    /// Lets go of the duplicates of sockets and pipes: while they are there, what the program closes does not end.
     pub fn forget_sockets(&mut self) {
         self.connections.clear();
         self.waiting.clear();
+        self.outside.clear();
     }
 
     /// Notes something that cannot be captured.

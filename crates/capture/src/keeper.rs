@@ -1,12 +1,13 @@
-//! Keeping the sockets of a program that is killed at its checkpoint, until it is restored: a process of ours holds them.
+//! Keeping the sockets and pipes of a program that is killed at its checkpoint, until it is restored: a process of ours holds them.
 //!
 //! To the other end of a connection the program is one that does not read for a while: the kernel goes on to acknowledge what
 //! comes, as far as there is room, sends what was still to be sent, and answers keepalive probes. Nothing about the connection
-//! is changed, so nothing has to be put back: the restored program gets the very same one.
+//! is changed, so nothing has to be put back: the restored program gets the very same one. So with a pipe of which a process outside has
+//! an end.
 //!
-//! 1. The keeper is there, with duplicates of the sockets, before the checkpoint is committed (which tells where to find it).
-//! 2. If we fail or die before the program has been killed, the keeper leaves, and the program's own sockets are as they were.
-//! 3. The program is killed. Its sockets stay open, as they are ours as well.
+//! 1. The keeper is there, with duplicates of them, before the checkpoint is committed (which tells where to find it).
+//! 2. If we fail or die before the program has been killed, the keeper leaves, and the program's own are as they were.
+//! 3. The program is killed. They stay open, as they are ours as well.
 //! 4. Whoever restores it asks for them over a socket, gets duplicates, and says when the program is complete. Only then the
 //!    keeper leaves: a restore that fails can be made once more. If nobody comes, it leaves after a while, and the kernel ends the
 //!    connections as it does for any program that ends.
@@ -37,8 +38,15 @@ const TOGETHER: usize = 4;
 pub struct Keeper {
     word: Option<PipeWriter>,
     child: supervise::Child,
-    /// Sockets that it keeps.
+    /// So many sockets and pipes it keeps.
     count: usize,
+}
+
+/// What something that is kept is in the image.
+#[derive(Clone, Copy)]
+enum Row {
+    Socket(u32),
+    Pipe(u32),
 }
 
 const KILLED: u8 = b'k';
@@ -50,11 +58,15 @@ impl Keeper {
     /// # Errors
     /// That there can be no such process; the image is as before.
     pub fn start(builder: &mut Builder, target: BorrowedFd<'_>) -> Result<Option<Keeper>> {
-        let mut kept: Vec<(u32, BorrowedFd<'_>)> =
-            builder.connections.iter().map(|found| (found.row(), found.file())).collect();
-        for (row, file) in &builder.waiting {
-            if has_something(&builder.image, *row, file.as_fd())? {
-                kept.push((*row, file.as_fd()));
+        let mut kept: Vec<(Row, BorrowedFd<'_>)> =
+            builder.outside.iter().map(|(row, file)| (Row::Pipe(*row), file.as_fd())).collect();
+        // Sockets of a network namespace of the program's own are made in a new one.
+        if builder.image.network.is_none() {
+            kept.extend(builder.connections.iter().map(|found| (Row::Socket(found.row()), found.file())));
+            for (row, file) in &builder.waiting {
+                if has_something(&builder.image, *row, file.as_fd())? {
+                    kept.push((Row::Socket(*row), file.as_fd()));
+                }
             }
         }
         if kept.is_empty() {
@@ -73,13 +85,16 @@ impl Keeper {
         // What is for our group and our terminal is not for it from there on.
         arrived.read_exact(&mut [0]).map_err(|e| Kernel::call("hear of the one who keeps sockets", e))?;
         for (place, (row, _)) in kept.iter().enumerate() {
-            builder.image.sockets[*row as usize].kept = Some(place as u32);
+            *match *row {
+                Row::Socket(row) => &mut builder.image.sockets[row as usize].kept,
+                Row::Pipe(row) => &mut builder.image.pipes[row as usize].kept,
+            } = Some(place as u32);
         }
         builder.image.kept = Some(Bytes(name));
         Ok(Some(Keeper { word: Some(word), child, count: kept.len() }))
     }
 
-    /// The program has been killed: from now on it is for the keeper to say when its connections end.
+    /// The program has been killed: from now on it is for the keeper to say when what it had open ends.
     pub fn take_over(mut self) {
         self.tell(KILLED);
     }
@@ -87,7 +102,7 @@ impl Keeper {
     /// For the user.
     pub fn note(&self) -> String {
         let (count, minutes) = (self.count, PATIENCE.as_secs() / 60);
-        let what = if count == 1 { "a socket is" } else { "sockets are" };
+        let what = if count == 1 { "what leads outside is" } else { "things that lead outside are" };
         format!("{what} kept open for a restore within {minutes} minutes ({count})")
     }
 

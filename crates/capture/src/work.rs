@@ -830,11 +830,12 @@ impl<'a> Work<'a> {
         tree: FrozenTree,
     ) -> Result<Done, (Option<usize>, Error)> {
         let whole = |e| (None, e);
+        let _stopped = std::mem::take(&mut builder.stopped);
         self.finish()?;
         reuse_digests(&mut builder, self.last);
         files::take_digests_of(&mut builder, Usage::Write, Moment::Still(u64::MAX));
         self.rehearse(&builder.image, true).map_err(whole)?;
-        let keeper = self.keep_sockets(&mut builder);
+        let keeper = self.keep_open(&mut builder);
         let done = self.commit(builder, tree.since.elapsed()).map_err(whole)?;
         self.progress.kills();
         // Children first: nobody is to be told of an end that it did not see.
@@ -853,19 +854,17 @@ impl<'a> Work<'a> {
         Ok(Done { pause, ..done })
     }
 
-    /// From here on connections of the program outlive it.
-    fn keep_sockets(&mut self, builder: &mut Builder) -> Option<Keeper> {
-        // Those of a network namespace of the program's own are made in a new one.
-        if builder.image.network.is_some() {
-            return None;
-        }
+    /// From here on what leads from the program to others outlives it.
+    fn keep_open(&mut self, builder: &mut Builder) -> Option<Keeper> {
         match Keeper::start(builder, self.members[0].target.pidfd.as_fd()) {
             Ok(keeper) => {
                 self.notes.extend(keeper.as_ref().map(Keeper::note));
                 keeper
             }
             Err(e) => {
-                let why = format!("its connections end with it, as they cannot be kept for a restore: {e}");
+                let why = format!(
+                    "its connections and pipes to others end with it, as they cannot be kept for a restore: {e}"
+                );
                 self.notes.push(why);
                 None
             }
@@ -881,6 +880,11 @@ impl<'a> Work<'a> {
         let (engine, incremental) = (root.name(), root.is_incremental());
         builder.image.meta.engine = engine.into();
         groups::record(&mut builder.image);
+        let outside = builder.image.pipes_cut_off();
+        let outside = outside.filter(|(row, _)| builder.image.pipes[*row as usize].kept.is_none());
+        self.notes.extend(outside.map(|(_, told)| {
+            format!("{told} leads outside: a restore is to be told where it leads then (--fd, --pipes)")
+        }));
         builder.image.meta.pause_ns = pause.as_nanos() as u64;
         let mut writer = self.writer.take().ok_or_else(|| Error::Failed("there is no writer".into()))?;
         self.ahead.settle(&mut writer);
@@ -936,6 +940,7 @@ fn learn(members: &[(Arc<Target>, bool)], options: &Options, exact: bool) -> Res
     let home = &members[0].0.home;
     let (mut builder, mut rehearsed) = (Builder::at(home), Builder::at(home));
     describe(&mut builder.image, options, &members[0].0)?;
+    builder.kills = options.kill;
     let targets: Vec<_> = members.iter().map(|(target, _)| target.clone()).collect();
     let pids: Vec<u32> = members.iter().map(|(target, _)| target.pid).collect();
     // One that has ended meanwhile is no concern.

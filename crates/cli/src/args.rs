@@ -8,7 +8,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 use stillpoint_capture::Engine;
-use stillpoint_restore::FilesPolicy;
+use stillpoint_restore::{Connection, FilesPolicy, Pipes as PipesPolicy};
 use stillpoint_store::Every;
 
 /// Checkpoint, restore, clone and roll back running Linux programs.
@@ -293,6 +293,9 @@ pub struct Restore {
     /// What becomes of TCP connections with others
     #[arg(long, value_name = "POLICY", default_value = "established")]
     pub tcp: Tcp,
+    /// Where streams lead.
+    #[command(flatten)]
+    pub streams: Streams,
     /// Refuse unless the program gets back its process id in this pid namespace
     #[arg(long, value_name = "same", conflicts_with = "clone")]
     pub pid: Option<PidPolicy>,
@@ -338,6 +341,9 @@ pub struct Fork {
     /// Each in a pid namespace of its own, where it has the process ids of the program; without, each has new ones
     #[arg(long)]
     pub isolated: bool,
+    /// Where their streams lead.
+    #[command(flatten)]
+    pub streams: Streams,
     /// Checkpoints of the twins as time passes.
     #[command(flatten)]
     pub periodic: Periodic,
@@ -381,6 +387,42 @@ pub enum Tcp {
     Established,
     /// All are over; those that were kept are closed
     Close,
+}
+
+/// Where what led outside of a program leads.
+#[derive(Clone, Debug, Default, Args)]
+pub struct Streams {
+    /// What becomes of pipes, other than the streams that it was started with, of which a process outside had an end
+    #[arg(long, value_name = "POLICY", default_value = "kept")]
+    pub pipes: Pipes,
+    /// Connect descriptor N of the program, which led outside, with a file, or with descriptor M of this command
+    #[arg(long = "fd", value_name = "N=PATH|N=fd:M", value_parser = crate::units::connection)]
+    pub connections: Vec<Connection>,
+}
+
+impl Streams {
+    /// As a restore wants them.
+    pub fn policy(&self) -> stillpoint_restore::Streams {
+        let pipes = match self.pipes {
+            Pipes::Kept => PipesPolicy::Kept,
+            Pipes::Follow => PipesPolicy::Follow,
+            Pipes::Closed => PipesPolicy::Closed,
+        };
+        stillpoint_restore::Streams { pipes, connections: self.connections.clone() }
+    }
+}
+
+/// `restore --pipes`
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Pipes {
+    /// Those that were kept since the program was killed at its checkpoint go on; one that was not, and that --fd does not connect,
+    /// is refused
+    #[default]
+    Kept,
+    /// They become the descriptors with the same numbers of this command
+    Follow,
+    /// Who had the other end has left: the program reads what was in the pipe, and then its end; to write fails
+    Closed,
 }
 
 /// `restore --pid`

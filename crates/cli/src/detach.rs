@@ -73,7 +73,7 @@ pub fn in_background<T>(
                     return Ok(ExitCode::FAILURE);
                 }
             };
-            let_go(false)?;
+            let_go()?;
             let _ = std::env::set_current_dir("/"); // a supervisor must not keep a file system busy
             // Whether anybody still listens or not: it runs.
             supervise(back, Box::new(move |answer| drop(relay.send(&Ok(answer)))))

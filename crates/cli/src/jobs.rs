@@ -1,17 +1,21 @@
 //! Which job is meant, and which process is it now?
 
-use crate::args::Periodic;
+use crate::args::{Periodic, Pipes, Streams};
 use crate::failure::{Failure, Result};
 use crate::names::job_from;
 use crate::output;
+use crate::units;
+use clap::ValueEnum;
 use rustix::process::{Pid, test_kill_process};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use stillpoint_capture::Engine;
-use stillpoint_image::Bytes;
+use stillpoint_image::{Bytes, FileKind, Image};
 use stillpoint_linux::host::boot_id;
 use stillpoint_linux::proc::{Proc, Stat};
 use stillpoint_linux::supervise::inherited_streams;
+use stillpoint_restore::files::untold;
+use stillpoint_restore::{Connection, Stdio, To};
 use stillpoint_store::{Checkpoint, Claim, Every, Paging, Running, Store, Terms};
 
 /// Opens the store that the user means.
@@ -85,6 +89,43 @@ pub fn running_record(
         crashes: 0,
         crash: None,
     })
+}
+
+/// The streams that a program begins with again whose descriptors are connected so: it has ours under its own numbers.
+pub fn connected(
+    mut inherited: Vec<(u32, Vec<u8>)>,
+    connections: &[Connection],
+    image: &Image,
+    stdio: Stdio,
+) -> Vec<(u32, Vec<u8>)> {
+    let given = |to: &To| match to {
+        To::Descriptor(own) => Some(*own),
+        To::File(_) => None,
+    };
+    let is_connected = |number: u32| connections.iter().any(|connection| connection.number == number);
+    let has_stream = |number: u32| {
+        image.files.iter().any(|file| file.kind == FileKind::Stdio(number)) && !is_connected(number)
+    };
+    let theirs: Vec<(u32, Vec<u8>)> = connections
+        .iter()
+        .filter_map(|connection| {
+            let own = given(&connection.to)?;
+            let (_, link) = inherited.iter().find(|(number, _)| *number == own)?;
+            Some((connection.number, link.clone()))
+        })
+        .collect();
+    let is_given = |number: u32| connections.iter().any(|connection| given(&connection.to) == Some(number));
+    // In the background none of ours is the program's by itself.
+    let is_its_own = |number: u32| stdio == Stdio::Current && (!is_given(number) || has_stream(number));
+    inherited.retain(|(number, _)| !is_connected(*number) && is_its_own(*number));
+    inherited.extend(theirs);
+    inherited
+}
+
+/// A record with what is brought to a restored program: that comes from outside, too.
+pub fn with_pumped(mut running: Running, pumped: &[(u32, Vec<u8>)]) -> Running {
+    running.inherited.extend(pumped.iter().map(|(number, link)| (*number, link.clone().into())));
+    running
 }
 
 /// The terms on which a job runs that begins now: what was asked for, and which of its checkpoints are of this run.
@@ -176,17 +217,27 @@ pub fn settled_state(store: &Store, job: &str) -> Result<State> {
     }
 }
 
-/// Loads the last whole checkpoint that a job may go on from. Damaged ones are named in `notes`.
+/// Loads the last whole checkpoint that a job may go on from while nobody is there to be asked. Others are named in `notes`.
 pub fn last_whole(
     store: &Store,
     job: &str,
     terms: &Terms,
     notes: &mut Vec<String>,
 ) -> Result<Option<Checkpoint>> {
-    let mut last = None;
+    let (mut last, mut unanswered) = (None, None);
     for (of, id) in terms.checkpoints(store, job).map_err(store_failure)? {
         match store.load(&of, Some(id)) {
-            Ok(checkpoint) => return Ok(Some(checkpoint)),
+            Ok(checkpoint) => match untold(&checkpoint.image, &streams(terms).policy()) {
+                None => return Ok(Some(checkpoint)),
+                Some(what) => {
+                    let why = format!(
+                        "{of}@{id} is passed over: {what} led outside, and where it leads now is to be said"
+                    );
+                    notes.push(why.clone());
+                    let hint = format!("stillpoint restore {of}@{id} with --fd or --pipes brings it back");
+                    unanswered.get_or_insert_with(|| Failure::refused(why).hint(hint));
+                }
+            },
             // It was removed just now, to make room.
             Err(stillpoint_store::Error::NoCheckpoint { .. }) => {}
             Err(e) => {
@@ -195,7 +246,17 @@ pub fn last_whole(
             }
         }
     }
-    last.map_or(Ok(None), |e| Err(store_failure(e)))
+    match unanswered {
+        Some(failure) => Err(failure),
+        None => last.map_or(Ok(None), |e| Err(store_failure(e))),
+    }
+}
+
+/// Where what led outside of a job leads when it is brought back on these terms.
+pub fn streams(terms: &Terms) -> Streams {
+    let pipes = terms.pipes.as_deref().and_then(|pipes| Pipes::from_str(pipes, false).ok());
+    let connections = terms.connections.iter().filter_map(|text| units::connection(text).ok()).collect();
+    Streams { pipes: pipes.unwrap_or_default(), connections }
 }
 
 /// Whether the process of a record is still there (and not another one that got its pid).

@@ -6,14 +6,15 @@
 //! time is in the store, the row of crashes is over. A job that crashes at the same place each time never gets there, however
 //! far it is taken back, and is given up.
 
-use crate::args::{Periodic, Restore};
+use crate::args::{Periodic, Pipes, Restore};
 use crate::commands::restore::{Revived, use_copies};
 use crate::commands::run::Record;
 use crate::failure::{Failure, Result};
 use crate::supervise::{End, Requests, let_go, stop_at, wait_for};
 use crate::terminal::Settings;
-use crate::{chronicle, jobs, output};
+use crate::{chronicle, jobs, output, units};
 use rustix::fd::{AsFd, OwnedFd};
+use rustix::fs::{FileType, OFlags};
 use std::collections::BTreeSet;
 use std::io::Write;
 use std::time::{Duration, Instant};
@@ -84,6 +85,12 @@ impl Lives {
         let row = Row { most, length: 0 };
         let current = stdio == Stdio::Current;
         let streams = if current { Streams::of_us()? } else { Streams::default() };
+        if let Some(number) = streams.read_once() {
+            return Err(Failure::usage(format!(
+                "--restart: descriptor {number} is a pipe, and what the program has read of it cannot be read again"
+            ))
+            .hint(format!("give it a file instead, or close it: stillpoint run --restart on-crash -- COMMAND {number}<&-")));
+        }
         let settings = current.then(Settings::keep).flatten();
         Ok(Self { row, streams, settings, restore: None, since_ns: 0, untold: Vec::new() })
     }
@@ -378,13 +385,15 @@ fn bury(record: &Record) -> Result<()> {
 }
 
 fn is_stream(fd: rustix::fd::BorrowedFd<'_>) -> bool {
-    use rustix::fs::FileType;
     let kind = rustix::fs::fstat(fd).map(|stat| FileType::from_raw_mode(stat.st_mode));
     matches!(kind, Ok(FileType::Fifo | FileType::Socket))
 }
 
+fn is_fifo(fd: &OwnedFd) -> bool {
+    rustix::fs::fstat(fd).is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::Fifo)
+}
+
 fn is_file(fd: &OwnedFd) -> bool {
-    use rustix::fs::FileType;
     rustix::fs::fstat(fd).is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile)
 }
 
@@ -398,10 +407,23 @@ struct Streams(Vec<(u32, OwnedFd)>);
 
 impl Streams {
     fn of_us() -> Result<Self> {
-        let further = inherited_streams()?.into_iter().map(|(number, _)| number);
+        let further = inherited_streams()?.into_iter().map(|(number, _)| number).filter(|number| *number > 2);
         let streams = (0..=2).chain(further);
         let streams = streams.filter_map(|number| Some((number, descriptors::inherited(number)?)));
         Ok(Self(streams.collect()))
+    }
+
+    /// A pipe besides standard input that the job can only read. One of which it has both ends, such as the tokens of `make`, is no input.
+    fn read_once(&self) -> Option<u32> {
+        let access = |fd: &OwnedFd| rustix::fs::fcntl_getfl(fd).map(|flags| flags & OFlags::ACCMODE).ok();
+        let is_written = |of: &OwnedFd| {
+            let mut others = self.0.iter().filter(|(_, fd)| identity(fd) == identity(of));
+            others.any(|(_, fd)| access(fd) != Some(OFlags::RDONLY))
+        };
+        let mut further = self.0.iter().filter(|(number, _)| *number > 2);
+        let found =
+            further.find(|(_, fd)| is_fifo(fd) && access(fd) == Some(OFlags::RDONLY) && !is_written(fd));
+        found.map(|(number, _)| *number)
     }
 
     /// What belongs to the job is not ours any more, but kept at its number, where it is not passed on.
@@ -409,7 +431,7 @@ impl Streams {
         for (number, _) in self.0.iter().filter(|(number, _)| *number > 2) {
             pass_on(*number, false)?;
         }
-        let_go(false)
+        let_go()
     }
 
     /// Makes them ours again.
@@ -434,6 +456,9 @@ pub fn with_restore(terms: Terms, args: &Restore) -> Terms {
         memory_limit: args.memory_limit,
         files: name(args.files.to_possible_value()),
         tcp: name(args.tcp.to_possible_value()),
+        // Later nobody has what was there for this restore.
+        pipes: name(args.streams.pipes.to_possible_value()).filter(|_| args.streams.pipes != Pipes::Follow),
+        connections: args.streams.connections.iter().filter_map(units::told_connection).collect(),
         ..terms
     }
 }

@@ -20,6 +20,16 @@ pub fn json(value: &serde_json::Value) -> Result<()> {
     line(&value.to_string())
 }
 
+/// A stream that a program was started with.
+pub fn stream(number: u32) -> String {
+    match number {
+        0 => "standard input".into(),
+        1 => "standard output".into(),
+        2 => "standard error".into(),
+        _ => format!("stream {number} from outside"),
+    }
+}
+
 /// Writes a line to standard error; nobody is left to hear that this fails.
 pub fn note(text: &str) {
     let _ = writeln!(std::io::stderr(), "{text}");

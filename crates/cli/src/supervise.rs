@@ -440,13 +440,11 @@ pub fn wait_for(sources: &[BorrowedFd<'_>], period: Option<Duration>) -> Result<
 }
 
 /// Lets go of what belongs to the job: a pipe whose other end waits for the job to close it must not stay open because
-/// we hold it too. `stdin` is kept where we still read it for the job.
-pub fn let_go(keep_stdin: bool) -> Result<()> {
+/// we hold it too.
+pub fn let_go() -> Result<()> {
     let null = descriptors::null()?;
     let failed = |e| Failure::failed(format!("dup2: {e}"));
-    if !keep_stdin {
-        rustix::stdio::dup2_stdin(&null).map_err(failed)?;
-    }
+    rustix::stdio::dup2_stdin(&null).map_err(failed)?;
     rustix::stdio::dup2_stdout(&null).map_err(failed)?;
     rustix::stdio::dup2_stderr(&null).map_err(failed)?;
     Ok(drop_inherited()?)

@@ -1,6 +1,7 @@
 //! Sizes and times as people write them.
 
 use std::time::Duration;
+use stillpoint_restore::{Connection, To};
 use stillpoint_store::Every;
 
 /// Reads a time: `500ms`, `10s`, `5m`, `1h`, `1d`.
@@ -43,6 +44,32 @@ pub fn restart(text: &str) -> Result<u64, String> {
         None => Ok(RESTARTS),
         Some(Ok(most @ 1..)) => Ok(most),
         Some(_) => Err("MAX is a number from 1 on, as in on-crash=3".into()),
+    }
+}
+
+/// Reads what a descriptor is connected with: `7=/var/log/prog`, `7=fd:3`. A path is taken from where we are now.
+pub fn connection(text: &str) -> Result<Connection, String> {
+    const FORM: &str = "write N=PATH or N=fd:M, as in 7=/var/log/prog or 7=fd:3";
+    let (number, to) = text.split_once('=').ok_or(FORM)?;
+    let number = number.parse().map_err(|_| FORM)?;
+    let to = match to.strip_prefix("fd:") {
+        Some(own) => To::Descriptor(own.parse().map_err(|_| FORM)?),
+        None if to.is_empty() => return Err(FORM.into()),
+        None => {
+            let path = std::path::absolute(to).map_err(|e| format!("{to}: {e}"))?;
+            // It is written down for later.
+            path.to_str().ok_or("the path from the root to it is not UTF-8")?;
+            To::File(path)
+        }
+    };
+    Ok(Connection { number, to })
+}
+
+/// A connection with a file, to be [read](connection) again later; one with a descriptor is only for now.
+pub fn told_connection(connection: &Connection) -> Option<String> {
+    match &connection.to {
+        To::File(path) => Some(format!("{}={}", connection.number, path.to_str()?)),
+        To::Descriptor(_) => None,
     }
 }
 

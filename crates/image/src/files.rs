@@ -482,7 +482,7 @@ pub struct Pipe {
     /// Path of a FIFO, index into [`crate::Image::paths`].
     #[n(2)]
     pub fifo: Option<u32>,
-    /// Set where the other end is outside the job and the pipe is the standard stream of that number.
+    /// Set where this is not a pipe, but what was not yet read of a stream from outside, that of [`FileKind::Stdio`] with this number.
     #[n(3)]
     pub stdio: Option<u32>,
     /// Of a FIFO: its readers (rows of [`crate::Image::files`]) that are told of writers who have left (`POLLHUP`), as others that never
@@ -492,6 +492,17 @@ pub struct Pipe {
     /// Of a pipe that is no FIFO: owner, mode and times.
     #[n(5)]
     pub status: Option<Status>,
+    /// Set where an end of it that the program does not have was open outside: who had it, `process 4712 (tee)`, as far as that could
+    /// be seen. A restore of the program does not have that end either.
+    #[n(6)]
+    pub outside: Option<String>,
+    /// Of what was not yet read of a stream: device and inode number of the pipe or socket. It may still be there, with it in it, where
+    /// somebody else has it, too.
+    #[n(7)]
+    pub inode: Option<(u64, u64)>,
+    /// Its place among what is kept for a restore ([`crate::Image::kept`]): there, what is in it is still in it.
+    #[n(8)]
+    pub kept: Option<u32>,
 }
 
 /// A socket.
@@ -543,7 +554,7 @@ pub struct Socket {
     /// Who sent the datagrams in the queue, in the same order: raw `sockaddr`s.
     #[n(14)]
     pub senders: Option<Vec<Bytes>>,
-    /// Its place among the sockets that were kept for a restore ([`crate::Image::kept`]).
+    /// Its place among what is kept for a restore ([`crate::Image::kept`]).
     #[n(15)]
     pub kept: Option<u32>,
     /// Received and unread, where more than bytes goes with it; then `queue` is empty.

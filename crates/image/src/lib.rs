@@ -13,6 +13,7 @@ pub mod files;
 pub mod memory;
 pub mod mounts;
 pub mod namespaces;
+mod outside;
 pub mod pages;
 pub mod pids;
 pub mod process;
@@ -113,7 +114,7 @@ pub struct Image {
     /// The terminal the program's standard streams were on, if they were.
     #[n(10)]
     pub terminal: Option<Terminal>,
-    /// Under this name (abstract, of a unix socket) a process of ours keeps sockets of the program, which was killed at the
+    /// Under this name (abstract, of a unix socket) a process of ours keeps sockets and pipes of the program, which was killed at the
     /// cut: whoever restores it there can have them.
     #[n(11)]
     pub kept: Option<Bytes>,

@@ -25,6 +25,8 @@ const SIGINFO: usize = 128;
 const MOST_RANGES: usize = 340;
 /// Longest host and domain name, bytes.
 const HOST_NAME: usize = 64;
+/// Longest description of a process outside, bytes: its number, and its name with each character told in ASCII.
+const LONGEST_NAME: usize = 512;
 
 /// What is wrong with a description.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -127,6 +129,10 @@ pub fn image(image: &Image) -> Result<(), Invalid> {
         for &file in pipe.hung_up.iter().flatten() {
             row.refers("open file", file, image.files.len())?;
         }
+        let is_name = |who: &String| who.len() <= LONGEST_NAME && !who.contains(char::is_control);
+        row.must(pipe.outside.as_ref().is_none_or(is_name), "who has its other end has no such name")?;
+        let can_be_kept = image.kept.is_some() && pipe.outside.is_some();
+        row.must(pipe.kept.is_none() || can_be_kept, "it is kept by nobody")?;
     }
     for (row, pty) in rows("pty", &image.ptys) {
         pty.multiplexer.map_or(Ok(()), |i| row.refers("file", i, image.paths.len()))?;
@@ -143,7 +149,8 @@ pub fn image(image: &Image) -> Result<(), Invalid> {
         row.refers("namespace", network, image.namespaces.len())?;
         let is_network = matches!(image.namespaces[network as usize], Namespace::Network { .. });
         row.must(is_network, "its sockets are in a namespace of another kind")?;
-        row.must(image.kept.is_none(), "sockets of a namespace of its own are kept")?;
+        let is_kept = image.sockets.iter().any(|socket| socket.kept.is_some());
+        row.must(!is_kept, "sockets of a namespace of its own are kept")?;
     }
     let of_living = image.processes.iter().flat_map(|p| p.namespaces.iter().copied());
     let of_ended = image.processes.iter().flat_map(|p| p.ended().iter().filter_map(|e| e.namespace));
@@ -218,10 +225,11 @@ pub fn image(image: &Image) -> Result<(), Invalid> {
         check_is_mount(&row, socket.mounts, image)?;
         check_connection(&row, socket, image)?;
     }
-    let mut kept: Vec<u32> = image.sockets.iter().filter_map(|s| s.kept).collect();
+    let of_sockets = image.sockets.iter().filter_map(|socket| socket.kept);
+    let mut kept: Vec<u32> = of_sockets.chain(image.pipes.iter().filter_map(|pipe| pipe.kept)).collect();
     kept.sort_unstable();
-    let row = Row { what: "socket", row: 0 };
-    row.must(kept.iter().zip(0..).all(|(&place, n)| place == n), "kept sockets are not in order")?;
+    let row = Row { what: "image", row: 0 };
+    row.must(kept.iter().zip(0..).all(|(&place, n)| place == n), "what is kept is not in order")?;
     Ok(())
 }
 
@@ -803,8 +811,8 @@ fn check_open_file(row: &Row, file: &OpenFile, image: &Image) -> Result<(), Inva
             let is_end = *status <= 0xffff && !(19..=22).contains(&(status & 0x7f));
             row.must(is_end, "its process ended in no way")
         }
-        FileKind::Stdio(_)
-        | FileKind::ControllingTerminal
+        FileKind::Stdio(number) => row.must(i32::try_from(*number).is_ok(), "no stream has such a number"),
+        FileKind::ControllingTerminal
         | FileKind::HungUp
         | FileKind::Event { .. }
         | FileKind::Timer(_)

@@ -12,7 +12,7 @@ use std::ops::Range;
 /// First bytes of every manifest.
 pub const MAGIC: [u8; 8] = *b"STILLPNT";
 /// Version of the format that is written, and the newest that is read.
-pub const VERSION: u32 = 9;
+pub const VERSION: u32 = 10;
 /// Length of the header of this version, bytes.
 pub const HEADER: usize = 64;
 /// Length of one record of the page map in version 1, bytes.

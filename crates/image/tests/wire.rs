@@ -170,7 +170,7 @@ fn connections_come_back_as_they_were() {
 
 #[test]
 fn references_are_validated() {
-    let wrong: [Spoiler<Image>; 84] = [
+    let wrong: [Spoiler<Image>; 87] = [
         ("space", |i| i.processes[0].space = 2),
         ("clocks of one with the same memory", |i| i.processes[1].space = 0),
         ("another program in the same memory", |i| {
@@ -255,6 +255,21 @@ fn references_are_validated() {
         }),
         ("senders", |i| i.sockets[0].senders = Some(vec![Bytes::default()])),
         ("kept by nobody", |i| i.sockets[0].kept = Some(0)),
+        ("pipe kept by nobody", |i| {
+            i.pipes[0].outside = Some("process 7 (tee)".into());
+            i.pipes[0].kept = Some(0);
+        }),
+        ("kept pipe that leads nowhere", |i| {
+            i.kept = Some(b"name".to_vec().into());
+            i.pipes[0].kept = Some(0);
+        }),
+        ("two that are kept in one place", |i| {
+            i.network = None;
+            i.kept = Some(b"name".to_vec().into());
+            i.sockets[0].kept = Some(0);
+            i.pipes[0].outside = Some("process 7 (tee)".into());
+            i.pipes[0].kept = Some(0);
+        }),
         ("kept out of order", |i| {
             i.network = None;
             i.kept = Some(b"name".to_vec().into());
@@ -281,7 +296,10 @@ fn references_are_validated() {
         ("root whose clocks differ from its own", |i| i.processes[0].namespaces.push(2)),
         ("sockets in a namespace of another kind", |i| i.network = Some(3)),
         ("sockets in a namespace that is not there", |i| i.network = Some(5)),
-        ("kept sockets of a namespace", |i| i.kept = Some(b"name".to_vec().into())),
+        ("kept sockets of a namespace", |i| {
+            i.kept = Some(b"name".to_vec().into());
+            i.sockets[0].kept = Some(0);
+        }),
         ("namespace that nobody is in", |i| i.namespaces.push(Namespace::Cgroup)),
         ("namespaces of one kind", |i| i.processes[0].namespaces.push(0)),
         ("segment in a namespace that is not there", |i| segment(i).namespace = Some(5)),

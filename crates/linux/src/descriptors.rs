@@ -13,8 +13,9 @@ pub(crate) fn check(what: impl FnOnce() -> String, result: i64) -> Result<i64> {
 /// A duplicate of the descriptor of this number, if this process was started with it (whatever it opens itself is
 /// close-on-exec).
 pub fn inherited(number: u32) -> Option<OwnedFd> {
+    let number = i32::try_from(number).ok()?;
     // SAFETY: only borrowed for two questions; if the number is not open, both answer EBADF.
-    let fd = unsafe { BorrowedFd::borrow_raw(number as i32) };
+    let fd = unsafe { BorrowedFd::borrow_raw(number) };
     let flags = rustix::io::fcntl_getfd(fd).ok()?;
     let passed_on = !flags.contains(rustix::io::FdFlags::CLOEXEC);
     passed_on.then(|| rustix::io::fcntl_dupfd_cloexec(fd, 3).ok()).flatten()

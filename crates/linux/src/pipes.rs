@@ -7,6 +7,8 @@ use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 const F_SETPIPE_SZ: i32 = 1031;
 const F_GETPIPE_SZ: i32 = 1032;
 
+const PAGE: u64 = 4096;
+
 /// A new pipe: read end and write end; `flags` as for `pipe2(2)` (close-on-exec is added).
 pub fn pipe(flags: i32) -> Result<(OwnedFd, OwnedFd)> {
     let mut fds = [0i32; 2];
@@ -32,32 +34,50 @@ pub fn set_capacity(pipe: impl AsFd, bytes: u64) -> Result<()> {
     check(|| format!("set the capacity of a pipe to {bytes} bytes"), r.into()).map(drop)
 }
 
+/// The capacity that a pipe needs at most, in bytes, for parts of these lengths to be written to it: each may begin a page.
+pub fn room(parts: impl IntoIterator<Item = usize>) -> u64 {
+    parts.into_iter().map(|length| (length as u64).next_multiple_of(PAGE)).sum()
+}
+
 /// The unread contents of a pipe, left where they are: one entry for each packet, or one for all that is not in
-/// packets. `read_end` needs read access.
+/// packets. `read_end` needs read access. Others may write to it and read from it meanwhile: it is what was in it at some instant.
 ///
-/// `tee(2)` links the pipe's buffers into a pipe of ours with as many slots, so that all of them fit; a packet keeps
+/// `tee(2)` links all of the pipe's buffers at once into a pipe of ours with as many slots, so that all of them fit; a packet keeps
 /// its boundary there, and reading ends at it.
+///
+/// # Errors
+/// What the kernel says.
 pub fn contents(read_end: impl AsFd) -> Result<Vec<Vec<u8>>> {
-    let expected = readable(&read_end)? as usize;
-    if expected == 0 {
+    if readable(&read_end)? == 0 {
         return Ok(Vec::new());
     }
-    let (out, into) = pipe(libc::O_NONBLOCK)?;
-    set_capacity(&into, capacity(&read_end)?)?;
-    // SAFETY: tee touches no memory of ours.
-    let r = unsafe {
-        let (from, to) = (read_end.as_fd().as_raw_fd(), into.as_raw_fd());
-        libc::tee(from, to, i32::MAX as usize, libc::SPLICE_F_NONBLOCK)
-    };
-    let linked = check(|| "copy the contents of a pipe".into(), r as i64)? as usize;
-    if linked != expected {
-        return Err(Error::Other(format!("a pipe gave {linked} of its {expected} bytes")));
+    loop {
+        let (out, into) = pipe(libc::O_NONBLOCK)?;
+        let slots = capacity(&read_end)?;
+        set_capacity(&into, slots)?;
+        // SAFETY: tee touches no memory of ours.
+        let linked = unsafe {
+            let (from, to) = (read_end.as_fd().as_raw_fd(), into.as_raw_fd());
+            libc::tee(from, to, i32::MAX as usize, libc::SPLICE_F_NONBLOCK)
+        };
+        let linked = match check(|| "copy the contents of a pipe".into(), linked as i64) {
+            // Somebody has just read all of it.
+            Err(e) if e.errno() == Some(libc::EAGAIN) => return Ok(Vec::new()),
+            linked => linked? as usize,
+        };
+        // Nobody has made it larger meanwhile.
+        if capacity(&read_end)? <= slots {
+            return parts(&out, linked);
+        }
     }
+}
+
+/// All that is in a pipe of ours, `left` bytes, packet by packet.
+fn parts(out: &OwnedFd, mut left: usize) -> Result<Vec<Vec<u8>>> {
     let mut parts = Vec::new();
-    let mut left = linked;
     while left > 0 {
         let mut part = vec![0u8; left];
-        let n = rustix::io::read(&out, &mut part).map_err(|e| Error::call("read the copy of a pipe", e))?;
+        let n = rustix::io::read(out, &mut part).map_err(|e| Error::call("read the copy of a pipe", e))?;
         if n == 0 {
             return Err(Error::Other("a pipe's copy ended early".into()));
         }
@@ -101,5 +121,35 @@ mod tests {
             total += n;
         }
         assert_eq!(contents(&r).unwrap().concat().len(), total);
+    }
+
+    #[test]
+    fn others_write_and_read_meanwhile() {
+        let (r, w) = pipe(0).unwrap();
+        let done = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let (mine, theirs) = (r.try_clone().unwrap(), &done);
+            scope.spawn(move || {
+                for i in 0..20_000u32 {
+                    rustix::io::write(&w, &[i as u8; 7]).unwrap();
+                }
+            });
+            scope.spawn(move || {
+                let mut seven = [0; 7];
+                for _ in 0..20_000 {
+                    let mut read = 0;
+                    while read < 7 {
+                        read += rustix::io::read(&mine, &mut seven[read..]).unwrap();
+                    }
+                }
+                theirs.store(true, std::sync::atomic::Ordering::Relaxed);
+            });
+            while !done.load(std::sync::atomic::Ordering::Relaxed) {
+                let all = contents(&r).unwrap().concat();
+                let same = all.chunk_by(|a, b| a == b);
+                // Each that was written is there as a whole, but for one that is being read.
+                assert!(same.skip(1).all(|seven| seven.len() % 7 == 0), "{all:?}");
+            }
+        });
     }
 }

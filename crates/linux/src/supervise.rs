@@ -354,8 +354,8 @@ pub fn background() -> Result<Side> {
     Ok(Side::Back)
 }
 
-/// Pipes, sockets and terminals besides the standard streams that this process was started with, and a program that it
-/// starts will be: descriptor and what `/proc/self/fd` calls it.
+/// Pipes, sockets and terminals that this process was started with, and a program that it starts will be: descriptor and what
+/// `/proc/self/fd` calls it.
 pub fn inherited_streams() -> Result<Vec<(u32, Vec<u8>)>> {
     let own = crate::proc::Proc::process(std::process::id())?;
     let mut streams = Vec::new();
@@ -364,8 +364,7 @@ pub fn inherited_streams() -> Result<Vec<(u32, Vec<u8>)>> {
             continue;
         };
         let Ok(link) = own.link(&format!("fd/{number}")) else { continue };
-        if number > 2
-            && let Some(fd) = crate::descriptors::inherited(number)
+        if let Some(fd) = crate::descriptors::inherited(number)
             && is_stream(&fd)
         {
             streams.push((number, link));

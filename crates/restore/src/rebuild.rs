@@ -12,8 +12,8 @@ use crate::pace::Pace;
 use crate::space::{self, Backings, Filled};
 use crate::users::inside;
 use crate::{
-    Error, FilesPolicy, Result, Stdio, TcpPolicy, attach, burial, clock, family, files, job_control, loader,
-    remembered,
+    Error, FilesPolicy, Pump, Result, Stdio, Streams, TcpPolicy, attach, burial, clock, family, files,
+    job_control, loader, remembered,
 };
 use std::borrow::Cow;
 use std::cell::OnceCell;
@@ -36,7 +36,7 @@ use stillpoint_linux::{RemoteAddr, dispatch, host, limits};
 use stillpoint_store::Checkpoint;
 
 /// What is asked of a restore.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Options {
     /// What to do about files that changed.
     pub files: FilesPolicy,
@@ -44,6 +44,8 @@ pub struct Options {
     pub tcp: TcpPolicy,
     /// Where standard streams from outside lead.
     pub stdio: Stdio,
+    /// Where what led outside besides leads, and what is connected by hand.
+    pub streams: Streams,
     /// Whether our standard output is ours to write to: where the program's own went to the same file, nothing is cut off there.
     pub own_output: bool,
     /// If less than this would come later, bytes, all comes first.
@@ -75,8 +77,8 @@ pub struct Restored {
     pub pid: u32,
     /// Its pidfd.
     pub pidfd: OwnedFd,
-    /// Where what comes from our standard input must be written for it, if it was reading from a pipe with data.
-    pub stdin_pump: Option<OwnedFd>,
+    /// What must be brought to it, where it was reading from outside and there was something unread.
+    pub pumps: Vec<Pump>,
     /// Time until everything but its memory stood.
     pub skeleton: Duration,
     /// Time until it ran.
@@ -154,6 +156,7 @@ pub fn restore(
     };
     // Nobody waits for what is refused.
     has_room(image)?;
+    files::check_streams(image, options)?;
     match options.ids {
         Ids::Same => burial::wait(family::ids(image), |why| progress.waits(why)),
         Ids::New => check_namespaces(image)?,
@@ -163,8 +166,7 @@ pub fn restore(
     let contents = Stored { checkpoint, pace: &pace };
     // Before namespaces are made: other clocks are told by what they differ from these.
     let mut notes = Vec::from_iter(clock::continue_clocks(&image.meta)?);
-    let mut open =
-        files::open(image, &contents, options.files, options.tcp, options.stdio, options.own_output)?;
+    let mut open = files::open(image, &contents, options)?;
     let own = Proc::process(std::process::id())?.maps()?;
     let room = space::find_room(&image.spaces, &own)?;
     let memories: Vec<OnceCell<Memory>> = (0..family::room_for(image)).map(|_| OnceCell::new()).collect();
@@ -279,7 +281,7 @@ pub fn restore(
     ready(nursery.pid())?;
     open.release_kept();
     notes.extend(open.notes());
-    let stdin_pump = open.take_stdin_pump();
+    let pumps = open.take_pumps();
     drop(open);
     for row in &rows {
         for (tid, signal) in last::late_signals(row.process) {
@@ -302,7 +304,7 @@ pub fn restore(
     Ok(Restored {
         pid: shell.pid,
         pidfd: shell.pidfd,
-        stdin_pump,
+        pumps,
         skeleton,
         running,
         pager,

@@ -13,7 +13,7 @@ use stillpoint_image::{FileKind, Image, Owner, Process};
 use stillpoint_linux::descriptors::pidfd_open;
 use stillpoint_linux::local::LocalRun;
 use stillpoint_restore::files::{self, Contents};
-use stillpoint_restore::{Error, FilesPolicy, Result, Stdio, TcpPolicy};
+use stillpoint_restore::{Error, FilesPolicy, Options, Result, Stdio};
 
 const PRELUDE: &str = r#"
 import os, sys, errno, socket, select, fcntl, struct, ctypes, termios, signal, tempfile, time, tty
@@ -140,15 +140,8 @@ fn helper() {
     let process = Process { pid: std::process::id(), session, ..Process::default() };
     image.processes.push(process);
     let _ = rustix::process::setsid(); // as a program that had a terminal of its own did
-    let open = files::open(
-        &image,
-        &Folder(dir.clone()),
-        FilesPolicy::Refuse,
-        TcpPolicy::Established,
-        Stdio::Current,
-        false,
-    )
-    .unwrap();
+    let open =
+        files::open(&image, &Folder(dir.clone()), &options(FilesPolicy::Refuse, Stdio::Current)).unwrap();
     let mut open = std::mem::ManuallyDrop::new(open); // install closes its descriptors: we are both sides
     open.cut_back(&mut |_, _, _| Ok(())).unwrap();
     open.settle(&image).unwrap();
@@ -368,13 +361,19 @@ os.mkfifo("alone"); l = os.open("alone", os.O_RDONLY | os.O_NONBLOCK)
 }
 
 #[test]
-fn a_pipe_to_another_process_is_refused() {
-    assert_refused(
-        r#"
+fn a_pipe_to_another_process_keeps_one_end() {
+    let dir = tempfile::tempdir().unwrap();
+    let script = r#"
 import subprocess
 p = subprocess.Popen(["sleep", "5"], stdin=subprocess.PIPE)
-"#,
-        "is shared with process",
+"#;
+    let program = start(dir.path(), script);
+    let Builder { image, refusals, .. } = capture(program.0.id());
+    assert_eq!(refusals, []);
+    let told: Vec<_> = image.pipes.iter().filter_map(|pipe| pipe.outside.as_deref()).collect();
+    assert!(
+        matches!(told[..], [who] if who.starts_with("process ") && who.ends_with(" (sleep)")),
+        "{told:?}"
     );
 }
 
@@ -567,17 +566,11 @@ fn after(change: impl Fn(&Path), policy: FilesPolicy) -> (Result<files::OpenFile
     assert_eq!(builder.refusals, []);
     drop(program);
     change(dir.path());
-    (
-        files::open(
-            &builder.image,
-            &Folder(dir.path().into()),
-            policy,
-            TcpPolicy::Established,
-            Stdio::Null,
-            false,
-        ),
-        dir,
-    )
+    (files::open(&builder.image, &Folder(dir.path().into()), &options(policy, Stdio::Null)), dir)
+}
+
+fn options(files: FilesPolicy, stdio: Stdio) -> Options {
+    Options { files, stdio, ..Options::default() }
 }
 
 fn append(path: PathBuf, bytes: &[u8]) {
@@ -672,14 +665,7 @@ signal.signal(signal.SIGUSR1, check)
     let builder = capture(program.0.id());
     assert_eq!(builder.refusals, []);
     let open = || {
-        files::open(
-            &builder.image,
-            &Folder(dir.path().into()),
-            FilesPolicy::Rollback,
-            TcpPolicy::Established,
-            Stdio::Null,
-            false,
-        )
+        files::open(&builder.image, &Folder(dir.path().into()), &options(FilesPolicy::Rollback, Stdio::Null))
     };
     assert_says(open(), "another program uses this socket");
     program.is_undisturbed();
@@ -708,13 +694,10 @@ fn unread_standard_input_goes_first() {
     let mut open = files::open(
         &builder.image,
         &Folder(dir.path().into()),
-        FilesPolicy::Rollback,
-        TcpPolicy::Established,
-        Stdio::Current,
-        false,
+        &options(FilesPolicy::Rollback, Stdio::Current),
     )
     .unwrap();
-    assert!(open.take_stdin_pump().is_some());
+    assert_eq!(open.take_pumps().len(), 1);
 }
 
 #[test]
@@ -804,15 +787,8 @@ g = open("gone", "w+b"); g.write(b"g" * 5000); g.flush(); b = mmap.mmap(g.fileno
     // What the program wrote through its mapping after the cut is taken back, and is no reason to refuse.
     File::options().write(true).open(&shared).unwrap().write_all_at(b"later", 4000).unwrap();
     let contents = Folder(dir.path().into());
-    let mut open = files::open(
-        &builder.image,
-        &contents,
-        FilesPolicy::Rollback,
-        TcpPolicy::Established,
-        Stdio::Null,
-        false,
-    )
-    .unwrap();
+    let mut open =
+        files::open(&builder.image, &contents, &options(FilesPolicy::Rollback, Stdio::Null)).unwrap();
     open.write_back(&builder.image, &contents).unwrap();
     open.cut_back(&mut |_, _, _| Ok(())).unwrap();
     let mut expected = vec![b's'; 10000];

@@ -41,6 +41,11 @@ impl Record {
         self.fields.iter().filter(move |(k, _)| k == key).map(|(_, v)| v.as_slice())
     }
 
+    /// All values of a key that are text.
+    pub fn texts(&self, key: &str) -> Vec<String> {
+        self.all(key).filter_map(|value| String::from_utf8(value.to_vec()).ok()).collect()
+    }
+
     pub fn text(&self, key: &str) -> Option<String> {
         String::from_utf8(self.all(key).next()?.to_vec()).ok()
     }

@@ -41,6 +41,10 @@ pub struct Terms {
     pub files: Option<String>,
     /// What becomes of its connections, as `restore --tcp` has it.
     pub tcp: Option<String>,
+    /// What becomes of pipes that led outside, as `restore --pipes` has it.
+    pub pipes: Option<String>,
+    /// Descriptors that were connected with files, as `restore --fd` has it.
+    pub connections: Vec<String>,
 }
 
 /// How often checkpoints are taken.
@@ -133,11 +137,18 @@ impl Store {
                 record = record.number(key, value);
             }
         }
-        for (key, value) in [("engine", &terms.engine), ("files", &terms.files), ("tcp", &terms.tcp)] {
+        let texts = [
+            ("engine", &terms.engine),
+            ("files", &terms.files),
+            ("tcp", &terms.tcp),
+            ("pipes", &terms.pipes),
+        ];
+        for (key, value) in texts {
             if let Some(value) = value {
                 record = record.with(key, value);
             }
         }
+        record = terms.connections.iter().fold(record, |record, connection| record.with("fd", connection));
         record = terms.tried.iter().fold(record, |record, &id| record.number("tried", id));
         if !folder.terms().exists() {
             return record.write_for_now(&self.medium, &folder.terms());
@@ -187,6 +198,8 @@ impl Store {
                 past_ns: record.get("past-ns"),
                 files: record.text("files"),
                 tcp: record.text("tcp"),
+                pipes: record.text("pipes"),
+                connections: record.texts("fd"),
             })
         };
         decode().map(Some).ok_or(Error::Record { path, kind: "terms" })

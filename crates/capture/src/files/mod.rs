@@ -8,6 +8,7 @@
 //! | [`descriptions`] | which descriptors share an open file description |
 //! | [`outsiders`] | which other processes hold the same pipes, sockets, terminals |
 //! | [`standard`] | which objects are standard streams from outside |
+//! | [`behind`] | what waits behind a pipe that a supervisor fills |
 //! | [`paths`] | files in the file system, deleted ones, procfs |
 //! | [`mapped`] | files behind mappings |
 //! | [`contents`] | storing contents, digests |
@@ -22,6 +23,7 @@
 //! | [`devices`] | devices that keep nothing |
 //! | [`pipes`], [`sockets`], [`terminals`], [`events`], [`memory`], [`locks`] | one kind of object each |
 
+mod behind;
 pub mod connections;
 pub mod contents;
 pub(crate) mod copied_up;
@@ -361,19 +363,19 @@ impl<'a> Scan<'a> {
         Ok(OpenFile { flags, position: d.info.pos, kind, owner, locks })
     }
 
-    /// The row a descriptor refers to: that of its description, except that each of the descriptors 0 to 2 that is a
-    /// standard stream has a row for itself, as they may lead to different places after a restore.
+    /// The row a descriptor refers to: that of its description, except that each standard stream that it may be under its numbers has
+    /// a row for itself, as they may lead to different places after a restore.
     pub fn row_of_descriptor(&mut self, standard: &Standard, index: usize, fd: u32) -> Result<u32> {
         let d = &self.all[index];
-        match standard.number(d) {
-            Some(main) if fd <= 2 && fd != main => {
-                if let Some(&row) = self.standard_rows.get(&(index, fd)) {
+        match (standard.number(d), standard.number_of(d, fd)) {
+            (Some(main), Some(number)) if number != main => {
+                if let Some(&row) = self.standard_rows.get(&(index, number)) {
                     return Ok(row);
                 }
-                let file = self.open_file(d, FileKind::Stdio(fd))?;
+                let file = self.open_file(d, FileKind::Stdio(number))?;
                 let row = self.builder.image.files.len() as u32;
                 self.builder.image.files.push(file);
-                self.standard_rows.insert((index, fd), row);
+                self.standard_rows.insert((index, number), row);
                 Ok(row)
             }
             _ => Ok(self.row(index)),

@@ -204,5 +204,5 @@ fn identity(fd: &Path) -> Option<Vec<u8>> {
 
 fn name_of(pid: u32) -> String {
     let comm = std::fs::read(format!("/proc/{pid}/comm")).unwrap_or_default();
-    String::from_utf8_lossy(&comm).trim_end().to_owned()
+    String::from_utf8_lossy(&comm).trim_end().escape_debug().to_string()
 }

@@ -1,13 +1,13 @@
 //! Which objects are standard streams from outside: the terminal, or the pipes and sockets the job was started with.
 //!
-//! Such an object is recognised by a descriptor 0, 1 or 2 that refers to it; all other descriptors of the same object
-//! follow. After a restore they lead to the standard streams of whoever restores.
+//! Such an object is recognised by a descriptor 0, 1 or 2 that refers to it, or because it is known that the job was started with it;
+//! all descriptors of the same object follow. After a restore they lead to the streams of whoever restores that have these numbers.
 
-use super::descriptions::Description;
-use super::{Scan, pipes, terminals};
+use super::descriptions::{Description, Held};
+use super::{Scan, behind, pipes, terminals};
 use crate::Result;
 use rustix::fs::FileType;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use stillpoint_image::{Bytes, Pipe};
 
 /// An object outside that carries standard streams.
@@ -33,55 +33,93 @@ fn object(d: &Description) -> Option<Object> {
     }
 }
 
-/// The standard streams from outside.
+/// The streams from outside that the program was started with.
 #[derive(Debug, Default)]
 pub struct Standard {
-    /// Which of the numbers 0 to 2 each object carries.
-    objects: HashMap<Object, [bool; 3]>,
-    /// Other streams that the program was started with, by the number it got them under.
-    inherited: HashMap<Object, u32>,
+    /// Which numbers each object had then, as far as that is known or looks so, ascending.
+    objects: HashMap<Object, Vec<u32>>,
+    /// Those of these numbers that the root does not have at their places any more: it has put them aside.
+    aside: HashMap<Object, Vec<u32>>,
 }
 
 impl Standard {
     /// Finds them, and captures the unread input.
+    ///
+    /// What the job was started with is that whatever number it has now: a shell moves its standard output aside while it redirects
+    /// what a loop writes. Of others nothing is known; what the root has as 0, 1 or 2 is a standard stream, and what it does not have
+    /// at all, if another process has it so.
     pub fn find(scan: &mut Scan<'_>) -> Result<Self> {
         let mut standard = Standard::default();
-        for d in scan.all {
-            for fd in d.numbers().filter(|fd| *fd <= 2) {
-                if let Some(object) = object(d)
-                    && is_outside(scan, d)?
-                {
-                    let carried = &mut standard.objects.entry(object).or_default()[fd as usize];
-                    if !std::mem::replace(carried, true) && fd == 0 {
-                        capture_input(scan, d)?;
-                    }
+        let mut taken = HashSet::new();
+        for known in [true, false] {
+            for d in scan.all {
+                let Some(object) = object(d).filter(|object| !standard.objects.contains_key(object)) else {
+                    continue;
+                };
+                let mut numbers = match known {
+                    true => started_with(scan, d),
+                    false => looks_like(scan, object),
+                };
+                // Two of one number have nothing in common but that.
+                if matches!(object, Object::Inode(..)) {
+                    numbers.retain(|number| !taken.contains(number));
                 }
+                if numbers.is_empty() || !is_outside(scan, d)? {
+                    continue;
+                }
+                if matches!(object, Object::Inode(..)) {
+                    taken.extend(numbers.iter().copied());
+                }
+                let is_there = |number: u32| {
+                    let mut same = scan.all.iter().filter(|d| self::object(d) == Some(object));
+                    same.any(|d| d.held.iter().any(|held| held.process == 0 && held.fd == number))
+                };
+                let aside = numbers.iter().copied().filter(|number| !is_there(*number)).collect();
+                standard.aside.insert(object, aside);
+                standard.objects.insert(object, numbers);
             }
         }
-        for d in scan.all {
-            let Some((fd, _)) = scan.target.inherited.iter().find(|(fd, name)| is_still(d, *fd, name)) else {
-                continue;
-            };
-            if let Some(object) = object(d)
-                && is_outside(scan, d)?
-            {
-                standard.inherited.entry(object).or_insert(*fd);
+        let mut captured = HashSet::new();
+        for d in scan.all.iter().filter(|d| d.can_read()) {
+            let Some(object) = object(d) else { continue };
+            // What leads there as 1 or 2 is written to, where it can be.
+            let number = standard.number(d).filter(|number| !(d.can_write() && matches!(number, 1 | 2)));
+            if let Some(number) = number.filter(|_| captured.insert(object)) {
+                capture_input(scan, d, number)?;
             }
         }
         Ok(standard)
     }
 
-    /// The standard stream that a description follows, if it is one: its own number if it has one, else a number of
-    /// the same object that fits its access mode.
+    /// The stream that a description is, if it is one: that of the number it has, else one of the same object that fits its access
+    /// mode.
     pub fn number(&self, d: &Description) -> Option<u32> {
-        let Some(carried) = self.objects.get(&object(d)?) else {
-            return self.inherited.get(&object(d)?).copied();
-        };
-        if let Some(fd) = d.numbers().find(|fd| *fd <= 2) {
+        let numbers = self.objects.get(&object(d)?)?;
+        if let Some(fd) = d.numbers().find(|fd| numbers.contains(fd) && leads_alone(d, *fd)) {
             return Some(fd);
         }
         let order = if d.can_read() { [0, 1, 2] } else { [1, 2, 0] };
-        order.into_iter().find(|&n| carried[n as usize])
+        order.into_iter().find(|n| numbers.contains(n)).or(numbers.first().copied())
+    }
+
+    /// The stream that a descriptor is, whose description is one: a terminal is open for both under all of its numbers, and what leads
+    /// there as 1 or 2 is written to.
+    pub fn number_of(&self, d: &Description, fd: u32) -> Option<u32> {
+        let object = object(d)?;
+        let numbers = self.objects.get(&object)?;
+        if numbers.contains(&fd) && leads_alone(d, fd) {
+            return Some(fd);
+        }
+        let order = match fd {
+            1 => [1, 2, 0],
+            2 => [2, 1, 0],
+            _ if d.can_read() => [0, 1, 2],
+            _ => [1, 2, 0],
+        };
+        let aside = self.aside.get(&object).filter(|_| fd > 2);
+        let put_aside = aside.and_then(|aside| order.into_iter().find(|n| aside.contains(n)));
+        let fitting = || order.into_iter().find(|n| fd <= 2 && numbers.contains(n));
+        put_aside.or_else(fitting).or_else(|| self.number(d))
     }
 
     /// Records the settings of the terminal, if the standard streams are on one.
@@ -94,9 +132,39 @@ impl Standard {
     }
 }
 
-/// Whether a description is what the root was started with under this number.
-fn is_still(d: &Description, fd: u32, name: &[u8]) -> bool {
-    d.link == name && d.held.iter().any(|h| h.process == 0 && h.fd == fd)
+/// Whether a number that the program was started with may lead elsewhere than others of the same object: what is read under several
+/// numbers comes from one place, in turn.
+fn leads_alone(d: &Description, fd: u32) -> bool {
+    fd <= 2 || !d.can_read()
+}
+
+/// The numbers under which the root was started with what this is, as far as that is known.
+fn started_with(scan: &Scan<'_>, d: &Description) -> Vec<u32> {
+    // A FIFO may have been opened by its name: then it is opened so again.
+    let is_fifo = d.link.starts_with(b"/") && FileType::from_raw_mode(d.stat.st_mode) == FileType::Fifo;
+    let is_held = |fd: u32| d.held.iter().any(|h| h.process == 0 && h.fd == fd);
+    let named =
+        scan.target.inherited.iter().filter(|(fd, name)| *name == d.link && (!is_fifo || is_held(*fd)));
+    let mut numbers: Vec<u32> = named.map(|(fd, _)| *fd).collect();
+    numbers.sort_unstable();
+    numbers.dedup();
+    numbers
+}
+
+/// The numbers among 0, 1 and 2 that the root has an object under, or others, if that has it under none.
+fn looks_like(scan: &Scan<'_>, of: Object) -> Vec<u32> {
+    let same = scan.all.iter().filter(|d| object(d) == Some(of)).flat_map(|d| &d.held);
+    let (of_root, of_others): (Vec<&Held>, Vec<&Held>) = same.partition(|held| held.process == 0);
+    // A terminal is always the one that they all are on.
+    let held = match of {
+        Object::Terminal(..) => [of_root, of_others].concat(),
+        Object::Inode(..) if of_root.is_empty() => of_others,
+        Object::Inode(..) => of_root,
+    };
+    let mut numbers: Vec<u32> = held.into_iter().map(|held| held.fd).filter(|fd| *fd <= 2).collect();
+    numbers.sort_unstable();
+    numbers.dedup();
+    numbers
 }
 
 /// Whether the other end is outside the target.
@@ -108,18 +176,26 @@ fn is_outside(scan: &mut Scan<'_>, d: &Description) -> Result<bool> {
     }
 }
 
-/// Unread input from a pipe or socket goes with the checkpoint; a restore feeds it first.
-fn capture_input(scan: &mut Scan<'_>, d: &Description) -> Result<()> {
-    let (capacity, data) = match FileType::from_raw_mode(d.stat.st_mode) {
-        FileType::Fifo if d.can_read() => {
-            (stillpoint_linux::pipes::capacity(&d.file)?, stillpoint_linux::pipes::contents(&d.file)?)
+/// Unread input from a pipe, or a socket that is standard input, goes with the checkpoint; a restore feeds it first.
+fn capture_input(scan: &mut Scan<'_>, d: &Description, number: u32) -> Result<()> {
+    let unread = match FileType::from_raw_mode(d.stat.st_mode) {
+        FileType::Fifo => behind::unread(scan, d, number)?,
+        FileType::Socket if number == 0 => {
+            let data = super::sockets::standard_input(scan, d)?.into_iter().map(Bytes).collect();
+            vec![Pipe { data, stdio: Some(number), inode: Some(d.inode()), ..Pipe::default() }]
         }
-        FileType::Socket => (0, super::sockets::standard_input(scan, d)?),
         _ => return Ok(()),
     };
-    if !data.is_empty() {
-        let data = data.into_iter().map(Bytes).collect();
-        scan.builder.image.pipes.push(Pipe { capacity, data, stdio: Some(0), ..Pipe::default() });
+    let unread: Vec<Pipe> = unread.into_iter().filter(|pipe| !pipe.data.is_empty()).collect();
+    if scan.builder.kills && !behind::can_be_held(&unread) {
+        return scan
+            .refuse(
+                d,
+                "more than a pipe may hold waits to be read from it",
+                "try again when the program has read more",
+            )
+            .map(|_: Option<()>| ());
     }
+    scan.builder.image.pipes.extend(unread);
     Ok(())
 }

@@ -11,7 +11,7 @@
 //!    seen who still loads their memory.
 
 use super::private::{heard_end, last_word};
-use super::restore::{Again, Back, Name, Origin, failure, load, start_pump};
+use super::restore::{Again, Back, Name, Origin, check_connections, failure, load, record_of, start_pumps};
 use super::run::Record;
 use crate::args::{Common, Files, Periodic, Restore};
 use crate::checkpointer::Beside;
@@ -43,7 +43,7 @@ use stillpoint_linux::supervise::{
 use stillpoint_restore::files::{check_alone, in_common, set_apart};
 use stillpoint_restore::{Coming, Error, Ids, Lazily, Pager, Place, Restored, Stdio, Template, Waiting};
 use stillpoint_store::history::What;
-use stillpoint_store::{Checkpoint, Claim, Store};
+use stillpoint_store::{Checkpoint, Claim, Running, Store};
 
 /// Runs the command.
 pub fn run(common: &Common, args: &Restore) -> Result<ExitCode> {
@@ -72,7 +72,7 @@ fn in_foreground(common: &Common, args: &Restore) -> Result<ExitCode> {
         let _ = stderr.as_mut().map(|stderr| stderr.write_all(answer.lines(json).as_bytes()));
     };
     let on = terminal::Line::on_stderr(!json);
-    let_go(false)?;
+    let_go()?;
     flock.supervise(on, json, tell)
 }
 
@@ -297,9 +297,9 @@ impl Host {
 
     /// Supervises the clone to its end. Returns the exit code.
     fn supervise(self, restored: Restored, signals: Signals, ids: Ids) -> Result<i32> {
-        let Restored { pid, pidfd, stdin_pump, .. } = restored;
-        let_go(stdin_pump.is_some())?;
-        stdin_pump.map(start_pump).transpose()?;
+        let Restored { pid, pidfd, pumps, .. } = restored;
+        let_go()?;
+        start_pumps(pumps)?;
         let supervisor = Supervisor::new(signals, pid, pidfd);
         let supervisor = if ids == Ids::Same { supervisor.with_orphans() } else { supervisor };
         Ok(last_word(supervisor.watch()?, self.line))
@@ -372,6 +372,7 @@ impl Flock {
         let signals = Signals::take()?;
         raise_descriptor_limit()?;
         let count = args.count.unwrap_or(1) as usize;
+        check_connections(&checkpoint.image, args)?;
         check_alone(&checkpoint.image, count).map_err(|e| failure(e, &origin))?;
         set_apart(&mut checkpoint.image).map_err(|e| failure(e, &origin))?;
         let shared = note_of(&in_common(&checkpoint.image));
@@ -459,7 +460,12 @@ impl Flock {
             back.notes.extend(shared.clone());
             let record =
                 record.map_err(|e| back.notes.push(format!("stillpoint ls will not show {job}: {}", e.what)));
-            let record = record.ok();
+            let mut record = record.ok();
+            if let Some(record) = record.as_mut().filter(|_| !back.pumped.is_empty()) {
+                let running = jobs::with_pumped(record.running().clone(), &back.pumped);
+                let told = record.runs_as(running);
+                back.notes.extend(told.err().map(|e| e.what));
+            }
             back.notes.extend(record.iter().flat_map(|record| record.notes.clone()));
             let coming = template.as_ref().filter(|_| birth.waits).map(|template| template.coming(number));
             back.load(coming.as_ref());
@@ -567,7 +573,8 @@ fn write_records(
     let record = |(claim, birth): (Claim, &Birth)| {
         let job = claim.job().to_string();
         let pid = birth.pid.unwrap_or_default();
-        let running = jobs::running_record(pid, meta.command.clone(), from, &again.args.periodic);
+        let running = record_of(pid, again.checkpoint, again.args, again.stdio);
+        let running = running.map(|running| Running { restored_from: from, ..running });
         let terms = with_restore(jobs::terms(store, &job, &again.args.periodic), again.args);
         // A copy that nobody saves has nothing of its own to go on from.
         let is_saved = again.args.periodic.every.is_some();

@@ -47,7 +47,8 @@ pub fn run(common: &Common, args: &Fork) -> Result<ExitCode> {
         })?,
     }
     let plain = Restore::plain(NAME, &args.periodic)?;
-    let clones = Restore { detach: true, clone: true, count: args.count, files: Files::Keep, ..plain };
+    let (count, streams) = (args.count, args.streams.clone());
+    let clones = Restore { detach: true, clone: true, count, files: Files::Keep, streams, ..plain };
     in_background(
         common.json,
         |relay| {

@@ -1,11 +1,12 @@
 //! Restoring where the program's process ids are taken: in a pid namespace of its own, whose process 1 is another
 //! supervisor.
 
-use super::restore::{Again, Back, Lent, Revived, failure, start_pump};
+use super::restore::{Again, Back, Lent, Revived, failure, start_pumps};
 use super::run::all_complete;
 use crate::checkpointer::{Beside, Errand};
 use crate::control;
 use crate::failure::{Failure, Result};
+use crate::jobs;
 use crate::loading::{Loading, Tell};
 use crate::supervise::{End, Foreground, GiveUp, Supervisor, bring_to_front, is_in_front, let_go};
 use crate::terminal;
@@ -132,7 +133,7 @@ fn outside(
         child,
         back,
         lent: Lent { foreground, settings },
-        stdin_pump: None,
+        pumps: Vec::new(),
         pager: None,
         paging: None,
         inside: Some(line),
@@ -147,7 +148,9 @@ fn outside(
 
 /// Process 1: restores the program, tells the outside, and supervises it to its end. Returns its exit code.
 fn inside(again: &Again<'_>, signals: Signals, line: PipeWriter, lends: &Lends<'_>) -> Result<i32> {
-    let inherited = inherited_streams()?;
+    let connections = &again.args.streams.connections;
+    let mut inherited =
+        jobs::connected(inherited_streams()?, connections, &again.checkpoint.image, again.stdio);
     let watch = GiveUp::watch(&signals, None)?;
     let restored = again.restore(&mut |pid| lends.to(pid, &again.checkpoint.image));
     drop(watch);
@@ -162,6 +165,7 @@ fn inside(again: &Again<'_>, signals: Signals, line: PipeWriter, lends: &Lends<'
     let (mut notes, listener) = (std::mem::take(&mut r.notes), control::listen(again.store, again.job));
     let listener = listener.map_err(|e| notes.push(all_complete(&e))).ok();
     let mut back = Back::of(&r, notes);
+    inherited.extend(back.pumped.iter().cloned());
     let mut loading = r.pager.take().map(|pager| (pager, None));
     match &mut loading {
         // Its figures are known when all is there.
@@ -178,8 +182,8 @@ fn inside(again: &Again<'_>, signals: Signals, line: PipeWriter, lends: &Lends<'
     }
     let on = (again.stdio == Stdio::Current).then(|| terminal::Line::on_stderr(!again.quiet)).flatten();
     let loading = loading.map(|(pager, tell)| Loading::watch(pager, tell).on(on));
-    let_go(r.stdin_pump.is_some())?;
-    r.stdin_pump.map(start_pump).transpose()?;
+    let_go()?;
+    start_pumps(r.pumps)?;
     let (store, job) = (again.store.clone(), again.job.to_string());
     let errand = Errand { store, job, pid: r.pid, inherited, periodic: again.args.periodic.clone() };
     let checkpointer = Beside::new(errand, listener);

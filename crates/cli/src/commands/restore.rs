@@ -1,6 +1,8 @@
 //! `stillpoint restore`: a program comes back from the store.
 
-use crate::args::{CheckpointName, Common, EAGER_BELOW, Files, Periodic, Restore, Tcp};
+use crate::args::{
+    CheckpointName, Common, EAGER_BELOW, Files, Periodic, Restore, Streams as StreamArgs, Tcp,
+};
 use crate::checkpointer::Beside;
 use crate::commands::clones;
 use crate::commands::private::{self, Inside};
@@ -13,9 +15,14 @@ use crate::paging::{self, Paging};
 use crate::progress::Bar;
 use crate::supervise::{End, Foreground, GiveUp, Requests, Supervisor, let_go};
 use crate::{chronicle, jobs, output, terminal, units};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{BorrowedFd, OwnedFd};
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::{Errno, retry_on_intr};
+use rustix::pipe::{SpliceFlags, splice};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use std::collections::HashSet;
 use std::fmt::{Display, Formatter};
 use std::io::{Read, Write};
 use std::path::Path;
@@ -27,9 +34,10 @@ use stillpoint_image::{Image, Meta, Range};
 use stillpoint_linux::host::boot_id;
 use stillpoint_linux::supervise::{Child, Signals};
 use stillpoint_pager::Restoring;
-use stillpoint_restore::files::{stand_in, stay_apart};
+use stillpoint_restore::files::{connectable, read_once, shared_inputs, stand_in, stay_apart, untold};
 use stillpoint_restore::{
-    Coming, Error, Heard, Ids, Lazily, Options, Pager, Restored, Stdio, TcpPolicy, restore,
+    Coming, Connection, Error, Heard, Ids, Lazily, Options, Pager, Pump, Restored, Stdio, Streams, TcpPolicy,
+    To, restore,
 };
 use stillpoint_store::history::{Back as CameBack, What};
 use stillpoint_store::{Checkpoint, Claim, Running, Sources, Store, Terms, TouchSet};
@@ -68,6 +76,7 @@ impl Restore {
             count: None,
             files: Files::Rollback,
             tcp: Tcp::Established,
+            streams: StreamArgs::default(),
             pid: None,
             restart: None,
             memory_limit: None,
@@ -78,8 +87,7 @@ impl Restore {
 
 fn in_foreground(common: &Common, args: &Restore) -> Result<ExitCode> {
     let lives = args.restart.map(|most| Lives::begin(most, Stdio::Current)).transpose()?;
-    let mut revived = Revived::revive(common, args, Stdio::Current, None)?;
-    let pump = revived.stdin_pump.take();
+    let revived = Revived::revive(common, args, Stdio::Current, None)?;
     // Standard output belongs to the program. Of what belongs to it we keep nothing longer than there is something to say.
     let stderr = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stderr(), 3);
     let (mut stderr, json) = (stderr.map(std::fs::File::from), common.json);
@@ -89,21 +97,81 @@ fn in_foreground(common: &Common, args: &Restore) -> Result<ExitCode> {
     let line = terminal::Line::on_stderr(!json);
     match &lives {
         Some(lives) => lives.put_by()?,
-        None => let_go(pump.is_some())?,
+        None => let_go()?,
     }
-    pump.map(start_pump).transpose()?;
     revived.supervise(lives.map(|lives| lives.of_restored(args)), line, json, tell)
 }
 
-/// Copies what is left of our standard input into the pipe that the program reads.
-pub(super) fn start_pump(pipe: OwnedFd) -> Result<()> {
-    let copy = move || {
-        let mut pipe = std::fs::File::from(pipe);
-        // Ends with the input or with the reader; the program sees either as it always would.
-        let _ = std::io::copy(&mut std::io::stdin().lock(), &mut pipe);
-    };
-    let started = std::thread::Builder::new().name("stdin".into()).spawn(copy);
-    started.map(drop).map_err(|e| Failure::failed(format!("cannot start a thread: {e}")))
+/// Brings a program what comes in from where it was reading.
+pub(super) fn start_pumps(pumps: Vec<Pump>) -> Result<()> {
+    for pump in pumps {
+        let bring = move || {
+            // Ends with the input or with the reader; the program sees either as it always would.
+            let _ = bring(&pump);
+        };
+        let started = std::thread::Builder::new().name("input".into()).spawn(bring);
+        started.map_err(|e| Failure::failed(format!("cannot start a thread: {e}")))?;
+    }
+    Ok(())
+}
+
+/// Brings all that comes in, until there is no more or nobody who reads it. Nothing is on the way in between: what has been taken
+/// from the source is in the pipe, where a checkpoint finds it. The pipe is locked meanwhile, as a checkpoint looks at both, and while a
+/// program is killed at its checkpoint nothing more may come.
+///
+/// Who waits within splice(2) has the pipe to himself, and neither the program nor a checkpoint could look at what is there. So it
+/// is waited for before.
+fn bring(Pump { from, to, .. }: &Pump) -> rustix::io::Result<()> {
+    loop {
+        // A FIFO that nobody has yet written to is not at its end.
+        let is_read =
+            is_ready(&mut [PollFd::new(to, PollFlags::empty()), PollFd::new(from, PollFlags::IN)], None)?
+                && is_ready(&mut [PollFd::new(to, PollFlags::OUT)], None)?;
+        if !is_read {
+            return Ok(());
+        }
+        retry_on_intr(|| flock(to, FlockOperation::LockShared))?;
+        let brought = bring_some(from, to);
+        flock(to, FlockOperation::Unlock)?;
+        if !brought? {
+            return Ok(());
+        }
+    }
+}
+
+/// Brings what there is; whether more may come.
+fn bring_some(from: &OwnedFd, to: &OwnedFd) -> rustix::io::Result<bool> {
+    const MOST: usize = 1 << 20;
+    // Somebody else may have been quicker; and once nobody reads, nothing is taken from others who do.
+    let now = Some(&Timespec::default());
+    if !is_ready(&mut [PollFd::new(to, PollFlags::empty())], now)? {
+        return Ok(false);
+    }
+    let mut source = [PollFd::new(from, PollFlags::IN)];
+    if retry_on_intr(|| poll(&mut source, now))? == 0 {
+        return Ok(true);
+    }
+    match splice(from, None, to, None, MOST, SpliceFlags::NONBLOCK) {
+        Ok(0) => Ok(false),
+        Ok(_) | Err(Errno::INTR | Errno::AGAIN) => Ok(true),
+        // Others that give nothing but by read(2). So much fits in.
+        Err(Errno::INVAL) => {
+            let mut piece = [0; 4096];
+            match rustix::io::read(from, &mut piece) {
+                Ok(0) => Ok(false),
+                Ok(length) => rustix::io::write(to, &piece[..length]).map(|_| true),
+                Err(Errno::INTR | Errno::AGAIN) => Ok(true),
+                Err(e) => Err(e),
+            }
+        }
+        Err(e) => Err(e),
+    }
+}
+
+/// Waits for one of them, but no longer than that; whether the first, the writing end of a pipe, still has readers.
+fn is_ready(ends: &mut [PollFd<'_>], patience: Option<&Timespec>) -> rustix::io::Result<bool> {
+    retry_on_intr(|| poll(ends, patience))?;
+    Ok(!ends[0].revents().contains(PollFlags::ERR))
 }
 
 /// A program that has come back.
@@ -112,7 +180,8 @@ pub(crate) struct Revived {
     pub(super) child: Child,
     pub(crate) back: Back,
     pub(super) lent: Lent,
-    pub(super) stdin_pump: Option<OwnedFd>,
+    /// What is to be brought to it.
+    pub(super) pumps: Vec<Pump>,
     /// Loads what is not there yet.
     pub(super) pager: Option<Pager>,
     /// Keeps its memory within a limit.
@@ -128,24 +197,65 @@ pub(crate) struct Revived {
     pub(super) beside: Option<Beside>,
 }
 
-/// The record of a program that was brought back.
-fn record_of(pid: u32, checkpoint: &Checkpoint, periodic: &Periodic) -> Result<Running> {
+/// The record of a program that was brought back, and has our streams or none.
+pub(super) fn record_of(pid: u32, checkpoint: &Checkpoint, args: &Restore, stdio: Stdio) -> Result<Running> {
     let meta = &checkpoint.image.meta;
-    jobs::running_record(pid, meta.command.clone(), Some(meta.id), periodic)
+    let running = jobs::running_record(pid, meta.command.clone(), Some(meta.id), &args.periodic)?;
+    let connections = &args.streams.connections;
+    let inherited = jobs::connected(jobs::inherited(&running), connections, &checkpoint.image, stdio);
+    let inherited = inherited.into_iter().map(|(number, link)| (number, link.into())).collect();
+    Ok(Running { inherited, ..running })
 }
 
-/// What a program that may have further lives has read of its standard input cannot be read again.
+/// What a program that may have further lives has read of a pipe cannot be read again.
 fn check_input(checkpoint: &Checkpoint, args: &Restore) -> Result<()> {
-    let meta = &checkpoint.image.meta;
-    let has_unread = checkpoint.image.pipes.iter().any(|p| p.stdio == Some(0) && !p.data.is_empty());
-    match args.restart {
-        Some(_) if has_unread => Err(Failure::refused(format!(
-            "--restart: standard input of {}@{} is a pipe with unread data, and what it has read of it cannot be read again",
-            meta.job, meta.id
-        ))
-        .hint("restore it without --restart")),
-        _ => Ok(()),
+    let Image { meta, .. } = &checkpoint.image;
+    let number = args.restart.and_then(|_| read_once(&checkpoint.image, &args.streams.policy()));
+    let Some(number) = number else { return Ok(()) };
+    Err(Failure::refused(format!(
+        "--restart: {} of {}@{} is a pipe or has unread data, and what it has read of it cannot be read again",
+        output::stream(number), meta.job, meta.id
+    ))
+    .hint("restore it without --restart"))
+}
+
+/// Only what led outside can be connected.
+pub(super) fn check_connections(image: &Image, args: &Restore) -> Result<()> {
+    let connectable = connectable(image);
+    let mut seen = HashSet::new();
+    for Connection { number, to } in &args.streams.connections {
+        if !seen.insert(number) {
+            return Err(Failure::usage(format!("--fd {number} is given twice")));
+        }
+        if !connectable.contains(number) {
+            let list: Vec<String> = connectable.iter().map(u32::to_string).collect();
+            let hint = match list.is_empty() {
+                true => "nothing that it had open led outside".to_string(),
+                false => format!("these descriptors did: {}", list.join(", ")),
+            };
+            let what = format!("--fd {number}: descriptor {number} of the program did not lead outside");
+            return Err(Failure::usage(what).hint(hint));
+        }
+        if let (To::Descriptor(own), Some(_)) = (to, args.restart) {
+            let what = format!(
+                "--fd {number}=fd:{own}: with --restart, what is connected must be there for later lives, too"
+            );
+            return Err(Failure::usage(what).hint(format!("name a file: --fd {number}=PATH")));
+        }
     }
+    let streams = args.streams.policy();
+    let hint = "name files (--fd N=PATH), or choose --pipes closed";
+    if let Some(told) = untold(image, &streams).filter(|_| args.restart.is_some()) {
+        let what = format!("{told}: with --restart, what the program has must be there for later lives, too");
+        return Err(Failure::refused(what).hint(hint));
+    }
+    let shared = shared_inputs(image, &streams);
+    if args.count.is_some_and(|count| count > 1) && !shared.is_empty() {
+        let what =
+            format!("{}: several clones would take from each other what comes from there", shared.join(", "));
+        return Err(Failure::refused(what).hint(hint));
+    }
+    Ok(())
 }
 
 impl Revived {
@@ -155,6 +265,7 @@ impl Revived {
         let store = jobs::open_store(common.store.as_deref())?;
         let name = &args.checkpoint;
         let (mut checkpoint, stand_ins) = load(&store, name)?;
+        check_connections(&checkpoint.image, args)?;
         stay_apart_if_it_runs(&store, &mut checkpoint.image, args)?;
         let (claim, mut notes) = claim(&store, &name.job)?;
         notes.extend(stand_ins);
@@ -198,7 +309,7 @@ impl Revived {
         };
         let mut watch = Some(GiveUp::watch(&signals, relay)?);
         let mut lent = Lent::default();
-        let record_of = |pid| record_of(pid, checkpoint, &args.periodic);
+        let record_of = |pid| record_of(pid, checkpoint, args, stdio);
         // Whoever hears of the program by something it does finds it in the store, with the terms, which end with it.
         let mut written = None;
         let was_cut_off = matches!(store.terms(&job), Ok(Some(_)));
@@ -224,6 +335,7 @@ impl Revived {
         // In a private pid namespace nobody has heard of it yet.
         let written = written.unwrap_or_else(|| store.set_terms(&job, &terms));
         let record = record_of(revived.back.pid);
+        let record = record.map(|running| jobs::with_pumped(running, &revived.back.pumped));
         let record = record.and_then(|running| Record::write(store.clone(), claim, running));
         // The program runs already: it is worth more than its record.
         let record =
@@ -258,7 +370,7 @@ impl Revived {
         let again = Again { store, checkpoint, origin, job, args, stdio, ids, quiet, is_asked_for: false };
         let mut lent = Lent::default();
         let running = |pid| {
-            let now: Running = record_of(pid, checkpoint, &args.periodic)?;
+            let now: Running = record_of(pid, checkpoint, args, stdio)?;
             let (crashes, crash) = (before.crashes, before.crash.clone());
             Ok::<_, Failure>(Running { crashes, crash, inherited: before.inherited.clone(), ..now })
         };
@@ -272,7 +384,7 @@ impl Revived {
             Err(Error::PidTaken(_)) if args.pid.is_none() => private::revive(&again, signals, None)?,
             other => again.revived(other, signals, lent)?,
         };
-        record.runs_as(running(revived.back.pid)?)?;
+        record.runs_as(jobs::with_pumped(running(revived.back.pid)?, &revived.back.pumped))?;
         if revived.inside.is_none() {
             record.listen();
             revived.beside = Some(record.checkpointer(revived.child.pid, &args.periodic));
@@ -312,6 +424,7 @@ impl Revived {
         json: bool,
         tell: impl FnOnce(Answer) + 'static,
     ) -> Result<(End, Requests)> {
+        start_pumps(std::mem::take(&mut self.pumps))?;
         let loading = match (self.pager.take(), json) {
             (Some(pager), true) => {
                 let (mut back, name, coming) = (self.back.clone(), self.name(), pager.coming.clone());
@@ -445,14 +558,18 @@ pub(crate) struct Back {
     /// How its memory was loaded.
     figures: Value,
     pub(crate) notes: Vec<String>,
+    /// What is brought to it, and from where: the number of the stream, and what `/proc/PID/fd` calls them.
+    pub(super) pumped: Vec<(u32, Vec<u8>)>,
 }
 
 impl Back {
     pub(super) fn of(restored: &Restored, notes: Vec<String>) -> Self {
         let Restored { pid, pages, skeleton, running, .. } = *restored;
         let (skeleton_ms, running_ms) = (output::ms(skeleton), output::ms(running));
-        let mut back =
-            Self { pid, private_pid: None, pages, skeleton_ms, running_ms, figures: Value::Null, notes };
+        let links = |pump: &Pump| Some(pump.links().ok()?.map(|link| (pump.number, link)));
+        let pumped = restored.pumps.iter().filter_map(links).flatten().collect();
+        let (private_pid, figures) = (None, Value::Null);
+        let mut back = Self { pid, private_pid, pages, skeleton_ms, running_ms, figures, notes, pumped };
         back.load(restored.pager.as_ref().map(|pager| &pager.coming));
         back
     }
@@ -531,7 +648,7 @@ impl Again<'_> {
             back: Back::of(&r, r.notes.clone()),
             child: Child { pid: r.pid, pidfd: r.pidfd },
             lent,
-            stdin_pump: r.stdin_pump,
+            pumps: r.pumps,
             pager: r.pager,
             paging,
             inside: None,
@@ -629,6 +746,17 @@ impl Again<'_> {
         act(Heard { failed: &failed, wanted: &wanted })
     }
 
+    /// What was said of streams, as far as it is about this checkpoint: where the program has run on since it was said, what it has
+    /// under that number may be something else.
+    fn streams(&self) -> Streams {
+        let mut streams = self.args.streams.policy();
+        if !self.is_asked_for {
+            let connectable = connectable(&self.checkpoint.image);
+            streams.connections.retain(|connection| connectable.contains(&connection.number));
+        }
+        streams
+    }
+
     pub(super) fn options(&self) -> Options {
         let args = self.args;
         let tcp = match args.tcp {
@@ -640,6 +768,7 @@ impl Again<'_> {
             files: args.files.into(),
             tcp,
             stdio: self.stdio,
+            streams: self.streams(),
             own_output: self.is_asked_for,
             // What is loaded first is to be within the limit, with some room.
             eager_below: args.memory_limit.map_or(below, |limit| below.min(limit / 2)),

@@ -118,6 +118,7 @@ fn restore_of(job: &str, terms: &Terms) -> Result<Restore> {
         detach: true,
         files: files.unwrap_or(plain.files),
         tcp: tcp.unwrap_or(plain.tcp),
+        streams: jobs::streams(terms),
         restart: terms.restart,
         memory_limit: terms.memory_limit,
         ..plain

@@ -91,7 +91,7 @@ impl Started {
 
     /// Lets go of what belongs to the job, or puts it by for its next life.
     fn let_go(&self) -> Result<()> {
-        self.lives.as_ref().map_or_else(|| let_go(false), Lives::put_by)
+        self.lives.as_ref().map_or_else(let_go, Lives::put_by)
     }
 
     /// Supervises the job to its end, and ends like it.

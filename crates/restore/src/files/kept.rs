@@ -1,4 +1,4 @@
-//! Sockets that a process of ours has kept since the program was killed at its checkpoint (`capture::keeper`).
+//! Sockets and pipes that a process of ours has kept since the program was killed at its checkpoint (`capture::keeper`).
 
 use crate::{Result, TcpPolicy};
 use std::collections::HashMap;
@@ -10,7 +10,7 @@ const SOL_SOCKET: u32 = libc::SOL_SOCKET as u32;
 const REUSE: u32 = libc::SO_REUSEADDR as u32;
 /// So long the keeper may take to answer, seconds: somebody else may be asking just then.
 const PATIENCE: i64 = 5;
-/// Words that the keeper knows: its sockets are to be handed over, or closed.
+/// Words that the keeper knows: what it has is to be handed over, or closed.
 const TAKE: &[u8] = b"t";
 const CLOSE: &[u8] = b"c";
 
@@ -20,31 +20,46 @@ pub struct Kept {
     line: OwnedFd,
     /// Sockets that let others have their port meanwhile, and whether they did before.
     lenient: Vec<(OwnedFd, Vec<u8>)>,
+    /// Sockets by row, until they are the program's.
+    pub(super) sockets: HashMap<usize, OwnedFd>,
+    /// Pipes by row: an end of each.
+    pub(super) pipes: HashMap<u32, OwnedFd>,
+}
+
+/// What something that was kept is in the image.
+#[derive(Clone, Copy)]
+enum Row {
+    Socket(usize),
+    Pipe(u32),
 }
 
 impl Kept {
-    /// Asks for what was kept: rows of sockets. Nothing if nobody keeps it any more.
-    pub(super) fn take(image: &Image, policy: TcpPolicy) -> Result<Option<(Kept, HashMap<usize, OwnedFd>)>> {
+    /// Asks for what was kept. Nothing if nobody keeps it any more.
+    pub(super) fn take(image: &Image, policy: TcpPolicy) -> Result<Option<Kept>> {
         let Some(line) = image.kept.as_ref().and_then(|name| call(&name.0, TAKE)) else { return Ok(None) };
-        let rows: HashMap<u32, usize> =
-            image.sockets.iter().enumerate().filter_map(|(row, s)| Some((s.kept?, row))).collect();
+        let sockets =
+            image.sockets.iter().enumerate().filter_map(|(row, s)| Some((s.kept?, Row::Socket(row))));
+        let pipes = (0..).zip(&image.pipes).filter_map(|(row, p)| Some((p.kept?, Row::Pipe(row))));
+        let rows: HashMap<u32, Row> = sockets.chain(pipes).collect();
         let Some(files) = receive(&line, rows.len())? else { return Ok(None) };
-        let mut kept = Kept { line, lenient: Vec::new() };
-        let mut made = HashMap::new();
+        let mut kept = Kept { line, lenient: Vec::new(), sockets: HashMap::new(), pipes: HashMap::new() };
         for (place, file) in (0..).zip(files) {
-            let Some(&row) = rows.get(&place) else { continue };
-            if !is(&file, &image.sockets[row])? {
-                return Ok(None);
+            match rows.get(&place) {
+                Some(&Row::Socket(row)) if is(&file, &image.sockets[row])? => {
+                    kept.lend_port(&file)?;
+                    kept.sockets.insert(row, file);
+                }
+                Some(&Row::Pipe(row)) if is_pipe(&file)? => drop(kept.pipes.insert(row, file)),
+                Some(_) => return Ok(None),
+                None => {}
             }
-            kept.lend_port(&file)?;
-            made.insert(row, file);
         }
-        if policy == TcpPolicy::Close {
+        if policy == TcpPolicy::Close && !kept.sockets.is_empty() {
             kept.lenient.clear();
-            made.clear();
+            kept.sockets.clear();
             kept.release();
         }
-        Ok(Some((kept, made)))
+        Ok(Some(kept))
     }
 
     /// A listening socket of the program can be bound to the same port beside it.
@@ -65,7 +80,7 @@ impl Kept {
         }
     }
 
-    /// The program has them; nobody else needs to.
+    /// The program has it all; nobody else needs to.
     pub(super) fn release(&self) {
         let _ = sockets::send(&self.line, b"d");
     }
@@ -77,7 +92,12 @@ impl Drop for Kept {
     }
 }
 
-/// Whether anybody keeps sockets for a restore.
+/// Whether what was kept of a program is still there to be had.
+pub(super) fn is_there(image: &Image) -> bool {
+    image.kept.as_ref().is_some_and(|name| connected(&name.0).is_some())
+}
+
+/// Whether anybody keeps something for a restore.
 pub fn is_anything_kept() -> bool {
     std::fs::read_to_string("/proc/net/unix").is_ok_and(|names| names.contains("@stillpoint-kept-"))
 }
@@ -89,6 +109,13 @@ pub fn let_go(image: &Image) {
 
 /// A line to the keeper of this name, if it lives, to whom one word has been said.
 fn call(name: &[u8], word: &[u8]) -> Option<OwnedFd> {
+    let line = connected(name)?;
+    sockets::send(&line, word).ok()?;
+    Some(line)
+}
+
+/// A line to the keeper of this name, if it lives.
+fn connected(name: &[u8]) -> Option<OwnedFd> {
     let line = sockets::socket(libc::AF_UNIX, libc::SOCK_STREAM, 0).ok()?;
     let address = [&(libc::AF_UNIX as u16).to_ne_bytes(), &[0][..], name].concat();
     sockets::connect(&line, &address).ok()?;
@@ -98,14 +125,10 @@ fn call(name: &[u8], word: &[u8]) -> Option<OwnedFd> {
     // struct timeval
     let patience: Vec<u8> = [PATIENCE, 0].iter().flat_map(|w| w.to_ne_bytes()).collect();
     sockets::set_option(&line, SOL_SOCKET, libc::SO_RCVTIMEO as u32, &patience).ok()?;
-    if user != 0 && user != own {
-        return None;
-    }
-    sockets::send(&line, word).ok()?;
-    Some(line)
+    (user == 0 || user == own).then_some(line)
 }
 
-/// All that was kept; `None` if the keeper leaves half-way, or has another number of sockets.
+/// All that was kept; `None` if the keeper leaves half-way, or has another number of them.
 fn receive(line: &OwnedFd, count: usize) -> Result<Option<Vec<OwnedFd>>> {
     let mut files = Vec::new();
     let mut more = [0];
@@ -126,4 +149,9 @@ fn is(file: &OwnedFd, socket: &Socket) -> Result<bool> {
     Ok(option(libc::SO_DOMAIN)? == Some(socket.family as i32)
         && option(libc::SO_TYPE)? == Some(socket.kind as i32)
         && option(libc::SO_PROTOCOL)? == Some(socket.protocol as i32))
+}
+
+fn is_pipe(file: &OwnedFd) -> Result<bool> {
+    let stat = rustix::fs::fstat(file).map_err(|e| Kernel::call("fstat", e))?;
+    Ok(rustix::fs::FileType::from_raw_mode(stat.st_mode) == rustix::fs::FileType::Fifo)
 }

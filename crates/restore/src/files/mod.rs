@@ -31,6 +31,7 @@ mod rehearsal;
 mod segments;
 mod sockets;
 mod standard;
+mod streams;
 mod terminals;
 mod writers;
 
@@ -39,7 +40,7 @@ pub(crate) use rehearsal::rehearse;
 pub(crate) use standard::window_differs;
 
 use crate::namespaces::Namespaces;
-use crate::{Error, FilesPolicy, Result, Stdio, TcpPolicy};
+use crate::{Error, FilesPolicy, Options, Pump, Result, Stdio, Streams, TcpPolicy};
 use created::Created;
 use detour::Detour;
 use kept::Kept;
@@ -58,6 +59,7 @@ pub use check::stand_in;
 pub use clones::{check_alone, in_common, set_apart, stay_apart};
 pub use cutback::{Cut, keep_behind, shorten};
 pub use kept::{is_anything_kept, let_go};
+pub use streams::{connectable, read_once, shared_inputs, untold};
 pub use writers::{Inode, Writer, mapped, writers};
 
 /// A process, as people are told of it.
@@ -111,24 +113,30 @@ pub struct OpenFiles {
     write_backs: Vec<cutback::WriteBack>,
     created: Created,
     notes: Vec<String>,
-    stdin_pump: Option<OwnedFd>,
+    pumps: Vec<Pump>,
+    /// Pipes (rows of [`Image::pipes`]) that lead elsewhere now.
+    elsewhere: HashSet<u32>,
     /// Slaves of pseudo-terminals that control a session, by row of [`Image::ptys`].
     terminals: HashMap<u32, OwnedFd>,
     /// Deleted files that were made anew, by handles, with the times that they are given at the end.
     timed: Vec<(OwnedFd, Times)>,
-    /// The line to who has kept sockets for the program.
+    /// What somebody has kept for the program.
     kept: Option<Kept>,
 }
 
-/// Opens everything; `own_output`: our standard output is ours to write to, not the program's. Nothing that exists is changed, and all reasons against it are found before anything is made.
-pub fn open(
-    image: &Image,
-    contents: &dyn Contents,
-    policy: FilesPolicy,
-    tcp: TcpPolicy,
-    stdio: Stdio,
-    own_output: bool,
-) -> Result<OpenFiles> {
+/// Whether what led outside can lead where it is to lead.
+///
+/// # Errors
+/// [`Error::Refused`] with all reasons against it.
+pub fn check_streams(image: &Image, options: &Options) -> Result<()> {
+    let mut refusals = Vec::new();
+    streams::check(image, options, &mut refusals);
+    if refusals.is_empty() { Ok(()) } else { Err(Error::Refused(refusals)) }
+}
+
+/// Opens everything, after [`check_streams`]. Nothing that exists is changed, and all reasons against it are found before anything is made.
+pub fn open(image: &Image, contents: &dyn Contents, options: &Options) -> Result<OpenFiles> {
+    let policy = options.files;
     let mut namespaces = Namespaces::make(image, contents)?;
     let (called, reached) = (image, namespaces.have_mounts().then(|| namespaces.reached(image)));
     let image = reached.as_ref().unwrap_or(called);
@@ -142,8 +150,8 @@ pub fn open(
     }
     namespaces.make_of_groups(image)?;
     descriptors::raise_descriptor_limit()?;
-    let mut opening = Opening::new(image, namespaces, contents, tcp, stdio)?;
-    let (shared, cut) = cutback::shared(image, &findings.grown, own_output);
+    let mut opening = Opening::new(image, namespaces, contents, options)?;
+    let (shared, cut) = cutback::shared(image, &findings.grown, options.own_output);
     opening.files.cuts = cutback::cuts(called, image, &cut);
     opening.files.shared = cutback::moved_on(image, &shared);
     opening
@@ -156,6 +164,7 @@ pub fn open(
     paths::remake(&mut opening, &findings.lost)?;
     paths::open(&mut opening)?;
     locks::check(&opening)?;
+    opening.files.kept = Kept::take(image, opening.tcp)?;
     let visit = opening.files.namespaces.visit_network(image)?;
     sockets::open(&mut opening)?;
     drop(visit);
@@ -184,6 +193,7 @@ struct Opening<'a> {
     contents: &'a dyn Contents,
     tcp: TcpPolicy,
     stdio: Stdio,
+    streams: &'a Streams,
     /// Deleted files, by row; they lose their names when this is dropped.
     deleted: HashMap<u32, Recreated>,
     began: Instant,
@@ -197,8 +207,7 @@ impl<'a> Opening<'a> {
         image: &'a Image,
         namespaces: Namespaces,
         contents: &'a dyn Contents,
-        tcp: TcpPolicy,
-        stdio: Stdio,
+        options: &'a Options,
     ) -> Result<Self> {
         let files = OpenFiles {
             namespaces,
@@ -216,14 +225,16 @@ impl<'a> Opening<'a> {
             write_backs: Vec::new(),
             created: Created::default(),
             notes: Vec::new(),
-            stdin_pump: None,
+            pumps: Vec::new(),
+            elsewhere: HashSet::new(),
             terminals: HashMap::new(),
             timed: Vec::new(),
             kept: None,
         };
         let began = Instant::now();
         let (deleted, detour) = (HashMap::new(), Detour::default());
-        Ok(Opening { image, contents, tcp, stdio, deleted, began, detour, files })
+        let Options { tcp, stdio, ref streams, .. } = *options;
+        Ok(Opening { image, contents, tcp, stdio, streams, deleted, began, detour, files })
     }
 
     /// Rows of open files for which `pick` gives something.
@@ -366,6 +377,8 @@ impl OpenFiles {
     fn settle_pipes_and_sockets(&mut self, image: &Image) {
         for (file, source) in image.files.iter().zip(&self.sources) {
             let (what, status) = match file.kind {
+                // What leads elsewhere is somebody else's.
+                FileKind::Pipe(row) if self.elsewhere.contains(&row) => continue,
                 FileKind::Pipe(row) => ("a pipe", image.pipes.get(row as usize).and_then(|p| p.status)),
                 FileKind::Socket(row) => ("a socket", image.sockets.get(row as usize).and_then(|s| s.status)),
                 _ => continue,
@@ -381,9 +394,9 @@ impl OpenFiles {
         }
     }
 
-    /// The program is complete: from now on its sockets are its own. Right before it runs.
-    pub fn release_kept(&self) {
-        if let Some(kept) = &self.kept {
+    /// The program is complete: from now on what was kept for it is its own. Right before it runs.
+    pub fn release_kept(&mut self) {
+        if let Some(kept) = self.kept.take() {
             kept.release();
         }
     }
@@ -398,10 +411,9 @@ impl OpenFiles {
         self.notes.iter().map(|note| self.namespaces.told(note)).collect()
     }
 
-    /// Where what comes from the current standard input must be written for the program, if it was reading from a
-    /// pipe with unread data.
-    pub fn take_stdin_pump(&mut self) -> Option<OwnedFd> {
-        self.stdin_pump.take()
+    /// What must be brought to the program, where it was reading from outside and there was something unread.
+    pub fn take_pumps(&mut self) -> Vec<Pump> {
+        std::mem::take(&mut self.pumps)
     }
 }
 

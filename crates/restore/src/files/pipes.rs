@@ -1,7 +1,8 @@
 //! Pipes and FIFOs with the data in them.
 
+use super::streams::{GONE, Outward, Way};
 use super::{Opening, missing, open_flags, paths};
-use crate::{Error, Result};
+use crate::{Error, Pipes, Result};
 use rustix::fs::{FileType, Mode};
 use std::collections::HashSet;
 use std::os::fd::AsFd;
@@ -20,10 +21,50 @@ pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
         };
         let rows: Vec<(usize, &OpenFile)> =
             opening.rows(of_pipe).into_iter().map(|(row, f, ())| (row, f)).collect();
+        if leads_elsewhere(opening, index as u32) {
+            opening.files.elsewhere.insert(index as u32);
+            if is_kept(opening, index as u32) {
+                open_kept(opening, index as u32, &rows)?;
+            }
+            continue;
+        }
         match pipe.fifo {
             Some(path) => open_fifo(opening, pipe, path, &rows)?,
             None => open_pipe(opening, pipe, &rows)?,
         }
+    }
+    let cut_off = opening.image.pipes_cut_off().filter(|(row, _)| !leads_elsewhere(opening, *row));
+    let notes: Vec<String> = cut_off.map(|(_, told)| format!("{told} is cut off")).collect();
+    opening.files.notes.extend(notes);
+    Ok(())
+}
+
+/// Whether it is no pipe that is made for the program.
+fn leads_elsewhere(opening: &Opening<'_>, row: u32) -> bool {
+    let way = Outward::Pipe(row).way(opening.image, opening.streams);
+    is_kept(opening, row) || opening.image.pipes[row as usize].is_cut_off() && way != Some(Way::Left)
+}
+
+/// Whether it is a pipe that was kept. A FIFO is, unless those outside are to have left; then it is opened by its name.
+fn is_kept(opening: &Opening<'_>, row: u32) -> bool {
+    let pipe = &opening.image.pipes[row as usize];
+    match pipe.is_cut_off() {
+        true => Outward::Pipe(row).way(opening.image, opening.streams) == Some(Way::Kept),
+        false => {
+            let kept = opening.files.kept.as_ref();
+            opening.streams.pipes == Pipes::Kept && kept.is_some_and(|kept| kept.pipes.contains_key(&row))
+        }
+    }
+}
+
+/// The very same pipe goes on, with what is in it.
+fn open_kept(opening: &mut Opening<'_>, index: u32, rows: &[(usize, &OpenFile)]) -> Result<()> {
+    let kept = opening.files.kept.as_mut().and_then(|kept| kept.pipes.remove(&index));
+    let mut kept = kept.ok_or_else(|| Error::Refused(vec![GONE.into()]))?;
+    for (row, file) in rows {
+        // It was kept by the first of its descriptions.
+        let another = descriptors::reopen(&kept, pipe_flags(file.flags))?;
+        opening.put(*row, std::mem::replace(&mut kept, another))?;
     }
     Ok(())
 }
@@ -71,6 +112,12 @@ fn open_fifo(opening: &mut Opening<'_>, pipe: &Pipe, path: u32, rows: &[(usize, 
     };
     // What is in it stays there while ends come and go.
     let held = paths::open_row(opening, path, (libc::O_RDONLY | libc::O_NONBLOCK) as u32)?;
+    if pipe.outside.is_some() && !pipe.data.is_empty() && descriptors::readable(&held)? > 0 {
+        let name = &opening.image.paths[path as usize].path;
+        let why =
+            "somebody still has it open, and what is in it is not what was: end who that is, or read it";
+        return Err(Error::Refused(vec![format!("{name}: {why}")]));
+    }
     resize(opening, &held, pipe)?;
     let (first, last): (Vec<_>, Vec<_>) = rows.iter().partition(|(row, _)| saw_writer(*row));
     if !first.is_empty() || !pipe.data.is_empty() {
@@ -120,7 +167,7 @@ fn resize(opening: &mut Opening<'_>, end: impl AsFd, pipe: &Pipe) -> Result<()> 
     Ok(())
 }
 
-fn in_packets(pipe: &Pipe, rows: &[(usize, &OpenFile)]) -> bool {
+pub(super) fn in_packets(pipe: &Pipe, rows: &[(usize, &OpenFile)]) -> bool {
     pipe.data.len() > 1 || rows.iter().any(|(_, f)| f.flags & libc::O_DIRECT as u32 != 0)
 }
 

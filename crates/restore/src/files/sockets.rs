@@ -1,7 +1,6 @@
 //! Sockets: listening and unconnected ones, unix pairs with the data in them.
 
 use super::detour::Detour;
-use super::kept::Kept;
 use super::{OpenFiles, Opening, clones, connections, datagrams, messages, missing, options, peers};
 use crate::{Error, Result, TcpPolicy};
 use rustix::fs::{FileType, Gid, Mode, Uid};
@@ -88,7 +87,8 @@ fn is_stale(path: &Path, kind: u32) -> bool {
 
 /// Makes all sockets.
 pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
-    let mut made = take_kept(opening)?;
+    let mut made =
+        opening.files.kept.as_mut().map(|kept| std::mem::take(&mut kept.sockets)).unwrap_or_default();
     let kept: HashSet<usize> = made.keys().copied().collect();
     peers::note(opening, &kept);
     // Connections that were accepted under a name need the name while it is still free.
@@ -151,15 +151,6 @@ pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
         opening.put(row, fd)?;
     }
     Ok(())
-}
-
-/// Those that were kept since the program was killed.
-fn take_kept(opening: &mut Opening<'_>) -> Result<HashMap<usize, OwnedFd>> {
-    let taken = Kept::take(opening.image, opening.tcp)?;
-    Ok(taken.map_or_else(HashMap::new, |(kept, made)| {
-        opening.files.kept = Some(kept);
-        made
-    }))
 }
 
 /// Fills the queue of a socket whose other end goes.

@@ -1,65 +1,97 @@
-//! Standard streams from outside: they become those of whoever restores.
+//! What led outside is opened: standard streams are those of whoever restores, others lead where [`super::streams`] tells.
 
+use super::streams::{self, Led, Outward, Way};
 use super::{Opening, pipes};
-use crate::{Result, Stdio};
+use crate::{Pump, Result, Stdio, To};
 use rustix::fs::{FileType, OFlags};
-use std::os::fd::{BorrowedFd, OwnedFd};
-use stillpoint_image::{FileKind, Image, OpenFile, Process, Pty};
+use std::collections::HashMap;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use stillpoint_image::{Bytes, FileKind, Image, OpenFile, Pipe, Process, Pty};
 use stillpoint_linux::{Error as Kernel, descriptors, pipes as kernel_pipes, tty};
 
-/// Opens the rows that are standard streams or the controlling terminal.
+/// Opens the rows that led outside, and the controlling terminal.
 pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
-    let input = unread_input(opening)?;
-    let mut is_silent = false;
-    let rows = opening.rows(|f| match f.kind {
-        FileKind::Stdio(n) => Some(n),
-        _ => None,
+    let (image, streams) = (opening.image, opening.streams);
+    let (mut inputs, mut files) = (HashMap::<Outward, OwnedFd>::new(), HashMap::<Outward, OwnedFd>::new());
+    let (mut is_silent, mut is_ended) = (false, false);
+    let rows = opening.rows(|f| {
+        let outward = Outward::of(image, f)?;
+        Some((outward, outward.way(image, streams).filter(|way| !matches!(way, Way::Left | Way::Kept))?))
     });
-    for (row, file, number) in rows {
-        let reads = file.flags & libc::O_ACCMODE as u32 != libc::O_WRONLY as u32;
-        let fd = match (&input, number, opening.stdio) {
-            (Some(input), 0, _) if reads => descriptors::reopen(input, libc::O_RDONLY)?,
-            (_, _, Stdio::Null) => null(file.flags)?,
-            (_, n @ 0..=2, Stdio::Current) => current(n, file.flags)?,
-            (_, n, Stdio::Current) => match descriptors::inherited(n) {
-                Some(fd) => fd,
-                None => {
-                    let note = format!(
-                        "descriptor {n} led outside and is /dev/null now: restore was started without one"
-                    );
-                    opening.files.notes.push(note);
-                    null(file.flags)?
+    let watched = streams::watched(image);
+    for (row, file, (outward, way)) in rows {
+        let is_watched = watched.contains(&(row as u32));
+        let fd = match (inputs.get(&outward).filter(|_| reads(file)), files.get(&outward)) {
+            (Some(input), _) => reopened(input, file)?,
+            (_, Some(same)) if reads(file) => same.try_clone().map_err(|e| Kernel::call("dup", e))?,
+            _ => match streams::open(opening, outward, &way, file.flags, is_watched)? {
+                Led::Directly(fd) => {
+                    // Who opened the pipe once more read on where others were, which of a file is so of one description.
+                    if matches!(way, Way::To(To::File(_))) && reads(file) {
+                        files.insert(outward, fd.try_clone().map_err(|e| Kernel::call("dup", e))?);
+                    }
+                    fd
+                }
+                Led::Through(first, from) => {
+                    let input = feed(opening, outward, first, from)?;
+                    let fd = reopened(&input, file)?;
+                    inputs.insert(outward, input);
+                    fd
                 }
             },
         };
         let writes = file.flags & libc::O_ACCMODE as u32 != libc::O_RDONLY as u32;
-        is_silent |= opening.stdio == Stdio::Null && writes && number != 0;
+        let is_null = opening.stdio == Stdio::Null && matches!(way, Way::Ours(number) if number != 0);
+        is_silent |= is_null && writes;
+        is_ended |= is_null && !writes && !matches!(way, Way::Ours(1 | 2));
         // Not `put`: the status flags were seen to, as far as they are not somebody else's.
         opening.files.sources[row] = Some(fd);
     }
     if is_silent {
-        let note = "what it writes to standard streams from outside goes to /dev/null (restore it without --detach to see it)";
+        let note = "what it writes to standard streams from outside goes to /dev/null (restore it without --detach to see it, or \
+                    connect them: --fd 1=PATH)";
+        opening.files.notes.push(note.into());
+    }
+    if is_ended {
+        let note = "what it reads from streams from outside other than standard input has come to its end (restore it without --detach \
+                    to go on, or connect them: --fd 6=PATH)";
         opening.files.notes.push(note.into());
     }
     open_controlling_terminal(opening)
 }
 
-/// Unread standard input goes first: a pipe of our own, into which the supervisor writes what comes next.
-fn unread_input(opening: &mut Opening<'_>) -> Result<Option<OwnedFd>> {
-    let Some(pipe) = opening.image.pipes.iter().find(|p| p.stdio == Some(0) && !p.data.is_empty()) else {
-        return Ok(None);
-    };
-    let (read, write) = kernel_pipes::pipe(0)?;
-    let held: usize = pipe.data.iter().map(|d| d.0.len()).sum();
-    let capacity = pipe.capacity.max((held as u64).next_multiple_of(4096) + 4096);
-    if kernel_pipes::capacity(&write)? < capacity {
-        kernel_pipes::set_capacity(&write, capacity)?;
+fn reads(file: &OpenFile) -> bool {
+    file.flags & libc::O_ACCMODE as u32 != libc::O_WRONLY as u32
+}
+
+/// A description of its own of a pipe that the program reads.
+fn reopened(input: &OwnedFd, file: &OpenFile) -> Result<OwnedFd> {
+    Ok(descriptors::reopen(input, libc::O_RDONLY | file.flags as i32 & libc::O_NONBLOCK)?)
+}
+
+/// A pipe of our own with what was not yet read, behind which somebody has to bring what comes next, if anything does.
+fn feed(
+    opening: &mut Opening<'_>,
+    outward: Outward,
+    first: Vec<Bytes>,
+    from: Option<OwnedFd>,
+) -> Result<OwnedFd> {
+    let (read, to) = kernel_pipes::pipe(0)?;
+    let unread = outward.unread(opening.image);
+    let room = kernel_pipes::room(first.iter().map(|part| part.0.len()));
+    let capacity = unread.iter().map(|pipe| pipe.capacity).fold(room, u64::max);
+    if kernel_pipes::capacity(&to)? < capacity
+        && let Err(e) = kernel_pipes::set_capacity(&to, capacity)
+        && kernel_pipes::capacity(&to)? < room
+    {
+        return Err(e.into());
     }
-    pipes::fill(&write, pipe, false)?;
-    if opening.stdio == Stdio::Current {
-        opening.files.stdin_pump = Some(write);
+    let is_in_packets = unread.iter().any(|pipe| pipes::in_packets(pipe, &[]));
+    pipes::fill(&to, &Pipe { data: first, ..Pipe::default() }, is_in_packets)?;
+    if let Some(from) = from {
+        opening.files.pumps.push(Pump { number: outward.number(opening.image), from, to });
     }
-    Ok(Some(read))
+    Ok(read)
 }
 
 /// Whether the terminal of whoever restores has another size than the one that the program was on.
@@ -70,33 +102,28 @@ pub(crate) fn window_differs(image: &Image, stdio: Stdio) -> bool {
     now.is_some_and(|now| now != before.window)
 }
 
-fn null(flags: u32) -> Result<OwnedFd> {
+pub(super) fn null(flags: u32) -> Result<OwnedFd> {
     let flags =
         OFlags::from_bits_retain(flags & (libc::O_ACCMODE | libc::O_NONBLOCK | libc::O_APPEND) as u32);
     let fd = rustix::fs::open("/dev/null", flags | OFlags::CLOEXEC, rustix::fs::Mode::empty());
     Ok(fd.map_err(|e| Kernel::file("/dev/null", e))?)
 }
 
-/// Our own standard stream of this number, or `/dev/null` if we have none.
+/// The descriptor of this number that we were started with, or `/dev/null` if there is none.
 ///
 /// Whether it blocks is a property of the description, which we share with whoever started us: where it must change,
 /// a terminal or pipe is opened once more, so that only the program sees it.
-fn current(number: u32, flags: u32) -> Result<OwnedFd> {
-    let own = match number {
-        0 => rustix::stdio::stdin(),
-        1 => rustix::stdio::stdout(),
-        _ => rustix::stdio::stderr(),
-    };
-    let Ok(now) = rustix::fs::fcntl_getfl(own) else { return null(flags) };
+pub(super) fn current(number: u32, flags: u32) -> Result<OwnedFd> {
+    let Some(own) = descriptors::inherited(number) else { return null(flags) };
+    let Ok(now) = rustix::fs::fcntl_getfl(&own) else { return null(flags) };
     if (now.bits() ^ flags) & libc::O_NONBLOCK as u32 == 0 {
-        return Ok(descriptors::duplicate_above(own, 3)?);
+        return Ok(own);
     }
-    if let Some(fd) = opened_again(own, now, flags) {
+    if let Some(fd) = opened_again(own.as_fd(), now, flags) {
         return Ok(fd);
     }
-    let fd = descriptors::duplicate_above(own, 3)?;
-    super::set_status_flags(&fd, now.bits() & !(libc::O_NONBLOCK as u32) | flags & libc::O_NONBLOCK as u32)?;
-    Ok(fd)
+    super::set_status_flags(&own, now.bits() & !(libc::O_NONBLOCK as u32) | flags & libc::O_NONBLOCK as u32)?;
+    Ok(own)
 }
 
 fn opened_again(own: BorrowedFd<'_>, now: OFlags, flags: u32) -> Option<OwnedFd> {

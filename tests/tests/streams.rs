@@ -1,0 +1,765 @@
+//! Streams that lead outside: pipes of a process that is not part of the program, and where they lead when it is restored.
+
+use std::fs;
+use std::io::{BufRead, BufReader, PipeReader, Read, Write};
+use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::time::Duration;
+use stillpoint_tests::target::alone;
+use stillpoint_tests::{
+    Build, Scratch, Stillpoint, Terminal, kernel, right, right_eq, skipped, undisturbed_only, wait_for,
+};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Gives a command our ends of pipes as descriptors 6 and 7.
+const AS_6_AND_7: &str = r#"exec "$@" 6<&0 7>&1 </dev/null >/dev/null 2>&1"#;
+
+/// `lines.c`, and where its lines come from and go to.
+struct Lines {
+    directory: PathBuf,
+    pid: u32,
+    started: Child,
+    input: Option<ChildStdin>,
+    output: Option<BufReader<ChildStdout>>,
+}
+
+impl Lines {
+    /// Starts it by a command that has 6 and 7, which has it as process `pid_of`.
+    fn start(mut command: Command, directory: &Path, pid_of: impl FnOnce(u32) -> u32) -> Self {
+        command.current_dir(directory).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut started = command.spawn().expect("sh");
+        let (input, output) = (started.stdin.take(), started.stdout.take().map(BufReader::new));
+        let pid = pid_of(started.id());
+        Lines { directory: directory.to_owned(), pid, started, input, output }
+    }
+
+    /// The same with this for 6.
+    fn start_reading(
+        mut command: Command,
+        directory: &Path,
+        input: PipeReader,
+        pid_of: impl FnOnce(u32) -> u32,
+    ) -> Self {
+        command.current_dir(directory).stdin(input).stdout(Stdio::piped());
+        let mut started = command.spawn().expect("sh");
+        let (input, output) = (None, started.stdout.take().map(BufReader::new));
+        let pid = pid_of(started.id());
+        Lines { directory: directory.to_owned(), pid, started, input, output }
+    }
+
+    /// Writes something for it to read.
+    fn give(&mut self, text: &str) {
+        self.input.as_mut().expect("input").write_all(text.as_bytes()).expect("a reader");
+    }
+
+    /// What has arrived: one line.
+    fn get(&mut self) -> String {
+        let mut line = String::new();
+        self.output.as_mut().expect("output").read_line(&mut line).expect("a line");
+        line.trim_end().to_owned()
+    }
+
+    /// Lets it take a line; what became of that.
+    fn turn(&self, number: u32) -> String {
+        turn(&self.directory, number)
+    }
+
+    /// Kills it; nobody is at its other ends any more, and its turns are forgotten.
+    fn kill(mut self, from: u32) {
+        (self.input, self.output) = (None, None);
+        kill(self.pid);
+        let _ = self.started.wait();
+        forget_turns(&self.directory, from);
+    }
+}
+
+/// Writes as many lines as find room, from that one on. How many.
+fn fill(pipe: impl AsFd, from: usize) -> usize {
+    let flags = rustix::fs::fcntl_getfl(&pipe).expect("flags");
+    rustix::fs::fcntl_setfl(&pipe, flags | rustix::fs::OFlags::NONBLOCK).expect("flags");
+    let mut given = 0;
+    // What is brought on makes room once more.
+    for _ in 0..20 {
+        while rustix::io::write(&pipe, format!("{}\n", long_line(from + given)).as_bytes()).is_ok() {
+            given += 1;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    given
+}
+
+/// A line with its number, as long as a page nearly: it is written as a whole or not at all.
+fn long_line(number: usize) -> String {
+    format!("{number:03999}")
+}
+
+fn turn(directory: &Path, number: u32) -> String {
+    fs::write(directory.join(format!("turn.{number}")), "").expect("a file");
+    let done = directory.join(format!("done.{number}"));
+    wait_for(&format!("line {number}"), PATIENCE, || fs::read_to_string(&done).ok())
+}
+
+fn forget_turns(directory: &Path, from: u32) {
+    for number in from..from + 10 {
+        for kind in ["turn", "done"] {
+            let _ = fs::remove_file(directory.join(format!("{kind}.{number}")));
+        }
+    }
+}
+
+fn kill(pid: u32) {
+    kernel::kill(pid, kernel::SIGKILL);
+    kernel::wait_gone(pid, PATIENCE);
+}
+
+/// A shell that gives a command 6 and 7.
+fn with_6_and_7(command: &Command) -> Command {
+    let mut shell = alone("sh");
+    shell.args(["-c", AS_6_AND_7, "sh"]).arg(command.get_program()).args(command.get_args());
+    shell.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    shell
+}
+
+fn lines() -> Option<PathBuf> {
+    let program = Build::Dynamic.of(&stillpoint_tests::programs::source("lines.c"));
+    if program.is_none() {
+        skipped("no compiler for it");
+    }
+    program.filter(|_| !undisturbed_only())
+}
+
+fn restore(stillpoint: &Stillpoint, extra: &[&str]) -> stillpoint_tests::stillpoint::Output {
+    stillpoint.run(&[&["restore", "lines", "--detach", "--json"], extra].concat())
+}
+
+/// The only job of a store, if it runs.
+fn running(stillpoint: &Stillpoint) -> Option<u32> {
+    let listed = stillpoint.run(&["ls", "--json"]).ok().json();
+    listed[0]["running"]["pid"].as_u64().map(|pid| pid as u32)
+}
+
+/// A checkpoint of a program that goes on is no concern of who is at the other ends. Where they lead then is told to the restore,
+/// and nothing that was unread is lost.
+#[test]
+fn pipes_to_others_lead_where_they_are_told() {
+    let Some(program) = lines() else { return };
+    let scratch = Scratch::new();
+    let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("lines"));
+    let mut plain = Command::new(&program);
+    plain.env(stillpoint_tests::scratch::MARK, scratch.path());
+    let mut lines = Lines::start(with_6_and_7(&plain), &directory, |pid| pid);
+    lines.give("one\n");
+    right_eq!(lines.turn(0), "one, written");
+    right_eq!(lines.get(), "0: one");
+    lines.give("two\nthree\n");
+    let pid = lines.pid.to_string();
+    for _ in 0..2 {
+        let told = stillpoint.run(&["checkpoint", &pid, "--name", "lines", "--json"]).ok().json();
+        let notes = told["notes"].to_string();
+        assert!(
+            notes.contains("descriptor 6 (a pipe from process")
+                && notes.contains("descriptor 7 (a pipe to process"),
+            "{notes}"
+        );
+    }
+    let shown = stillpoint.run(&["show", "lines"]).ok().stdout;
+    assert!(shown.contains("whose other end process"), "{shown}");
+    right_eq!(lines.turn(1), "two, written");
+    right_eq!(lines.get(), "1: two");
+    lines.kill(1);
+
+    // Nobody has said where they lead.
+    restore(&stillpoint, &[]).fails(3, &["led outside"]);
+    restore(&stillpoint, &["--pipes", "follow"]).fails(3, &["descriptor 6 of this command is not open"]);
+    restore(&stillpoint, &["--fd", "6=more"]).fails(3, &["descriptor 7 (a pipe to process"]);
+    restore(&stillpoint, &["--fd", "1=more"]).fails(2, &["these descriptors did: 6, 7"]);
+    restore(&stillpoint, &["--fd", "six=more"]).fails(2, &["n=path"]);
+    restore(&stillpoint, &["--fd", "6=missing", "--pipes", "closed"]).fails(3, &["missing: no such file"]);
+
+    // Who was there has left; and so it is in each of its lives.
+    let told = restore(&stillpoint, &["--pipes", "closed", "--restart", "on-crash"]).ok().json();
+    assert!(told["notes"].to_string().contains("is cut off"), "{told}");
+    right_eq!(turn(&directory, 1), "two, Broken pipe");
+    let before = told["pid"].as_u64().expect("pid") as u32;
+    kernel::kill(before, kernel::SIGKILL);
+    fs::remove_file(directory.join("done.1")).expect("a file");
+    right_eq!(turn(&directory, 1), "two, Broken pipe");
+    let told = serde_json::json!({"pid": running(&stillpoint).expect("it runs")});
+    for (number, outcome) in [(1, "two, Broken pipe"), (2, "three, Broken pipe"), (3, "end, Broken pipe")] {
+        right_eq!(turn(&directory, number), outcome);
+    }
+    stillpoint.run(&["checkpoint", "lines", "--kill"]).ok();
+    kernel::wait_gone(told["pid"].as_u64().expect("pid") as u32, PATIENCE);
+    stillpoint.run(&["rm", "lines@3"]).ok();
+    forget_turns(&directory, 1);
+
+    // Files: behind what was unread comes what is in the one, and the other grows.
+    let (more, log) = (directory.join("more"), directory.join("log"));
+    fs::write(&more, "four\n").expect("a file");
+    fs::write(&log, "before\n").expect("a file");
+    let status = || {
+        let stat = fs::metadata(&log).expect("log");
+        (stat.mode(), stat.uid(), stat.ino())
+    };
+    let before = status();
+    let (from, to) = (format!("6={}", more.display()), format!("7={}", log.display()));
+    restore(&stillpoint, &["--fd", &from, "--fd", &to]).fails(3, &["a file cannot come behind it"]);
+    let fifo = directory.join("fifo");
+    assert!(Command::new("mkfifo").arg(&fifo).status().expect("mkfifo").success());
+    let from = format!("6={}", fifo.display());
+    let options = ["--fd", &from, "--fd", &to];
+    let restart = [&options[..], &["--restart", "on-crash"]].concat();
+    restore(&stillpoint, &restart).fails(3, &["what it has read of it cannot be read again"]);
+    restore(&stillpoint, &options).ok();
+    for (number, line) in [(1, "two"), (2, "three")] {
+        right_eq!(turn(&directory, number), format!("{line}, written"));
+    }
+    // Nobody has had the FIFO open for writing so far.
+    fs::write(&fifo, "four\n").expect("a reader");
+    for (number, line) in [(3, "four"), (4, "end")] {
+        right_eq!(turn(&directory, number), format!("{line}, written"));
+    }
+    right_eq!(fs::read_to_string(&log).expect("log"), "before\n1: two\n2: three\n3: four\n4: end\n");
+    right_eq!(status(), before, "it is not the program's");
+    // Now the one is a file, and the other one has ended.
+    let pid = running(&stillpoint).expect("it runs");
+    stillpoint.run(&["checkpoint", "lines", "--kill"]).ok();
+    kernel::wait_gone(pid, PATIENCE);
+    let told = restore(&stillpoint, &[]).ok().json();
+    right_eq!(turn(&directory, 5), "end, written");
+    right!(fs::read_to_string(&log).expect("log").ends_with("4: end\n5: end\n"), "it goes on in its file");
+    kill(told["pid"].as_u64().expect("pid") as u32);
+    forget_turns(&directory, 1);
+
+    // Those of whoever restores, in the background, too.
+    let first = ["restore", "lines@2", "--detach", "--json"];
+    let followed = stillpoint.command(&[&first[..], &["--pipes", "follow"]].concat());
+    let by_hand = stillpoint.command(&[&first[..], &["--fd", "6=fd:6", "--fd", "7=fd:7"]].concat());
+    for command in [followed, by_hand] {
+        let mut lines = Lines::start(with_6_and_7(&command), &directory, |_| 0);
+        assert!(lines.started.wait().expect("restore").success());
+        lines.pid = running(&stillpoint).expect("it runs");
+        lines.give("five\n");
+        for (number, line) in [(1, "two"), (2, "three"), (3, "five")] {
+            right_eq!(lines.turn(number), format!("{line}, written"));
+            right_eq!(lines.get(), format!("{number}: {line}"));
+        }
+        lines.input = None;
+        right_eq!(lines.turn(4), "end, written");
+        lines.kill(1);
+    }
+}
+
+/// What a job was started with follows whoever restores it, with what was not yet read of it.
+#[test]
+fn unread_input_of_other_streams_comes_first() {
+    let Some(program) = lines() else { return };
+    let scratch = Scratch::new();
+    let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("lines"));
+    let mut run = stillpoint.command(&["run", "--name", "lines", "--"]);
+    run.arg(&program);
+    let pid_of = |_| wait_for("the job", PATIENCE, || running(&stillpoint));
+    let mut lines = Lines::start(with_6_and_7(&run), &directory, pid_of);
+    lines.give("one\n");
+    right_eq!(lines.turn(0), "one, written");
+    right_eq!(lines.get(), "0: one");
+    lines.give("two\n");
+    stillpoint.run(&["checkpoint", "lines", "--kill"]).ok();
+    lines.kill(1);
+    let restore = stillpoint.command(&["restore", "lines"]);
+    let mut lines = Lines::start(with_6_and_7(&restore), &directory, pid_of);
+    lines.give("three\n");
+    for (number, line) in [(1, "two"), (2, "three")] {
+        right_eq!(lines.turn(number), format!("{line}, written"));
+        right_eq!(lines.get(), format!("{number}: {line}"));
+    }
+    // And once more: what is brought to it came from outside, too.
+    lines.give("four\n");
+    wait_for("the line to be brought", PATIENCE, || {
+        stillpoint.run(&["checkpoint", "lines"]).ok();
+        let shown = stillpoint.run(&["show", "lines"]).ok().stdout;
+        right!(!shown.contains("whose other end"), "{shown}");
+        Some(())
+    });
+    lines.kill(3);
+    let mut lines = Lines::start(with_6_and_7(&restore), &directory, pid_of);
+    lines.give("five\n");
+    let next = lines.turn(3);
+    right!(["four, written", "five, written"].contains(&next.as_str()), "{next}");
+    lines.kill(3);
+}
+
+/// While a shell redirects what a loop writes, its own standard output has another number; and so has its input where it is put aside.
+#[test]
+fn standard_streams_that_are_put_aside_are_still_standard() {
+    if undisturbed_only() {
+        return;
+    }
+    let script = r#"
+        exec 3<&0 </dev/null
+        echo first
+        { echo ready; until [ -e go ]; do sleep 0.02; done; } >aside
+        echo second
+        read -r line <&3 && echo "$line"
+        read -r line <&3 && echo "$line"
+    "#;
+    let scratch = Scratch::new();
+    let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("aside"));
+    let start = |arguments: &[&str]| {
+        let mut command = stillpoint.command(arguments);
+        command.current_dir(&directory).stdin(Stdio::piped()).stdout(Stdio::piped());
+        command.spawn().expect("stillpoint")
+    };
+    let mut run = start(&["run", "--name", "aside", "--", "bash", "-c", script]);
+    let mut input = run.stdin.take().expect("input");
+    input.write_all(b"unread\n").expect("a reader");
+    let is_ready = || fs::read_to_string(directory.join("aside")).ok().filter(|text| text == "ready\n");
+    wait_for("the loop", PATIENCE, is_ready);
+    let told = stillpoint.run(&["checkpoint", "aside", "--kill", "--json"]).ok().json();
+    right!(!told["notes"].to_string().contains("leads outside"), "{told}");
+    drop(input);
+    let mut said = String::new();
+    run.stdout.take().expect("output").read_to_string(&mut said).expect("text");
+    right_eq!(said, "first\n");
+    let _ = run.wait();
+    let mut again = start(&["restore", "aside"]);
+    again.stdin.take().expect("input").write_all(b"later\n").expect("a reader");
+    fs::write(directory.join("go"), "").expect("a file");
+    let mut said = String::new();
+    again.stdout.take().expect("output").read_to_string(&mut said).expect("text");
+    right_eq!(said, "second\nunread\nlater\n");
+    assert!(again.wait().expect("restore").success());
+}
+
+/// Whose standard output it is makes no difference where the program has it under another number: a shell that runs `command >&7`.
+#[test]
+fn what_a_child_has_as_its_output_is_no_standard_stream() {
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("child"));
+    let mut shell = alone("bash");
+    shell
+        .args(["-c", "exec 7>&1 >/dev/null; sh -c 'echo >ready; exec sleep 1000' >&7; :"])
+        .current_dir(&directory);
+    shell.env(stillpoint_tests::scratch::MARK, scratch.path());
+    let mut started =
+        shell.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().expect("bash");
+    wait_for("the child", PATIENCE, || directory.join("ready").exists().then_some(()));
+    let pid = started.id().to_string();
+    let told = stillpoint.run(&["checkpoint", &pid, "--name", "child", "--json"]).ok().json();
+    let notes = told["notes"].to_string();
+    right!(notes.contains("descriptor 7 (a pipe to process"), "{told}");
+    for child in kernel::children(started.id()) {
+        kernel::kill(child, kernel::SIGKILL);
+    }
+    let _ = started.kill();
+    let _ = started.wait();
+}
+
+/// What cannot be told from something else is refused: a FIFO that has lost its name, and data that somebody else may read as well.
+#[test]
+fn pipes_of_which_it_is_not_clear_what_is_whose_are_refused() {
+    let Some(program) = lines() else { return };
+    let scratch = Scratch::new();
+    let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("lines"));
+    let fifo = directory.join("fifo");
+    assert!(Command::new("mkfifo").arg(&fifo).status().expect("mkfifo").success());
+    let script = r#"exec 5<>fifo 6<fifo; rm fifo; "$1" 5<&- 7>out & echo $! >pid; read -r _; kill $!"#;
+    let mut shell = alone("sh");
+    shell.args(["-c", script, "sh"]).arg(&program).current_dir(&directory);
+    shell.env(stillpoint_tests::scratch::MARK, scratch.path());
+    let mut started =
+        shell.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("sh");
+    let pid = wait_for("the program", PATIENCE, || {
+        let text = fs::read_to_string(directory.join("pid")).ok()?;
+        text.trim_end().parse::<u32>().ok().filter(|_| !fifo.exists())
+    });
+    stillpoint.run(&["checkpoint", &pid.to_string()]).fails(3, &["is shared with process"]);
+    drop(started.stdin.take());
+    let _ = started.wait();
+    kill(pid);
+    forget_turns(&directory, 0);
+
+    // This process keeps the end that the program reads.
+    let (ours, theirs) = std::io::pipe().expect("pipe");
+    let mut reading = alone("sh");
+    reading.args(["-c", r#"exec "$1" watched 6<&0 7>/dev/null </dev/null"#, "sh"]).arg(&program);
+    reading.stdin(ours.try_clone().expect("a duplicate")).stdout(Stdio::null()).stderr(Stdio::null());
+    reading.current_dir(&directory).env(stillpoint_tests::scratch::MARK, scratch.path());
+    let mut started = reading.spawn().expect("sh");
+    let pid = started.id().to_string();
+    wait_for("it reads", PATIENCE, || {
+        let exe = fs::read_link(format!("/proc/{pid}/exe")).ok()?;
+        (exe == fs::canonicalize(&program).ok()?).then_some(())
+    });
+    (&theirs).write_all(b"whose\n").expect("room");
+    stillpoint.run(&["checkpoint", &pid]).fails(3, &["either of them may read"]);
+    drop((ours, reading));
+    (&theirs).write_all(b"its\n").expect("room");
+    stillpoint.run(&["checkpoint", &pid, "--name", "lines"]).ok();
+    let _ = started.kill();
+    let _ = started.wait();
+    // A file cannot be watched, and a FIFO can.
+    fs::write(directory.join("more"), "more\n").expect("a file");
+    let file = format!("6={}", directory.join("more").display());
+    restore(&stillpoint, &["--fd", &file]).fails(3, &["a file cannot"]);
+    restore(&stillpoint, &["--fd", "6=fd:0"])
+        .fails(3, &["descriptor 0 of this command: the program watches it"]);
+    let as_input = |file: fs::File| {
+        let command = &mut stillpoint.command(&["restore", "lines", "--detach", "--fd", "6=fd:0"]);
+        let output = command.stdin(file).output().expect("stillpoint");
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    let (code, said) = as_input(fs::File::open(directory.join("more")).expect("a file"));
+    assert!(code == Some(3) && said.contains("what was not yet read comes first"), "{said}");
+    let told = restore(&stillpoint, &["--pipes", "closed"]).ok().json();
+    for (number, line) in [(0, "whose"), (1, "its"), (2, "end")] {
+        right_eq!(turn(&directory, number), format!("{line}, written"));
+    }
+    kill(told["pid"].as_u64().expect("pid") as u32);
+}
+
+/// What somebody else has kept of what a job was reading comes once: he has it still, and what was read since the checkpoint comes
+/// before it.
+#[test]
+fn what_is_still_there_does_not_come_twice() {
+    let Some(program) = lines() else { return };
+    for as_input in ["6<&0 </dev/null", "6<&0"] {
+        let scratch = Scratch::new();
+        let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("lines"));
+        // As a shell that runs one command after the other with the same input.
+        let (ours, mut theirs) = std::io::pipe().expect("pipe");
+        let start = |arguments: &[&str]| {
+            let command = stillpoint.command(arguments);
+            let mut shell = alone("sh");
+            shell.args(["-c", &format!(r#"exec "$@" {as_input} 7>/dev/null"#), "sh"]);
+            shell.arg(command.get_program()).args(command.get_args());
+            shell.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+            shell.current_dir(&directory).stdin(ours.try_clone().expect("a duplicate"));
+            shell.stdout(Stdio::null()).stderr(Stdio::null());
+            let started = shell.spawn().expect("sh");
+            (started, wait_for("the job", PATIENCE, || running(&stillpoint)))
+        };
+        let runs = |numbers: &[(u32, &str)]| {
+            for (number, line) in numbers {
+                right_eq!(turn(&directory, *number), format!("{line}, written"), "{as_input}");
+            }
+        };
+        let program = program.to_str().expect("a name");
+        let (mut first, _) = start(&["run", "--name", "lines", "--", program]);
+        theirs.write_all(b"one\ntwo\nthree\n").expect("room");
+        runs(&[(0, "one")]);
+        stillpoint.run(&["checkpoint", "lines", "--kill"]).ok();
+        let _ = first.wait();
+        let (mut second, pid) = start(&["restore", "lines"]);
+        theirs.write_all(b"four\n").expect("room");
+        stillpoint.run(&["checkpoint", "lines"]).ok();
+        runs(&[(1, "two"), (2, "three")]);
+        kill(pid);
+        let _ = second.wait();
+        forget_turns(&directory, 1);
+        let (mut third, pid) = start(&["restore", "lines"]);
+        runs(&[(1, "two"), (2, "three"), (3, "four")]);
+        // And when nobody writes any more.
+        theirs.write_all(b"five\n").expect("room");
+        drop(theirs);
+        stillpoint.run(&["checkpoint", "lines"]).ok();
+        stillpoint.run(&["checkpoint", "lines", "--kill"]).ok();
+        kernel::wait_gone(pid, PATIENCE);
+        let _ = third.wait();
+        let (mut fourth, pid) = start(&["restore", "lines"]);
+        runs(&[(4, "five"), (5, "end")]);
+        kill(pid);
+        let _ = fourth.wait();
+    }
+}
+
+/// What a supervisor has still to bring when a program is killed at its checkpoint is in that; and what it had not yet taken does not come
+/// twice from where it still is.
+#[test]
+fn what_is_on_its_way_is_not_lost() {
+    let Some(program) = lines() else { return };
+    for is_kept in [false, true] {
+        let scratch = Scratch::new();
+        let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("lines"));
+        let mut run = stillpoint.command(&["run", "--name", "lines", "--"]);
+        run.arg(&program);
+        let pid_of = |_| wait_for("the job", PATIENCE, || running(&stillpoint));
+        let lines = Lines::start(with_6_and_7(&run), &directory, pid_of);
+        let mut given = fill(lines.input.as_ref().expect("input"), 0);
+        let restore = stillpoint.command(&["restore", "lines"]);
+        stillpoint.run(&["checkpoint", "lines", "--kill"]).ok();
+        lines.kill(0);
+        let (ours, theirs) = std::io::pipe().expect("pipe");
+        let same = || ours.try_clone().expect("a duplicate");
+        let mut again = Lines::start_reading(with_6_and_7(&restore), &directory, same(), pid_of);
+        right_eq!(again.turn(0), format!("{}, written", long_line(0)));
+        right_eq!(again.get(), format!("0: {}", long_line(0)));
+        given += fill(&theirs, given);
+        stillpoint.run(&["checkpoint", "lines", "--kill"]).ok();
+        again.kill(0);
+        let mut lines = match is_kept {
+            true => Lines::start_reading(with_6_and_7(&restore), &directory, same(), pid_of),
+            false => Lines::start(with_6_and_7(&restore), &directory, pid_of),
+        };
+        (lines.input, _) = (None, theirs);
+        for number in 1..given {
+            right_eq!(lines.turn(number as u32), format!("{}, written", long_line(number)));
+            right_eq!(lines.get(), format!("{number}: {}", long_line(number)));
+            forget_turns(&directory, number as u32);
+        }
+        right_eq!(lines.turn(given as u32), "end, written");
+        lines.kill(0);
+    }
+}
+
+/// Whoever writes and never rests finds each line read once, however often the program is killed at a checkpoint meanwhile.
+#[test]
+fn a_writer_that_never_rests_loses_nothing() {
+    const ALL: usize = 150;
+    let Some(program) = lines() else { return };
+    let scratch = Scratch::new();
+    let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("lines"));
+    let mut run = stillpoint.command(&["run", "--name", "lines", "--"]);
+    run.arg(&program);
+    let pid_of = |_| wait_for("the job", PATIENCE, || running(&stillpoint));
+    let lines = Lines::start(with_6_and_7(&run), &directory, pid_of);
+    let given = fill(lines.input.as_ref().expect("input"), 0);
+    stillpoint.run(&["checkpoint", "lines", "--kill"]).ok();
+    lines.kill(0);
+    let (ours, mut theirs) = std::io::pipe().expect("pipe");
+    let writer = std::thread::spawn(move || {
+        for number in given..ALL {
+            theirs.write_all(format!("{}\n", long_line(number)).as_bytes()).expect("a reader");
+        }
+    });
+    let restore = stillpoint.command(&["restore", "lines"]);
+    let mut number = 0;
+    while number < ALL {
+        let same = ours.try_clone().expect("a duplicate");
+        let mut lines = Lines::start_reading(with_6_and_7(&restore), &directory, same, pid_of);
+        let turns = 1 + scratch.random().below(30) as usize;
+        for _ in 0..turns.min(ALL - number) {
+            right_eq!(lines.turn(number as u32), format!("{}, written", long_line(number)));
+            right_eq!(lines.get(), format!("{number}: {}", long_line(number)));
+            forget_turns(&directory, number as u32);
+            number += 1;
+        }
+        stillpoint.run(&["checkpoint", "lines", "--kill"]).ok();
+        lines.kill(0);
+    }
+    writer.join().expect("it writes all");
+}
+
+/// What is connected by hand with a descriptor of the command is recorded as what the program has.
+#[test]
+fn what_is_connected_by_hand_is_known_by_its_own_number() {
+    let Some(program) = lines() else { return };
+    let scratch = Scratch::new();
+    let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("lines"));
+    let mut run = stillpoint.command(&["run", "--name", "lines", "--"]);
+    run.arg(&program);
+    let pid_of = |_| wait_for("the job", PATIENCE, || running(&stillpoint));
+    let mut lines = Lines::start(with_6_and_7(&run), &directory, pid_of);
+    lines.give("one\n");
+    right_eq!(lines.turn(0), "one, written");
+    stillpoint.run(&["checkpoint", "lines", "--kill"]).ok();
+    lines.kill(0);
+    let by_hand = stillpoint.command(&["restore", "lines", "--fd", "6=fd:9", "--fd", "7=fd:5"]);
+    let mut shell = alone("sh");
+    shell.args(["-c", r#"exec "$@" 9<&0 5>&1 </dev/null >/dev/null 2>&1"#, "sh"]);
+    shell.arg(by_hand.get_program()).args(by_hand.get_args());
+    shell.envs(by_hand.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    let mut lines = Lines::start(shell, &directory, pid_of);
+    lines.give("two\nthree\n");
+    right_eq!(lines.turn(1), "two, written");
+    right_eq!(lines.get(), "1: two");
+    stillpoint.run(&["checkpoint", "lines", "--kill"]).ok();
+    lines.kill(1);
+    let shown = stillpoint.run(&["show", "lines"]).ok().stdout;
+    right!(shown.contains("stream 6 from outside") && shown.contains("stream 7 from outside"), "{shown}");
+    let restore = stillpoint.command(&["restore", "lines"]);
+    let mut lines = Lines::start(with_6_and_7(&restore), &directory, pid_of);
+    lines.give("four\n");
+    for (number, line) in [(2, "three"), (3, "four")] {
+        right_eq!(lines.turn(number), format!("{line}, written"));
+        right_eq!(lines.get(), format!("{number}: {line}"));
+    }
+    lines.kill(2);
+}
+
+/// A shell on a terminal puts its output aside while a loop writes to a file; it finds the terminal again.
+#[test]
+fn a_terminal_that_is_put_aside_is_still_written_to() {
+    if undisturbed_only() {
+        return;
+    }
+    for shell in ["bash", "dash"] {
+        let script = r#"
+            echo first
+            { echo ready; echo beside >&2; until [ -e go ]; do sleep 0.02; done; } >aside
+            echo second
+            echo third >&2
+            read -r line && echo "read $line"
+        "#;
+        let scratch = Scratch::new();
+        let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("aside"));
+        let terminal = Terminal::new();
+        let run = stillpoint.command(&["run", "--name", "aside", "--", shell, "-c", script]);
+        let mut started = terminal.start(&run, scratch.path(), &directory);
+        let is_ready = || fs::read_to_string(directory.join("aside")).ok().filter(|text| text == "ready\n");
+        wait_for("the loop", PATIENCE, is_ready);
+        terminal.shows("beside", PATIENCE);
+        stillpoint.run(&["checkpoint", "aside", "--kill"]).ok();
+        let _ = started.wait();
+        let (terminal, errors) = (Terminal::new(), directory.join("errors"));
+        let restore = stillpoint.command(&["restore", "aside"]);
+        let mut started = terminal.start(&restore, scratch.path(), &directory);
+        fs::write(directory.join("go"), "").expect("a file");
+        terminal.shows("third", PATIENCE);
+        terminal.type_line("typed");
+        terminal.shows("read typed", PATIENCE);
+        assert!(started.wait().expect("restore").success(), "{shell}");
+        // And where only errors go to the terminal, and input comes from it.
+        let _ = (fs::remove_file(directory.join("go")), fs::remove_file(directory.join("aside")));
+        let terminal = Terminal::new();
+        let files =
+            format!("exec {} run --name files -- {shell} -c '{script}' >out", run.get_program().display());
+        let mut by_shell = Command::new("sh");
+        by_shell.args(["-c", &files]).envs(run.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        let mut started = terminal.start(&by_shell, scratch.path(), &directory);
+        terminal.shows("beside", PATIENCE);
+        stillpoint.run(&["checkpoint", "files", "--kill"]).ok();
+        let _ = started.wait();
+        let terminal = Terminal::new();
+        let restore = stillpoint.command(&["restore", "files"]);
+        let mut started = terminal.start(&restore, scratch.path(), &directory);
+        fs::write(directory.join("go"), "").expect("a file");
+        terminal.shows("third", PATIENCE);
+        terminal.type_line("typed");
+        assert!(started.wait().expect("restore").success(), "{shell}");
+        let said = fs::read_to_string(directory.join("out")).expect("a file");
+        right_eq!(said, "first\nsecond\nread typed\n", "{shell} {errors:?}");
+        let _ = (fs::remove_file(directory.join("go")), fs::remove_file(directory.join("aside")));
+    }
+}
+
+/// A job that is brought back while nobody can be asked goes on from the newest checkpoint for which nobody has to be asked.
+#[test]
+fn a_job_is_resumed_from_where_nobody_has_to_be_asked() {
+    if undisturbed_only() {
+        return;
+    }
+    // `tee` is nobody's child soon, and not part of the job.
+    let script = r#"
+        echo first >step
+        until [ -e go ]; do sleep 0.02; done
+        exec 7> >( (exec tee log <&0 >/dev/null & ) )
+        sleep 0.3
+        echo second >step
+        until [ -e end ]; do sleep 0.02; done
+        echo done >&7
+    "#;
+    let scratch = Scratch::new();
+    let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("steps"));
+    let mut run = stillpoint.command(&["run", "--detach", "--name", "job", "--", "bash", "-c", script]);
+    assert!(run.current_dir(&directory).status().expect("run").success());
+    let step = |wanted: &str| {
+        let step =
+            || fs::read_to_string(directory.join("step")).ok().filter(|step| step.trim_end() == wanted);
+        wait_for(wanted, PATIENCE, step);
+    };
+    step("first");
+    stillpoint.run(&["checkpoint", "job"]).ok();
+    fs::write(directory.join("go"), "").expect("a file");
+    step("second");
+    let told = stillpoint.run(&["checkpoint", "job", "--json"]).ok().json();
+    right!(told["notes"].to_string().contains("descriptor 7 (a pipe to process"), "{told}");
+    assert!(crate::outlive::cut(&scratch, &stillpoint));
+    fs::write(directory.join("step"), "none").expect("a file");
+    let told = stillpoint.run(&["resume", "job"]).ok();
+    let said = told.stdout + &told.stderr;
+    right!(said.contains("job@2 is passed over: descriptor 7"), "{said}");
+    step("second");
+    fs::write(directory.join("end"), "").expect("a file");
+    wait_for("its end", PATIENCE, || {
+        fs::read_to_string(directory.join("log")).ok().filter(|text| text == "done\n")
+    });
+}
+
+/// Whoever is at the other ends of a program that is killed at its checkpoint sees nothing of it: it comes back to the same pipes.
+#[test]
+fn pipes_to_others_are_kept() {
+    let Some(program) = lines() else { return };
+    let scratch = Scratch::new();
+    let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("lines"));
+    let mut plain = Command::new(&program);
+    plain.env(stillpoint_tests::scratch::MARK, scratch.path());
+    // By name, and another process has the other end; and without one.
+    let fifo = directory.join("fifo");
+    assert!(Command::new("mkfifo").arg(&fifo).status().expect("mkfifo").success());
+    let mut shell = alone("sh");
+    let script = format!(r#"exec "$@" 7>&1 6<"{}" </dev/null >/dev/null 2>&1"#, fifo.display());
+    shell.args(["-c", &script, "sh"]).arg(&program).env(stillpoint_tests::scratch::MARK, scratch.path());
+    for (command, is_named) in [(with_6_and_7(&plain), false), (shell, true)] {
+        let mut lines = Lines::start(command, &directory, |pid| pid);
+        let mut by_name = is_named.then(|| fs::File::options().write(true).open(&fifo).expect("a reader"));
+        let mut give = |text: &str, lines: &mut Lines| match &mut by_name {
+            Some(file) => file.write_all(text.as_bytes()).expect("a reader"),
+            None => lines.give(text),
+        };
+        give("one\n", &mut lines);
+        right_eq!(lines.turn(0), "one, written");
+        right_eq!(lines.get(), "0: one");
+        for (at, text) in [(1, "two"), (3, "four")] {
+            give(&format!("{text}\n"), &mut lines);
+            let pid = match at {
+                1 => lines.pid.to_string(),
+                _ => "lines".into(),
+            };
+            let told = stillpoint.run(&["checkpoint", &pid, "--name", "lines", "--kill", "--json"]);
+            let told = told.ok().json()["notes"].to_string();
+            right!(told.contains("kept open for a restore") && !told.contains("is to be told"), "{told}");
+            kernel::wait_gone(lines.pid, PATIENCE);
+            let _ = lines.started.wait();
+            // Meanwhile the others go on.
+            give(&format!("{text} and more\n"), &mut lines);
+            // A restore that fails takes nothing.
+            restore(&stillpoint, &["--fd", "7=/"]).fails(3, &["it is a directory"]);
+            restore(&stillpoint, &["--restart", "on-crash"]).fails(3, &["must be there for later lives"]);
+            let told = restore(&stillpoint, &[]).ok().json();
+            lines.pid = told["pid"].as_u64().expect("pid") as u32;
+            for (number, line) in [(at, text.to_owned()), (at + 1, format!("{text} and more"))] {
+                right_eq!(lines.turn(number), format!("{line}, written"));
+                right_eq!(lines.get(), format!("{number}: {line}"));
+            }
+        }
+        drop(by_name);
+        lines.input = None;
+        right_eq!(lines.turn(5), "end, written");
+        right_eq!(lines.get(), "5: end");
+        // Nobody has an end of it any more but the program.
+        kill(lines.pid);
+        let mut rest = String::new();
+        lines.output.as_mut().expect("output").read_to_string(&mut rest).expect("its end");
+        right_eq!(rest, "");
+        forget_turns(&directory, 0);
+        // With the checkpoint goes what was kept; and after it is gone it has to be said where it leads.
+        stillpoint.run(&["rm", "lines@1"]).ok();
+        let said = ["led outside: say where it leads now"];
+        match is_named {
+            false => drop(restore(&stillpoint, &[]).fails(3, &said)),
+            true => drop(restore(&stillpoint, &[]).fails(3, &["descriptor 7"])),
+        }
+        let told = restore(&stillpoint, &["--pipes", "closed"]).ok().json();
+        right_eq!(turn(&directory, 3), "four, Broken pipe");
+        kill(told["pid"].as_u64().expect("pid") as u32);
+        forget_turns(&directory, 0);
+        stillpoint.run(&["rm", "lines"]).ok();
+    }
+}
