@@ -775,6 +775,12 @@ static int door_at(const char *address, int port) {
   // A new address of IPv6 can be used in a moment.
   while (bind(s, (void *)&a, length))
     MUST(errno == EADDRNOTAVAIL && !usleep(1000));
+  // And a moment later there is a way to it.
+  int probe = socket(a.ss_family, SOCK_DGRAM, 0);
+  MUST(probe >= 0);
+  while (connect(probe, (void *)&a, length))
+    MUST(errno == ENETUNREACH && !usleep(1000));
+  close(probe);
   MUST(!listen(s, 5));
   return s;
 }

@@ -1,6 +1,6 @@
 //! Making a new network namespace what another one is, step by step, and doing those steps again in yet another one.
 
-use super::{SETTINGS, State, Tables, bring_up, differences, is_settled, requests, settings, tables};
+use super::{SETTINGS, State, Tables, bring_up, differences, is_settled, is_up, requests, settings, tables};
 use crate::proc::setting;
 use crate::{Error, Result};
 use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, openat, openat2};
@@ -158,6 +158,11 @@ pub fn perform(steps: &[Step]) -> Result<()> {
                 "addresses of the loopback interface of a network namespace cannot be used after a second";
             return Err(Error::Other(why.into()));
         }
+    }
+    // An address is told as one that can be used a moment before there is a route to it. Both are done under one lock of the kernel,
+    // which who sets the flags of an interface takes, too.
+    if steps.iter().any(adds) && is_up()? {
+        bring_up()?;
     }
     // Of what is set several times, the value is the same each time.
     for step in steps {
