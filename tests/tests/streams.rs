@@ -763,3 +763,80 @@ fn pipes_to_others_are_kept() {
         stillpoint.run(&["rm", "lines"]).ok();
     }
 }
+
+/// A script of a shell, which has what is said to `$S` done by stillpoint.
+fn script(stillpoint: &Stillpoint, directory: &Path, text: &str) -> Child {
+    let command = stillpoint.command::<&str>(&[]);
+    let mut shell = alone("sh");
+    shell.args(["-c", text]).envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    shell.env("S", command.get_program()).current_dir(directory);
+    shell.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("sh")
+}
+
+/// A shell that runs one command after the other with the same files goes on where a restored program ends, as with any other command.
+#[test]
+fn files_of_a_shell_are_still_its_own() {
+    if undisturbed_only() {
+        return;
+    }
+    const LOOP: &str = "for i in 1 2 3 4 5 6; do echo $i; until [ -e step.$i ]; do sleep 0.02; done; done";
+    let said = |directory: &Path, wanted: &str| {
+        let lines = wanted.replace(' ', "\n") + "\n";
+        let is_there = || fs::read_to_string(directory.join("out")).ok().filter(|text| *text == lines);
+        wait_for(wanted, PATIENCE, is_there);
+    };
+    let step = |directory: &Path, number: u32| {
+        fs::write(directory.join(format!("step.{number}")), "").expect("a file");
+    };
+    for is_killed in [true, false] {
+        let scratch = Scratch::new();
+        let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("shell"));
+        let text = match is_killed {
+            true => {
+                format!(r#"{{ "$S" run --name job -- sh -c '{LOOP}'; "$S" restore job; echo after; }} >out"#)
+            }
+            false => {
+                format!(r#"{{ "$S" run --name job --restart on-crash -- sh -c '{LOOP}'; echo after; }} >out"#)
+            }
+        };
+        let mut shell = script(&stillpoint, &directory, &text);
+        said(&directory, "1");
+        step(&directory, 1);
+        said(&directory, "1 2");
+        let pid = running(&stillpoint).expect("it runs");
+        let mut all = "1 2 3 4 5 6 after";
+        match is_killed {
+            true => drop(stillpoint.run(&["checkpoint", "job", "--kill"]).ok()),
+            false => {
+                stillpoint.run(&["checkpoint", "job"]).ok();
+                step(&directory, 2);
+                said(&directory, "1 2 3");
+                // What it had written since stays, as the shell may have written it.
+                all = "1 2 3 3 4 5 6 after";
+                kernel::kill(pid, kernel::SIGKILL);
+            }
+        }
+        kernel::wait_gone(pid, PATIENCE);
+        for number in 2..=6 {
+            step(&directory, number);
+        }
+        assert!(shell.wait().expect("sh").success());
+        let out = fs::read_to_string(directory.join("out")).expect("a file");
+        right_eq!(out, all.replace(' ', "\n") + "\n");
+    }
+    let scratch = Scratch::new();
+    let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("shell"));
+    fs::write(directory.join("lines"), "one\ntwo\nthree\nfour\nfive\n").expect("a file");
+    let reads = "read -r a; read -r b; echo $a >out; echo $b >>out; until [ -e step.1 ]; do sleep 0.02; done; read -r c; echo $c >out";
+    let text =
+        format!(r#"{{ "$S" run --name job -- sh -c '{reads}'; "$S" restore job; cat >rest; }} <lines"#);
+    let mut shell = script(&stillpoint, &directory, &text);
+    said(&directory, "one two");
+    let pid = running(&stillpoint).expect("it runs");
+    stillpoint.run(&["checkpoint", "job", "--kill"]).ok();
+    kernel::wait_gone(pid, PATIENCE);
+    step(&directory, 1);
+    assert!(shell.wait().expect("sh").success());
+    said(&directory, "three");
+    right_eq!(fs::read_to_string(directory.join("rest")).expect("a file"), "four\nfive\n");
+}

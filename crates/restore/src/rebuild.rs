@@ -46,6 +46,8 @@ pub struct Options {
     pub stdio: Stdio,
     /// Where what led outside besides leads, and what is connected by hand.
     pub streams: Streams,
+    /// Whether files that we were started with are the program's under the same numbers, so that who started us goes on where it ends.
+    pub joins: bool,
     /// Whether our standard output is ours to write to: where the program's own went to the same file, nothing is cut off there.
     pub own_output: bool,
     /// If less than this would come later, bytes, all comes first.

@@ -769,6 +769,7 @@ impl Again<'_> {
             tcp,
             stdio: self.stdio,
             streams: self.streams(),
+            joins: self.stdio == Stdio::Current && !args.clone,
             own_output: self.is_asked_for,
             // What is loaded first is to be within the limit, with some room.
             eager_below: args.memory_limit.map_or(below, |limit| below.min(limit / 2)),

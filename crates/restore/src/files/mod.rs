@@ -114,6 +114,8 @@ pub struct OpenFiles {
     created: Created,
     notes: Vec<String>,
     pumps: Vec<Pump>,
+    /// Open files that the program has in common with whoever started us, with the positions that they had.
+    joined: Vec<(usize, u64)>,
     /// Pipes (rows of [`Image::pipes`]) that lead elsewhere now.
     elsewhere: HashSet<u32>,
     /// Slaves of pseudo-terminals that control a session, by row of [`Image::ptys`].
@@ -194,6 +196,7 @@ struct Opening<'a> {
     tcp: TcpPolicy,
     stdio: Stdio,
     streams: &'a Streams,
+    joins: bool,
     /// Deleted files, by row; they lose their names when this is dropped.
     deleted: HashMap<u32, Recreated>,
     began: Instant,
@@ -226,6 +229,7 @@ impl<'a> Opening<'a> {
             created: Created::default(),
             notes: Vec::new(),
             pumps: Vec::new(),
+            joined: Vec::new(),
             elsewhere: HashSet::new(),
             terminals: HashMap::new(),
             timed: Vec::new(),
@@ -233,8 +237,8 @@ impl<'a> Opening<'a> {
         };
         let began = Instant::now();
         let (deleted, detour) = (HashMap::new(), Detour::default());
-        let Options { tcp, stdio, ref streams, .. } = *options;
-        Ok(Opening { image, contents, tcp, stdio, streams, deleted, began, detour, files })
+        let Options { tcp, stdio, ref streams, joins, .. } = *options;
+        Ok(Opening { image, contents, tcp, stdio, streams, joins, deleted, began, detour, files })
     }
 
     /// Rows of open files for which `pick` gives something.

@@ -5,7 +5,7 @@ use crate::Result;
 use rustix::fs::{FileType, Mode, OFlags, SeekFrom};
 use std::os::fd::OwnedFd;
 use stillpoint_image::{FileKind, OpenFile, PathFile, is_kernel_log};
-use stillpoint_linux::Error as Kernel;
+use stillpoint_linux::{Error as Kernel, descriptors};
 
 /// Makes files anew that are gone; what they held is written back at the end.
 pub(super) fn remake(opening: &mut Opening<'_>, rows: &[u32]) -> Result<()> {
@@ -49,8 +49,12 @@ fn open_those(opening: &mut Opening<'_>, pick: impl Fn(FileType) -> bool) -> Res
         let kind = FileType::from_raw_mode(opening.image.paths[path as usize].mode);
         // An end of a FIFO would wait for the other one.
         let does_not_wait = if kind == FileType::Fifo { libc::O_NONBLOCK as u32 } else { 0 };
-        let fd = open_row(opening, path, file.flags | does_not_wait)?;
-        if matches!(kind, FileType::RegularFile | FileType::Directory)
+        let mut fd = open_row(opening, path, file.flags | does_not_wait)?;
+        if let Some(own) = joined(opening, row, &fd).filter(|_| kind == FileType::RegularFile) {
+            // Its position is not only ours: it is set when nothing can fail any more.
+            opening.files.joined.push((row, file.position));
+            fd = own;
+        } else if matches!(kind, FileType::RegularFile | FileType::Directory)
             && file.flags & libc::O_PATH as u32 == 0
         {
             seek(&fd, file.position)?;
@@ -65,6 +69,21 @@ fn open_those(opening: &mut Opening<'_>, pick: impl Fn(FileType) -> bool) -> Res
         opening.put(row, fd)?;
     }
     Ok(())
+}
+
+/// The description of the same file that we were started with under a number that the program has it under, if there is one that is open
+/// in the same way. Then whoever started us, such as a shell that runs one command after the other with the same output, has it in common
+/// with the program once more: what comes after that comes behind it.
+fn joined(opening: &Opening<'_>, row: usize, opened: &OwnedFd) -> Option<OwnedFd> {
+    let root = opening.image.processes.first().filter(|_| opening.joins)?;
+    let table = opening.image.tables.get(root.table as usize)?;
+    let numbers = table.descriptors.iter().filter(|d| d.file as usize == row).map(|d| d.fd);
+    let what = |fd: &OwnedFd| {
+        let (stat, flags) = (rustix::fs::fstat(fd).ok()?, rustix::fs::fcntl_getfl(fd).ok()?);
+        Some((stat.st_dev, stat.st_ino, flags))
+    };
+    let opened = what(opened)?;
+    numbers.filter_map(descriptors::inherited).find(|own| what(own) == Some(opened))
 }
 
 /// Opens what mappings are made from, the executable, and the directories the process stands in.
