@@ -760,7 +760,8 @@ fn pipes_to_others_are_kept() {
         right_eq!(turn(&directory, 3), "four, Broken pipe");
         kill(told["pid"].as_u64().expect("pid") as u32);
         forget_turns(&directory, 0);
-        stillpoint.run(&["rm", "lines"]).ok();
+        // Whoever supervised it may still be writing down that it has ended.
+        wait_for("its end", PATIENCE, || stillpoint.run(&["rm", "lines"]).status.success().then_some(()));
     }
 }
 
@@ -839,4 +840,58 @@ fn files_of_a_shell_are_still_its_own() {
     assert!(shell.wait().expect("sh").success());
     said(&directory, "three");
     right_eq!(fs::read_to_string(directory.join("rest")).expect("a file"), "four\nfive\n");
+}
+
+/// A shell that reads its commands from the file that a program has as its input does not read them again.
+#[test]
+fn a_shell_goes_on_in_its_script() {
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("shell"));
+    let commands = "\"$S\" run --name job -- sh -c 'until [ -e go ]; do sleep 0.02; done'\n\"$S\" restore job\necho end >>ends\n";
+    fs::write(directory.join("commands"), commands).expect("a file");
+    let mut shell = script(&stillpoint, &directory, "exec bash <commands");
+    let pid = wait_for("the job", PATIENCE, || running(&stillpoint));
+    stillpoint.run(&["checkpoint", "job", "--kill"]).ok();
+    kernel::wait_gone(pid, PATIENCE);
+    fs::write(directory.join("go"), "").expect("a file");
+    assert!(shell.wait().expect("bash").success());
+    right_eq!(fs::read_to_string(directory.join("ends")).expect("a file"), "end\n");
+}
+
+/// A program that locks its input, as workers do that take turns in reading, is fed and saved as any other.
+#[test]
+fn input_that_is_locked_is_fed() {
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("locked"));
+    let text = "flock 0; echo ready >said; until [ -e go ]; do sleep 0.02; done; while read -r line; do echo $line >>said; done";
+    let start = |arguments: &[&str]| {
+        let mut command = stillpoint.command(arguments);
+        command.current_dir(&directory).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
+        command.spawn().expect("stillpoint")
+    };
+    let said = |wanted: &str| {
+        let said = || fs::read_to_string(directory.join("said")).ok().filter(|text| text == wanted);
+        wait_for(wanted, PATIENCE, said);
+    };
+    let mut run = start(&["run", "--name", "locked", "--", "bash", "-c", text]);
+    run.stdin.as_mut().expect("input").write_all(b"one\n").expect("room");
+    said("ready\n");
+    stillpoint.run(&["checkpoint", "locked", "--kill"]).ok();
+    let _ = run.wait();
+    let mut again = start(&["restore", "locked"]);
+    fs::write(directory.join("go"), "").expect("a file");
+    said("ready\none\n");
+    again.stdin.as_mut().expect("input").write_all(b"two\n").expect("room");
+    said("ready\none\ntwo\n");
+    stillpoint.run(&["checkpoint", "locked"]).ok();
+    again.stdin.as_mut().expect("input").write_all(b"three\n").expect("room");
+    said("ready\none\ntwo\nthree\n");
+    drop(again.stdin.take());
+    assert!(again.wait().expect("restore").success());
 }

@@ -16,6 +16,9 @@ pub struct LockRange {
 }
 
 impl LockRange {
+    /// All of a file, for one alone.
+    pub const ALL: LockRange = LockRange { exclusive: true, start: 0, end: None };
+
     /// The range as a `struct flock`, whose raw bytes `fcntl(F_SETLK)` reads.
     pub fn to_flock(self) -> Result<libc::flock> {
         let bad = || Error::Other(format!("lock range {self:?} is out of bounds"));
@@ -55,6 +58,14 @@ pub fn lock_description(fd: impl AsFd, range: LockRange) -> Result<()> {
     // SAFETY: F_OFD_SETLK reads one valid `struct flock` (l_pid is 0 as it demands).
     let r = unsafe { libc::fcntl(fd.as_fd().as_raw_fd(), F_OFD_SETLK, &raw const flock) };
     check(|| "lock a range of a file".into(), r.into()).map(drop)
+}
+
+/// Lets go of what the description has locked of a range.
+pub fn unlock_description(fd: impl AsFd, range: LockRange) -> Result<()> {
+    let flock = libc::flock { l_type: libc::F_UNLCK as i16, ..range.to_flock()? };
+    // SAFETY: F_OFD_SETLK reads one valid `struct flock` (l_pid is 0 as it demands).
+    let r = unsafe { libc::fcntl(fd.as_fd().as_raw_fd(), F_OFD_SETLK, &raw const flock) };
+    check(|| "unlock a range of a file".into(), r.into()).map(drop)
 }
 
 /// Takes a `flock(2)` lock without waiting.

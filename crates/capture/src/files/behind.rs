@@ -3,23 +3,24 @@
 //! A restored program that was reading from outside finds what it had not yet read in a pipe, into which its supervisor brings what
 //! comes in now. While that pipe is full, the rest is where it comes from, and ends with the supervisor.
 //!
-//! Who brings something locks the pipe meanwhile (`flock(2)`), and so do we while we look at both. If the program is to be killed, the lock is held
-//! until it has been: what came later would be in neither place for the next restore.
+//! Who brings something locks the pipe meanwhile, and so do we while we look at both. If the program is to be killed, the lock is held
+//! until it has been: what came later would be in neither place for the next restore. The locks are those of descriptions
+//! (`F_OFD_SETLK`) for writing, of which a program that has the pipe to read knows nothing.
 
 use super::Scan;
 use super::descriptions::Description;
 use crate::{Error, Result};
-use rustix::fs::{FileType, FlockOperation, flock};
-use rustix::io::Errno;
+use rustix::fs::FileType;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 use stillpoint_image::{Bytes, Pipe};
 use stillpoint_linux::descriptors::{duplicate_from, pidfd_open, readable, reopen};
 use stillpoint_linux::fdinfo::Folders;
-use stillpoint_linux::{Error as Kernel, pipes};
+use stillpoint_linux::locks::{LockRange, lock_description};
+use stillpoint_linux::pipes;
 
-/// So long somebody may take who is just bringing something: he waits for nothing while he does.
-const PATIENCE: Duration = Duration::from_secs(2);
+/// So long somebody may take who is just bringing something: he waits for nothing while he does, but for a processor.
+const PATIENCE: Duration = Duration::from_millis(300);
 
 /// Where the supervisor takes from what it brings.
 struct Source {
@@ -29,14 +30,33 @@ struct Source {
     folders: Folders,
 }
 
+impl Source {
+    fn duplicate(&self) -> Result<OwnedFd> {
+        Ok(duplicate_from(pidfd_open(self.supervisor, 0)?.as_fd(), self.descriptor)?)
+    }
+
+    fn has_something(&self) -> bool {
+        self.duplicate().is_ok_and(|from| readable(from).is_ok_and(|bytes| bytes > 0))
+    }
+
+    /// Somebody else's pipe may not be ours to open; and whose descriptors we may not have (Yama), his files we may open.
+    fn open(&self) -> Result<OwnedFd> {
+        let reopened = |_| {
+            let handle = self.folders.handle(self.descriptor)?;
+            Ok(reopen(handle, libc::O_RDONLY | libc::O_NONBLOCK)?)
+        };
+        self.duplicate().or_else(reopened)
+    }
+}
+
 /// What the program has not yet read of a pipe from outside, which it was started with under this number: what is in that pipe, and what
 /// is still where it comes from.
 pub(super) fn unread(scan: &mut Scan<'_>, d: &Description, number: u32) -> Result<Vec<Pipe>> {
     let Some(source) = source(scan, d, number) else {
         return Ok(vec![contents(&d.file, number, d.inode())?]);
     };
-    // A description of its own, as locks are of descriptions.
-    let lock = reopen(&d.file, libc::O_RDONLY | libc::O_NONBLOCK)?;
+    // That we could read it must not be: who brings something is to see that the program is gone before the lock is.
+    let lock = reopen(&d.file, libc::O_WRONLY | libc::O_NONBLOCK)?;
     if !is_locked(&lock)? {
         return scan
             .refuse(d, "its supervisor takes long to bring something to it", "try again")
@@ -45,21 +65,14 @@ pub(super) fn unread(scan: &mut Scan<'_>, d: &Description, number: u32) -> Resul
     let mut all = vec![contents(&d.file, number, d.inode())?];
     match source.kind {
         FileType::Fifo => {
-            let stat = source.folders.stat(source.descriptor);
-            let handle = source.folders.handle(source.descriptor);
             // Nothing more comes if it has been closed.
-            if let (Ok(stat), Ok(handle)) = (stat, handle) {
-                let from = reopen(handle, libc::O_RDONLY | libc::O_NONBLOCK)?;
-                all.push(contents(&from, number, (stat.st_dev, stat.st_ino))?);
+            if let Ok(stat) = source.folders.stat(source.descriptor) {
+                all.push(contents(&source.open()?, number, (stat.st_dev, stat.st_ino))?);
             }
         }
-        FileType::Socket if scan.builder.kills => {
-            let from = pidfd_open(source.supervisor, 0)?;
-            let from = duplicate_from(from.as_fd(), source.descriptor);
-            if from.is_ok_and(|from| readable(from).is_ok_and(|bytes| bytes > 0)) {
-                let why = "it comes from a socket, in which something waits to be brought to it";
-                scan.refuse::<()>(d, why, "try again when the program has read more, or without --kill")?;
-            }
+        FileType::Socket if scan.builder.kills && source.has_something() => {
+            let why = "it comes from a socket, in which something waits to be brought to it";
+            scan.refuse::<()>(d, why, "try again when the program has read more, or without --kill")?;
         }
         _ => {}
     }
@@ -112,13 +125,15 @@ fn source(scan: &Scan<'_>, d: &Description, number: u32) -> Option<Source> {
 fn is_locked(pipe: &OwnedFd) -> Result<bool> {
     let began = Instant::now();
     loop {
-        match flock(pipe, FlockOperation::NonBlockingLockExclusive) {
+        match lock_description(pipe, LockRange::ALL) {
             Ok(()) => return Ok(true),
-            Err(Errno::WOULDBLOCK | Errno::INTR) if began.elapsed() < PATIENCE => {
+            Err(e) if matches!(e.errno(), Some(libc::EAGAIN | libc::EACCES)) => {
+                if began.elapsed() > PATIENCE {
+                    return Ok(false);
+                }
                 std::thread::sleep(Duration::from_micros(100));
             }
-            Err(Errno::WOULDBLOCK) => return Ok(false),
-            Err(e) => return Err(Error::from(Kernel::call("flock", e))),
+            Err(e) => return Err(Error::from(e)),
         }
     }
 }

@@ -17,7 +17,6 @@ use crate::supervise::{End, Foreground, GiveUp, Requests, Supervisor, let_go};
 use crate::{chronicle, jobs, output, terminal, units};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{BorrowedFd, OwnedFd};
-use rustix::fs::{FlockOperation, flock};
 use rustix::io::{Errno, retry_on_intr};
 use rustix::pipe::{SpliceFlags, splice};
 use serde::{Deserialize, Serialize};
@@ -32,6 +31,7 @@ use stillpoint_capture::attributes::target::has_ended;
 use stillpoint_image::tree::in_front;
 use stillpoint_image::{Image, Meta, Range};
 use stillpoint_linux::host::boot_id;
+use stillpoint_linux::locks::{LockRange, lock_description, unlock_description};
 use stillpoint_linux::supervise::{Child, Signals};
 use stillpoint_pager::Restoring;
 use stillpoint_restore::files::{connectable, read_once, shared_inputs, stand_in, stay_apart, untold};
@@ -130,10 +130,13 @@ fn bring(Pump { from, to, .. }: &Pump) -> rustix::io::Result<()> {
         if !is_read {
             return Ok(());
         }
-        retry_on_intr(|| flock(to, FlockOperation::LockShared))?;
+        // Somebody is looking at it.
+        while lock_description(to, LockRange::ALL).is_err() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
         let brought = bring_some(from, to);
-        flock(to, FlockOperation::Unlock)?;
-        if !brought? {
+        let unlocked = unlock_description(to, LockRange::ALL);
+        if !brought? || unlocked.is_err() {
             return Ok(());
         }
     }

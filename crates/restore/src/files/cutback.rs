@@ -139,11 +139,6 @@ impl OpenFiles {
         for cut in std::mem::take(&mut self.cuts) {
             self.notes.extend(cut_one(&cut, keep)?);
         }
-        for &(row, position) in &self.joined {
-            let Some(file) = self.sources.get(row).and_then(Option::as_ref) else { continue };
-            rustix::fs::seek(file, SeekFrom::Start(position))
-                .map_err(|e| Kernel::call("seek to where a file was read or written", e))?;
-        }
         for &row in &self.shared {
             let Some(file) = self.sources.get(row).and_then(Option::as_ref) else { continue };
             rustix::fs::seek(file, SeekFrom::End(0))

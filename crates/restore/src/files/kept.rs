@@ -1,6 +1,6 @@
 //! Sockets and pipes that a process of ours has kept since the program was killed at its checkpoint (`capture::keeper`).
 
-use crate::{Result, TcpPolicy};
+use crate::{Error, Options, Pipes, Result, TcpPolicy};
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use stillpoint_image::{Image, Socket};
@@ -35,7 +35,19 @@ enum Row {
 
 impl Kept {
     /// Asks for what was kept. Nothing if nobody keeps it any more.
-    pub(super) fn take(image: &Image, policy: TcpPolicy) -> Result<Option<Kept>> {
+    ///
+    /// # Errors
+    /// [`Error::Refused`] if connections are to be closed and pipes are not: there is one who keeps both.
+    pub(super) fn take(image: &Image, options: &Options) -> Result<Option<Kept>> {
+        let closes =
+            options.tcp == TcpPolicy::Close && image.sockets.iter().any(|socket| socket.kept.is_some());
+        let keeps =
+            options.streams.pipes == Pipes::Kept && image.pipes.iter().any(|pipe| pipe.kept.is_some());
+        if closes && keeps && is_there(image) {
+            let why = "connections are kept together with pipes that lead outside, and cannot be closed alone: say --pipes closed or \
+                       --pipes follow, or leave out --tcp close";
+            return Err(Error::Refused(vec![why.into()]));
+        }
         let Some(line) = image.kept.as_ref().and_then(|name| call(&name.0, TAKE)) else { return Ok(None) };
         let sockets =
             image.sockets.iter().enumerate().filter_map(|(row, s)| Some((s.kept?, Row::Socket(row))));
@@ -54,7 +66,7 @@ impl Kept {
                 None => {}
             }
         }
-        if policy == TcpPolicy::Close && !kept.sockets.is_empty() {
+        if closes {
             kept.lenient.clear();
             kept.sockets.clear();
             kept.release();

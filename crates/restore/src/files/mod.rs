@@ -114,8 +114,6 @@ pub struct OpenFiles {
     created: Created,
     notes: Vec<String>,
     pumps: Vec<Pump>,
-    /// Open files that the program has in common with whoever started us, with the positions that they had.
-    joined: Vec<(usize, u64)>,
     /// Pipes (rows of [`Image::pipes`]) that lead elsewhere now.
     elsewhere: HashSet<u32>,
     /// Slaves of pseudo-terminals that control a session, by row of [`Image::ptys`].
@@ -166,7 +164,7 @@ pub fn open(image: &Image, contents: &dyn Contents, options: &Options) -> Result
     paths::remake(&mut opening, &findings.lost)?;
     paths::open(&mut opening)?;
     locks::check(&opening)?;
-    opening.files.kept = Kept::take(image, opening.tcp)?;
+    opening.files.kept = Kept::take(image, options)?;
     let visit = opening.files.namespaces.visit_network(image)?;
     sockets::open(&mut opening)?;
     drop(visit);
@@ -229,7 +227,6 @@ impl<'a> Opening<'a> {
             created: Created::default(),
             notes: Vec::new(),
             pumps: Vec::new(),
-            joined: Vec::new(),
             elsewhere: HashSet::new(),
             terminals: HashMap::new(),
             timed: Vec::new(),

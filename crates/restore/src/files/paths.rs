@@ -50,9 +50,7 @@ fn open_those(opening: &mut Opening<'_>, pick: impl Fn(FileType) -> bool) -> Res
         // An end of a FIFO would wait for the other one.
         let does_not_wait = if kind == FileType::Fifo { libc::O_NONBLOCK as u32 } else { 0 };
         let mut fd = open_row(opening, path, file.flags | does_not_wait)?;
-        if let Some(own) = joined(opening, row, &fd).filter(|_| kind == FileType::RegularFile) {
-            // Its position is not only ours: it is set when nothing can fail any more.
-            opening.files.joined.push((row, file.position));
+        if let Some(own) = joined(opening, row, &fd, file).filter(|_| kind == FileType::RegularFile) {
             fd = own;
         } else if matches!(kind, FileType::RegularFile | FileType::Directory)
             && file.flags & libc::O_PATH as u32 == 0
@@ -74,7 +72,9 @@ fn open_those(opening: &mut Opening<'_>, pick: impl Fn(FileType) -> bool) -> Res
 /// The description of the same file that we were started with under a number that the program has it under, if there is one that is open
 /// in the same way. Then whoever started us, such as a shell that runs one command after the other with the same output, has it in common
 /// with the program once more: what comes after that comes behind it.
-fn joined(opening: &Opening<'_>, row: usize, opened: &OwnedFd) -> Option<OwnedFd> {
+///
+/// It has to be where the program was, or goes to the end with it. A shell that has read on in a script, or a list, would begin again.
+fn joined(opening: &Opening<'_>, row: usize, opened: &OwnedFd, file: &OpenFile) -> Option<OwnedFd> {
     let root = opening.image.processes.first().filter(|_| opening.joins)?;
     let table = opening.image.tables.get(root.table as usize)?;
     let numbers = table.descriptors.iter().filter(|d| d.file as usize == row).map(|d| d.fd);
@@ -83,7 +83,11 @@ fn joined(opening: &Opening<'_>, row: usize, opened: &OwnedFd) -> Option<OwnedFd
         Some((stat.st_dev, stat.st_ino, flags))
     };
     let opened = what(opened)?;
-    numbers.filter_map(descriptors::inherited).find(|own| what(own) == Some(opened))
+    let goes_to_end =
+        file.flags as i32 & libc::O_ACCMODE == libc::O_WRONLY && opening.files.shared.contains(&row);
+    let is_there = |own: &OwnedFd| rustix::fs::tell(own) == Ok(file.position);
+    let own = numbers.filter_map(descriptors::inherited).find(|own| what(own) == Some(opened))?;
+    (goes_to_end || is_there(&own)).then_some(own)
 }
 
 /// Opens what mappings are made from, the executable, and the directories the process stands in.

@@ -2,7 +2,7 @@
 
 use super::streams::{GONE, Outward, Way};
 use super::{Opening, missing, open_flags, paths};
-use crate::{Error, Pipes, Result};
+use crate::{Error, Result};
 use rustix::fs::{FileType, Mode};
 use std::collections::HashSet;
 use std::os::fd::AsFd;
@@ -45,28 +45,24 @@ fn leads_elsewhere(opening: &Opening<'_>, row: u32) -> bool {
     is_kept(opening, row) || opening.image.pipes[row as usize].is_cut_off() && way != Some(Way::Left)
 }
 
-/// Whether it is a pipe that was kept. A FIFO is, unless those outside are to have left; then it is opened by its name.
+/// Whether it is a pipe that was kept, or a FIFO that was.
 fn is_kept(opening: &Opening<'_>, row: u32) -> bool {
     let pipe = &opening.image.pipes[row as usize];
     match pipe.is_cut_off() {
         true => Outward::Pipe(row).way(opening.image, opening.streams) == Some(Way::Kept),
-        false => {
-            let kept = opening.files.kept.as_ref();
-            opening.streams.pipes == Pipes::Kept && kept.is_some_and(|kept| kept.pipes.contains_key(&row))
-        }
+        false => opening.files.kept.as_ref().is_some_and(|kept| kept.pipes.contains_key(&row)),
     }
 }
 
 /// The very same pipe goes on, with what is in it.
 fn open_kept(opening: &mut Opening<'_>, index: u32, rows: &[(usize, &OpenFile)]) -> Result<()> {
     let kept = opening.files.kept.as_mut().and_then(|kept| kept.pipes.remove(&index));
-    let mut kept = kept.ok_or_else(|| Error::Refused(vec![GONE.into()]))?;
-    for (row, file) in rows {
-        // It was kept by the first of its descriptions.
-        let another = descriptors::reopen(&kept, pipe_flags(file.flags))?;
-        opening.put(*row, std::mem::replace(&mut kept, another))?;
+    let kept = kept.ok_or_else(|| Error::Refused(vec![GONE.into()]))?;
+    // It was kept by the first of its descriptions.
+    for (row, file) in rows.iter().skip(1) {
+        opening.put(*row, descriptors::reopen(&kept, pipe_flags(file.flags))?)?;
     }
-    Ok(())
+    rows.first().map_or(Ok(()), |(row, _)| opening.put(*row, kept))
 }
 
 fn open_pipe(opening: &mut Opening<'_>, pipe: &Pipe, rows: &[(usize, &OpenFile)]) -> Result<()> {
