@@ -18,6 +18,7 @@ mod pace;
 mod paging;
 mod periodic;
 mod progress;
+mod pumps;
 mod reachable;
 mod report;
 mod supervise;

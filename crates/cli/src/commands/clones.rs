@@ -11,7 +11,7 @@
 //!    seen who still loads their memory.
 
 use super::private::{heard_end, last_word};
-use super::restore::{Again, Back, Name, Origin, check_connections, failure, load, record_of, start_pumps};
+use super::restore::{Again, Back, Name, Origin, check_connections, failure, load, record_of};
 use super::run::Record;
 use crate::args::{Common, Files, Periodic, Restore};
 use crate::checkpointer::Beside;
@@ -19,6 +19,7 @@ use crate::detach::{Answer, in_background};
 use crate::failure::{Failure, Result};
 use crate::lives::with_restore;
 use crate::loading::{Loading, Tell};
+use crate::pumps::start_pumps;
 use crate::supervise::{ABANDONED, End, GiveUp, Requests, Supervisor, is_for_job, let_go, stop_at, wait_for};
 use crate::terminal;
 use crate::{chronicle, jobs, output};

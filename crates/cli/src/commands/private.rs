@@ -1,13 +1,14 @@
 //! Restoring where the program's process ids are taken: in a pid namespace of its own, whose process 1 is another
 //! supervisor.
 
-use super::restore::{Again, Back, Lent, Revived, failure, start_pumps};
+use super::restore::{Again, Back, Lent, Revived, failure};
 use super::run::all_complete;
 use crate::checkpointer::{Beside, Errand};
 use crate::control;
 use crate::failure::{Failure, Result};
 use crate::jobs;
 use crate::loading::{Loading, Tell};
+use crate::pumps::start_pumps;
 use crate::supervise::{End, Foreground, GiveUp, Supervisor, bring_to_front, is_in_front, let_go};
 use crate::terminal;
 use rustix::fd::BorrowedFd;

@@ -13,12 +13,10 @@ use crate::lives::{Lives, with_restore};
 use crate::loading::{Loading, Tell, figures};
 use crate::paging::{self, Paging};
 use crate::progress::Bar;
+use crate::pumps::start_pumps;
 use crate::supervise::{End, Foreground, GiveUp, Requests, Supervisor, let_go};
 use crate::{chronicle, jobs, output, terminal, units};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fd::{BorrowedFd, OwnedFd};
-use rustix::io::{Errno, retry_on_intr};
-use rustix::pipe::{SpliceFlags, splice};
+use rustix::fd::BorrowedFd;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::collections::HashSet;
@@ -31,7 +29,6 @@ use stillpoint_capture::attributes::target::has_ended;
 use stillpoint_image::tree::in_front;
 use stillpoint_image::{Image, Meta, Range};
 use stillpoint_linux::host::boot_id;
-use stillpoint_linux::locks::{LockRange, lock_description, unlock_description};
 use stillpoint_linux::supervise::{Child, Signals};
 use stillpoint_pager::Restoring;
 use stillpoint_restore::files::{connectable, read_once, shared_inputs, stand_in, stay_apart, untold};
@@ -100,81 +97,6 @@ fn in_foreground(common: &Common, args: &Restore) -> Result<ExitCode> {
         None => let_go()?,
     }
     revived.supervise(lives.map(|lives| lives.of_restored(args)), line, json, tell)
-}
-
-/// Brings a program what comes in from where it was reading.
-pub(super) fn start_pumps(pumps: Vec<Pump>) -> Result<()> {
-    for pump in pumps {
-        let bring = move || {
-            // Ends with the input or with the reader; the program sees either as it always would.
-            let _ = bring(&pump);
-        };
-        let started = std::thread::Builder::new().name("input".into()).spawn(bring);
-        started.map_err(|e| Failure::failed(format!("cannot start a thread: {e}")))?;
-    }
-    Ok(())
-}
-
-/// Brings all that comes in, until there is no more or nobody who reads it. Nothing is on the way in between: what has been taken
-/// from the source is in the pipe, where a checkpoint finds it. The pipe is locked meanwhile, as a checkpoint looks at both, and while a
-/// program is killed at its checkpoint nothing more may come.
-///
-/// Who waits within splice(2) has the pipe to himself, and neither the program nor a checkpoint could look at what is there. So it
-/// is waited for before.
-fn bring(Pump { from, to, .. }: &Pump) -> rustix::io::Result<()> {
-    loop {
-        // A FIFO that nobody has yet written to is not at its end.
-        let is_read =
-            is_ready(&mut [PollFd::new(to, PollFlags::empty()), PollFd::new(from, PollFlags::IN)], None)?
-                && is_ready(&mut [PollFd::new(to, PollFlags::OUT)], None)?;
-        if !is_read {
-            return Ok(());
-        }
-        // Somebody is looking at it.
-        while lock_description(to, LockRange::ALL).is_err() {
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        let brought = bring_some(from, to);
-        let unlocked = unlock_description(to, LockRange::ALL);
-        if !brought? || unlocked.is_err() {
-            return Ok(());
-        }
-    }
-}
-
-/// Brings what there is; whether more may come.
-fn bring_some(from: &OwnedFd, to: &OwnedFd) -> rustix::io::Result<bool> {
-    const MOST: usize = 1 << 20;
-    // Somebody else may have been quicker; and once nobody reads, nothing is taken from others who do.
-    let now = Some(&Timespec::default());
-    if !is_ready(&mut [PollFd::new(to, PollFlags::empty())], now)? {
-        return Ok(false);
-    }
-    let mut source = [PollFd::new(from, PollFlags::IN)];
-    if retry_on_intr(|| poll(&mut source, now))? == 0 {
-        return Ok(true);
-    }
-    match splice(from, None, to, None, MOST, SpliceFlags::NONBLOCK) {
-        Ok(0) => Ok(false),
-        Ok(_) | Err(Errno::INTR | Errno::AGAIN) => Ok(true),
-        // Others that give nothing but by read(2). So much fits in.
-        Err(Errno::INVAL) => {
-            let mut piece = [0; 4096];
-            match rustix::io::read(from, &mut piece) {
-                Ok(0) => Ok(false),
-                Ok(length) => rustix::io::write(to, &piece[..length]).map(|_| true),
-                Err(Errno::INTR | Errno::AGAIN) => Ok(true),
-                Err(e) => Err(e),
-            }
-        }
-        Err(e) => Err(e),
-    }
-}
-
-/// Waits for one of them, but no longer than that; whether the first, the writing end of a pipe, still has readers.
-fn is_ready(ends: &mut [PollFd<'_>], patience: Option<&Timespec>) -> rustix::io::Result<bool> {
-    retry_on_intr(|| poll(ends, patience))?;
-    Ok(!ends[0].revents().contains(PollFlags::ERR))
 }
 
 /// A program that has come back.
