@@ -1,7 +1,7 @@
 //! Streams that lead outside: pipes of a process that is not part of the program, and where they lead when it is restored.
 
 use std::fs;
-use std::io::{BufRead, BufReader, PipeReader, Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -28,24 +28,20 @@ struct Lines {
 
 impl Lines {
     /// Starts it by a command that has 6 and 7, which has it as process `pid_of`.
-    fn start(mut command: Command, directory: &Path, pid_of: impl FnOnce(u32) -> u32) -> Self {
-        command.current_dir(directory).stdin(Stdio::piped()).stdout(Stdio::piped());
-        let mut started = command.spawn().expect("sh");
-        let (input, output) = (started.stdin.take(), started.stdout.take().map(BufReader::new));
-        let pid = pid_of(started.id());
-        Lines { directory: directory.to_owned(), pid, started, input, output }
+    fn start(command: Command, directory: &Path, pid_of: impl FnOnce(u32) -> u32) -> Self {
+        Self::start_reading(command, directory, Stdio::piped(), pid_of)
     }
 
     /// The same with this for 6.
     fn start_reading(
         mut command: Command,
         directory: &Path,
-        input: PipeReader,
+        input: impl Into<Stdio>,
         pid_of: impl FnOnce(u32) -> u32,
     ) -> Self {
         command.current_dir(directory).stdin(input).stdout(Stdio::piped());
         let mut started = command.spawn().expect("sh");
-        let (input, output) = (None, started.stdout.take().map(BufReader::new));
+        let (input, output) = (started.stdin.take(), started.stdout.take().map(BufReader::new));
         let pid = pid_of(started.id());
         Lines { directory: directory.to_owned(), pid, started, input, output }
     }
@@ -115,12 +111,42 @@ fn kill(pid: u32) {
     kernel::wait_gone(pid, PATIENCE);
 }
 
-/// A shell that gives a command 6 and 7.
-fn with_6_and_7(command: &Command) -> Command {
+/// A command as it is run by a shell with this text, in which it is `"$@"`.
+fn in_shell(text: &str, command: &Command) -> Command {
     let mut shell = alone("sh");
-    shell.args(["-c", AS_6_AND_7, "sh"]).arg(command.get_program()).args(command.get_args());
+    shell.args(["-c", text, "sh"]).arg(command.get_program()).args(command.get_args());
     shell.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
     shell
+}
+
+/// A shell that gives a command 6 and 7.
+fn with_6_and_7(command: &Command) -> Command {
+    in_shell(AS_6_AND_7, command)
+}
+
+/// A command that runs it as the job `lines`.
+fn run(stillpoint: &Stillpoint, program: &Path) -> Command {
+    let mut run = stillpoint.command(&["run", "--name", "lines", "--"]);
+    run.arg(program);
+    run
+}
+
+/// A stillpoint that has pipes for its input and its output.
+fn fed(stillpoint: &Stillpoint, arguments: &[&str], directory: &Path) -> Child {
+    let mut command = stillpoint.command(arguments);
+    command.current_dir(directory).stdin(Stdio::piped()).stdout(Stdio::piped());
+    command.spawn().expect("stillpoint")
+}
+
+/// The only job of a store, as soon as it runs.
+fn job(stillpoint: &Stillpoint) -> u32 {
+    wait_for("the job", PATIENCE, || running(stillpoint))
+}
+
+/// Kills a job at its checkpoint, and waits until its process is gone.
+fn kill_at_checkpoint(stillpoint: &Stillpoint, name: &str, pid: u32) {
+    stillpoint.run(&["checkpoint", name, "--kill"]).ok();
+    kernel::wait_gone(pid, PATIENCE);
 }
 
 fn lines() -> Option<PathBuf> {
@@ -191,8 +217,7 @@ fn pipes_to_others_lead_where_they_are_told() {
     for (number, outcome) in [(1, "two, Broken pipe"), (2, "three, Broken pipe"), (3, "end, Broken pipe")] {
         right_eq!(turn(&directory, number), outcome);
     }
-    stillpoint.run(&["checkpoint", "lines", "--kill"]).ok();
-    kernel::wait_gone(told["pid"].as_u64().expect("pid") as u32, PATIENCE);
+    kill_at_checkpoint(&stillpoint, "lines", told["pid"].as_u64().expect("pid") as u32);
     stillpoint.run(&["rm", "lines@3"]).ok();
     forget_turns(&directory, 1);
 
@@ -225,9 +250,7 @@ fn pipes_to_others_lead_where_they_are_told() {
     right_eq!(fs::read_to_string(&log).expect("log"), "before\n1: two\n2: three\n3: four\n4: end\n");
     right_eq!(status(), before, "it is not the program's");
     // Now the one is a file, and the other one has ended.
-    let pid = running(&stillpoint).expect("it runs");
-    stillpoint.run(&["checkpoint", "lines", "--kill"]).ok();
-    kernel::wait_gone(pid, PATIENCE);
+    kill_at_checkpoint(&stillpoint, "lines", running(&stillpoint).expect("it runs"));
     let told = restore(&stillpoint, &[]).ok().json();
     right_eq!(turn(&directory, 5), "end, written");
     right!(fs::read_to_string(&log).expect("log").ends_with("4: end\n5: end\n"), "it goes on in its file");
@@ -259,10 +282,8 @@ fn unread_input_of_other_streams_comes_first() {
     let Some(program) = lines() else { return };
     let scratch = Scratch::new();
     let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("lines"));
-    let mut run = stillpoint.command(&["run", "--name", "lines", "--"]);
-    run.arg(&program);
-    let pid_of = |_| wait_for("the job", PATIENCE, || running(&stillpoint));
-    let mut lines = Lines::start(with_6_and_7(&run), &directory, pid_of);
+    let pid_of = |_| job(&stillpoint);
+    let mut lines = Lines::start(with_6_and_7(&run(&stillpoint, &program)), &directory, pid_of);
     lines.give("one\n");
     right_eq!(lines.turn(0), "one, written");
     right_eq!(lines.get(), "0: one");
@@ -308,11 +329,7 @@ fn standard_streams_that_are_put_aside_are_still_standard() {
     "#;
     let scratch = Scratch::new();
     let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("aside"));
-    let start = |arguments: &[&str]| {
-        let mut command = stillpoint.command(arguments);
-        command.current_dir(&directory).stdin(Stdio::piped()).stdout(Stdio::piped());
-        command.spawn().expect("stillpoint")
-    };
+    let start = |arguments: &[&str]| fed(&stillpoint, arguments, &directory);
     let mut run = start(&["run", "--name", "aside", "--", "bash", "-c", script]);
     let mut input = run.stdin.take().expect("input");
     input.write_all(b"unread\n").expect("a reader");
@@ -435,15 +452,12 @@ fn what_is_still_there_does_not_come_twice() {
         // As a shell that runs one command after the other with the same input.
         let (ours, mut theirs) = std::io::pipe().expect("pipe");
         let start = |arguments: &[&str]| {
-            let command = stillpoint.command(arguments);
-            let mut shell = alone("sh");
-            shell.args(["-c", &format!(r#"exec "$@" {as_input} 7>/dev/null"#), "sh"]);
-            shell.arg(command.get_program()).args(command.get_args());
-            shell.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+            let text = format!(r#"exec "$@" {as_input} 7>/dev/null"#);
+            let mut shell = in_shell(&text, &stillpoint.command(arguments));
             shell.current_dir(&directory).stdin(ours.try_clone().expect("a duplicate"));
             shell.stdout(Stdio::null()).stderr(Stdio::null());
             let started = shell.spawn().expect("sh");
-            (started, wait_for("the job", PATIENCE, || running(&stillpoint)))
+            (started, job(&stillpoint))
         };
         let runs = |numbers: &[(u32, &str)]| {
             for (number, line) in numbers {
@@ -469,8 +483,7 @@ fn what_is_still_there_does_not_come_twice() {
         theirs.write_all(b"five\n").expect("room");
         drop(theirs);
         stillpoint.run(&["checkpoint", "lines"]).ok();
-        stillpoint.run(&["checkpoint", "lines", "--kill"]).ok();
-        kernel::wait_gone(pid, PATIENCE);
+        kill_at_checkpoint(&stillpoint, "lines", pid);
         let _ = third.wait();
         let (mut fourth, pid) = start(&["restore", "lines"]);
         runs(&[(4, "five"), (5, "end")]);
@@ -487,10 +500,8 @@ fn what_is_on_its_way_is_not_lost() {
     for is_kept in [false, true] {
         let scratch = Scratch::new();
         let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("lines"));
-        let mut run = stillpoint.command(&["run", "--name", "lines", "--"]);
-        run.arg(&program);
-        let pid_of = |_| wait_for("the job", PATIENCE, || running(&stillpoint));
-        let lines = Lines::start(with_6_and_7(&run), &directory, pid_of);
+        let pid_of = |_| job(&stillpoint);
+        let lines = Lines::start(with_6_and_7(&run(&stillpoint, &program)), &directory, pid_of);
         let mut given = fill(lines.input.as_ref().expect("input"), 0);
         let restore = stillpoint.command(&["restore", "lines"]);
         stillpoint.run(&["checkpoint", "lines", "--kill"]).ok();
@@ -525,10 +536,8 @@ fn a_writer_that_never_rests_loses_nothing() {
     let Some(program) = lines() else { return };
     let scratch = Scratch::new();
     let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("lines"));
-    let mut run = stillpoint.command(&["run", "--name", "lines", "--"]);
-    run.arg(&program);
-    let pid_of = |_| wait_for("the job", PATIENCE, || running(&stillpoint));
-    let lines = Lines::start(with_6_and_7(&run), &directory, pid_of);
+    let pid_of = |_| job(&stillpoint);
+    let lines = Lines::start(with_6_and_7(&run(&stillpoint, &program)), &directory, pid_of);
     let given = fill(lines.input.as_ref().expect("input"), 0);
     stillpoint.run(&["checkpoint", "lines", "--kill"]).ok();
     lines.kill(0);
@@ -562,19 +571,14 @@ fn what_is_connected_by_hand_is_known_by_its_own_number() {
     let Some(program) = lines() else { return };
     let scratch = Scratch::new();
     let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("lines"));
-    let mut run = stillpoint.command(&["run", "--name", "lines", "--"]);
-    run.arg(&program);
-    let pid_of = |_| wait_for("the job", PATIENCE, || running(&stillpoint));
-    let mut lines = Lines::start(with_6_and_7(&run), &directory, pid_of);
+    let pid_of = |_| job(&stillpoint);
+    let mut lines = Lines::start(with_6_and_7(&run(&stillpoint, &program)), &directory, pid_of);
     lines.give("one\n");
     right_eq!(lines.turn(0), "one, written");
     stillpoint.run(&["checkpoint", "lines", "--kill"]).ok();
     lines.kill(0);
     let by_hand = stillpoint.command(&["restore", "lines", "--fd", "6=fd:9", "--fd", "7=fd:5"]);
-    let mut shell = alone("sh");
-    shell.args(["-c", r#"exec "$@" 9<&0 5>&1 </dev/null >/dev/null 2>&1"#, "sh"]);
-    shell.arg(by_hand.get_program()).args(by_hand.get_args());
-    shell.envs(by_hand.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    let shell = in_shell(r#"exec "$@" 9<&0 5>&1 </dev/null >/dev/null 2>&1"#, &by_hand);
     let mut lines = Lines::start(shell, &directory, pid_of);
     lines.give("two\nthree\n");
     right_eq!(lines.turn(1), "two, written");
@@ -703,9 +707,8 @@ fn pipes_to_others_are_kept() {
     // By name, and another process has the other end; and without one.
     let fifo = directory.join("fifo");
     assert!(Command::new("mkfifo").arg(&fifo).status().expect("mkfifo").success());
-    let mut shell = alone("sh");
-    let script = format!(r#"exec "$@" 7>&1 6<"{}" </dev/null >/dev/null 2>&1"#, fifo.display());
-    shell.args(["-c", &script, "sh"]).arg(&program).env(stillpoint_tests::scratch::MARK, scratch.path());
+    let by_name = format!(r#"exec "$@" 7>&1 6<"{}" </dev/null >/dev/null 2>&1"#, fifo.display());
+    let shell = in_shell(&by_name, &plain);
     for (command, is_named) in [(with_6_and_7(&plain), false), (shell, true)] {
         let mut lines = Lines::start(command, &directory, |pid| pid);
         let mut by_name = is_named.then(|| fs::File::options().write(true).open(&fifo).expect("a reader"));
@@ -833,9 +836,7 @@ fn files_of_a_shell_are_still_its_own() {
         format!(r#"{{ "$S" run --name job -- sh -c '{reads}'; "$S" restore job; cat >rest; }} <lines"#);
     let mut shell = script(&stillpoint, &directory, &text);
     said(&directory, "one two");
-    let pid = running(&stillpoint).expect("it runs");
-    stillpoint.run(&["checkpoint", "job", "--kill"]).ok();
-    kernel::wait_gone(pid, PATIENCE);
+    kill_at_checkpoint(&stillpoint, "job", running(&stillpoint).expect("it runs"));
     step(&directory, 1);
     assert!(shell.wait().expect("sh").success());
     said(&directory, "three");
@@ -853,9 +854,7 @@ fn a_shell_goes_on_in_its_script() {
     let commands = "\"$S\" run --name job -- sh -c 'until [ -e go ]; do sleep 0.02; done'\n\"$S\" restore job\necho end >>ends\n";
     fs::write(directory.join("commands"), commands).expect("a file");
     let mut shell = script(&stillpoint, &directory, "exec bash <commands");
-    let pid = wait_for("the job", PATIENCE, || running(&stillpoint));
-    stillpoint.run(&["checkpoint", "job", "--kill"]).ok();
-    kernel::wait_gone(pid, PATIENCE);
+    kill_at_checkpoint(&stillpoint, "job", job(&stillpoint));
     fs::write(directory.join("go"), "").expect("a file");
     assert!(shell.wait().expect("bash").success());
     right_eq!(fs::read_to_string(directory.join("ends")).expect("a file"), "end\n");
@@ -870,11 +869,7 @@ fn input_that_is_locked_is_fed() {
     let scratch = Scratch::new();
     let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("locked"));
     let text = "flock 0; echo ready >said; until [ -e go ]; do sleep 0.02; done; while read -r line; do echo $line >>said; done";
-    let start = |arguments: &[&str]| {
-        let mut command = stillpoint.command(arguments);
-        command.current_dir(&directory).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
-        command.spawn().expect("stillpoint")
-    };
+    let start = |arguments: &[&str]| fed(&stillpoint, arguments, &directory);
     let said = |wanted: &str| {
         let said = || fs::read_to_string(directory.join("said")).ok().filter(|text| text == wanted);
         wait_for(wanted, PATIENCE, said);
