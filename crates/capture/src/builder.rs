@@ -187,7 +187,7 @@ impl Builder {
     }
 
     /// Lets go of the duplicates of sockets and pipes: while they are there, what the program closes does not end.
-    pub fn forget_sockets(&mut self) {
+    pub fn forget_duplicates(&mut self) {
         self.connections.clear();
         self.waiting.clear();
         self.outside.clear();

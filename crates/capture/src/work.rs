@@ -752,7 +752,7 @@ impl<'a> Work<'a> {
             return self.complete_and_kill(builder, tree);
         }
         // What the program closes from now on is closed.
-        builder.forget_sockets();
+        builder.forget_duplicates();
         builder.laps.end("digests of files");
         let pause = tree.thaw();
         builder.laps.end("it is let go");

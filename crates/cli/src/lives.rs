@@ -72,7 +72,9 @@ impl Lives {
     /// Gets ready, before the job begins: it may be brought back so many times in a row. Its standard streams are those of this
     /// process, or lead nowhere.
     pub fn begin(most: u64, stdio: Stdio) -> Result<Self> {
-        if stdio == Stdio::Current && is_stream(std::io::stdin().as_fd()) {
+        if stdio == Stdio::Current
+            && matches!(kind(std::io::stdin()), Some(FileType::Fifo | FileType::Socket))
+        {
             return Err(Failure::usage(
                 "--restart: standard input is a pipe or socket, and what the program has read of it cannot be read again",
             )
@@ -384,17 +386,12 @@ fn bury(record: &Record) -> Result<()> {
     Ok(())
 }
 
-fn is_stream(fd: rustix::fd::BorrowedFd<'_>) -> bool {
-    let kind = rustix::fs::fstat(fd).map(|stat| FileType::from_raw_mode(stat.st_mode));
-    matches!(kind, Ok(FileType::Fifo | FileType::Socket))
-}
-
-fn is_fifo(fd: &OwnedFd) -> bool {
-    rustix::fs::fstat(fd).is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::Fifo)
+fn kind(fd: impl AsFd) -> Option<FileType> {
+    rustix::fs::fstat(fd).ok().map(|stat| FileType::from_raw_mode(stat.st_mode))
 }
 
 fn is_file(fd: &OwnedFd) -> bool {
-    rustix::fs::fstat(fd).is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile)
+    kind(fd) == Some(FileType::RegularFile)
 }
 
 fn identity(fd: &OwnedFd) -> Option<(u64, u64)> {
@@ -421,8 +418,9 @@ impl Streams {
             others.any(|(_, fd)| access(fd) != Some(OFlags::RDONLY))
         };
         let mut further = self.0.iter().filter(|(number, _)| *number > 2);
-        let found =
-            further.find(|(_, fd)| is_fifo(fd) && access(fd) == Some(OFlags::RDONLY) && !is_written(fd));
+        let found = further.find(|(_, fd)| {
+            kind(fd) == Some(FileType::Fifo) && access(fd) == Some(OFlags::RDONLY) && !is_written(fd)
+        });
         found.map(|(number, _)| *number)
     }
 

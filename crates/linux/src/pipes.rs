@@ -34,6 +34,14 @@ pub fn set_capacity(pipe: impl AsFd, bytes: u64) -> Result<()> {
     check(|| format!("set the capacity of a pipe to {bytes} bytes"), r.into()).map(drop)
 }
 
+/// Makes a pipe at least so large, in bytes.
+///
+/// # Errors
+/// What the kernel says, such as that only the privileged may have one so large; then it is as it was.
+pub fn enlarge(pipe: impl AsFd, bytes: u64) -> Result<()> {
+    if capacity(&pipe)? < bytes { set_capacity(pipe, bytes) } else { Ok(()) }
+}
+
 /// The capacity that a pipe needs at most, in bytes, for parts of these lengths to be written to it: each may begin a page.
 pub fn room(parts: impl IntoIterator<Item = usize>) -> u64 {
     parts.into_iter().map(|length| (length as u64).next_multiple_of(PAGE)).sum()

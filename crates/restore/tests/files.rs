@@ -74,7 +74,7 @@ fn capture(pid: u32) -> Builder {
     let holders = [Holder { pid, pidfd: std::os::fd::AsFd::as_fd(&pidfd), process: &process }];
     let target = Target { holders: &holders, tables: &[], inherited: &[], outsiders: &outsiders };
     capture_files(&mut builder, &target).unwrap();
-    builder.forget_sockets();
+    builder.forget_duplicates();
     take_digests(&mut builder);
     builder
 }

@@ -58,9 +58,8 @@ pub(super) fn unread(scan: &mut Scan<'_>, d: &Description, number: u32) -> Resul
     // That we could read it must not be: who brings something is to see that the program is gone before the lock is.
     let lock = reopen(&d.file, libc::O_WRONLY | libc::O_NONBLOCK)?;
     if !is_locked(&lock)? {
-        return scan
-            .refuse(d, "its supervisor takes long to bring something to it", "try again")
-            .map(|_: Option<()>| Vec::new());
+        scan.refuse::<()>(d, "its supervisor takes long to bring something to it", "try again")?;
+        return Ok(Vec::new());
     }
     let mut all = vec![contents(&d.file, number, d.inode())?];
     match source.kind {
@@ -85,11 +84,7 @@ pub(super) fn unread(scan: &mut Scan<'_>, d: &Description, number: u32) -> Resul
 /// Whether a restore can put all that into a pipe.
 pub(super) fn can_be_held(unread: &[Pipe]) -> bool {
     let room = pipes::room(unread.iter().flat_map(|pipe| &pipe.data).map(|part| part.0.len()));
-    let made = || {
-        let (_, pipe) = pipes::pipe(0)?;
-        if pipes::capacity(&pipe)? < room { pipes::set_capacity(&pipe, room) } else { Ok(()) }
-    };
-    made().is_ok()
+    pipes::pipe(0).and_then(|(_, pipe)| pipes::enlarge(pipe, room)).is_ok()
 }
 
 fn contents(pipe: &OwnedFd, number: u32, inode: (u64, u64)) -> Result<Pipe> {

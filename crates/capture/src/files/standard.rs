@@ -7,7 +7,7 @@ use super::descriptions::{Description, Held};
 use super::{Scan, behind, pipes, terminals};
 use crate::Result;
 use rustix::fs::FileType;
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use stillpoint_image::{Bytes, Pipe};
 
 /// An object outside that carries standard streams.
@@ -36,10 +36,16 @@ fn object(d: &Description) -> Option<Object> {
 /// The streams from outside that the program was started with.
 #[derive(Debug, Default)]
 pub struct Standard {
-    /// Which numbers each object had then, as far as that is known or looks so, ascending.
-    objects: HashMap<Object, Vec<u32>>,
-    /// Those of these numbers that the root does not have at their places any more: it has put them aside.
-    aside: HashMap<Object, Vec<u32>>,
+    objects: HashMap<Object, Numbers>,
+}
+
+/// The numbers of such a stream.
+#[derive(Debug)]
+struct Numbers {
+    /// Which it had then, as far as that is known or looks so.
+    all: BTreeSet<u32>,
+    /// Those of them that the root does not have at their places any more: it has put them aside.
+    aside: BTreeSet<u32>,
 }
 
 impl Standard {
@@ -56,27 +62,26 @@ impl Standard {
                 let Some(object) = object(d).filter(|object| !standard.objects.contains_key(object)) else {
                     continue;
                 };
-                let mut numbers = match known {
+                let mut all = match known {
                     true => started_with(scan, d),
                     false => looks_like(scan, object),
                 };
                 // Two of one number have nothing in common but that.
                 if matches!(object, Object::Inode(..)) {
-                    numbers.retain(|number| !taken.contains(number));
+                    all.retain(|number| !taken.contains(number));
                 }
-                if numbers.is_empty() || !is_outside(scan, d)? {
+                if all.is_empty() || !is_outside(scan, d)? {
                     continue;
                 }
                 if matches!(object, Object::Inode(..)) {
-                    taken.extend(numbers.iter().copied());
+                    taken.extend(all.iter().copied());
                 }
                 let is_there = |number: u32| {
                     let mut same = scan.all.iter().filter(|d| self::object(d) == Some(object));
                     same.any(|d| d.held.iter().any(|held| held.process == 0 && held.fd == number))
                 };
-                let aside = numbers.iter().copied().filter(|number| !is_there(*number)).collect();
-                standard.aside.insert(object, aside);
-                standard.objects.insert(object, numbers);
+                let aside = all.iter().copied().filter(|number| !is_there(*number)).collect();
+                standard.objects.insert(object, Numbers { all, aside });
             }
         }
         let mut captured = HashSet::new();
@@ -94,20 +99,19 @@ impl Standard {
     /// The stream that a description is, if it is one: that of the number it has, else one of the same object that fits its access
     /// mode.
     pub fn number(&self, d: &Description) -> Option<u32> {
-        let numbers = self.objects.get(&object(d)?)?;
-        if let Some(fd) = d.numbers().find(|fd| numbers.contains(fd) && leads_alone(d, *fd)) {
+        let Numbers { all, .. } = self.objects.get(&object(d)?)?;
+        if let Some(fd) = d.numbers().find(|fd| all.contains(fd) && leads_alone(d, *fd)) {
             return Some(fd);
         }
         let order = if d.can_read() { [0, 1, 2] } else { [1, 2, 0] };
-        order.into_iter().find(|n| numbers.contains(n)).or(numbers.first().copied())
+        order.into_iter().find(|n| all.contains(n)).or(all.first().copied())
     }
 
     /// The stream that a descriptor is, whose description is one: a terminal is open for both under all of its numbers, and what leads
     /// there as 1 or 2 is written to.
     pub fn number_of(&self, d: &Description, fd: u32) -> Option<u32> {
-        let object = object(d)?;
-        let numbers = self.objects.get(&object)?;
-        if numbers.contains(&fd) && leads_alone(d, fd) {
+        let Numbers { all, aside } = self.objects.get(&object(d)?)?;
+        if all.contains(&fd) && leads_alone(d, fd) {
             return Some(fd);
         }
         let order = match fd {
@@ -116,10 +120,8 @@ impl Standard {
             _ if d.can_read() => [0, 1, 2],
             _ => [1, 2, 0],
         };
-        let aside = self.aside.get(&object).filter(|_| fd > 2);
-        let put_aside = aside.and_then(|aside| order.into_iter().find(|n| aside.contains(n)));
-        let fitting = || order.into_iter().find(|n| fd <= 2 && numbers.contains(n));
-        put_aside.or_else(fitting).or_else(|| self.number(d))
+        let candidates = if fd <= 2 { all } else { aside };
+        order.into_iter().find(|n| candidates.contains(n)).or_else(|| self.number(d))
     }
 
     /// Records the settings of the terminal, if the standard streams are on one.
@@ -139,20 +141,17 @@ fn leads_alone(d: &Description, fd: u32) -> bool {
 }
 
 /// The numbers under which the root was started with what this is, as far as that is known.
-fn started_with(scan: &Scan<'_>, d: &Description) -> Vec<u32> {
+fn started_with(scan: &Scan<'_>, d: &Description) -> BTreeSet<u32> {
     // A FIFO may have been opened by its name: then it is opened so again.
     let is_fifo = d.link.starts_with(b"/") && FileType::from_raw_mode(d.stat.st_mode) == FileType::Fifo;
     let is_held = |fd: u32| d.held.iter().any(|h| h.process == 0 && h.fd == fd);
     let named =
         scan.target.inherited.iter().filter(|(fd, name)| *name == d.link && (!is_fifo || is_held(*fd)));
-    let mut numbers: Vec<u32> = named.map(|(fd, _)| *fd).collect();
-    numbers.sort_unstable();
-    numbers.dedup();
-    numbers
+    named.map(|(fd, _)| *fd).collect()
 }
 
 /// The numbers among 0, 1 and 2 that the root has an object under, or others, if that has it under none.
-fn looks_like(scan: &Scan<'_>, of: Object) -> Vec<u32> {
+fn looks_like(scan: &Scan<'_>, of: Object) -> BTreeSet<u32> {
     let same = scan.all.iter().filter(|d| object(d) == Some(of)).flat_map(|d| &d.held);
     let (of_root, of_others): (Vec<&Held>, Vec<&Held>) = same.partition(|held| held.process == 0);
     // A terminal is always the one that they all are on.
@@ -161,10 +160,7 @@ fn looks_like(scan: &Scan<'_>, of: Object) -> Vec<u32> {
         Object::Inode(..) if of_root.is_empty() => of_others,
         Object::Inode(..) => of_root,
     };
-    let mut numbers: Vec<u32> = held.into_iter().map(|held| held.fd).filter(|fd| *fd <= 2).collect();
-    numbers.sort_unstable();
-    numbers.dedup();
-    numbers
+    held.into_iter().map(|held| held.fd).filter(|fd| *fd <= 2).collect()
 }
 
 /// Whether the other end is outside the target.
@@ -188,13 +184,9 @@ fn capture_input(scan: &mut Scan<'_>, d: &Description, number: u32) -> Result<()
     };
     let unread: Vec<Pipe> = unread.into_iter().filter(|pipe| !pipe.data.is_empty()).collect();
     if scan.builder.kills && !behind::can_be_held(&unread) {
-        return scan
-            .refuse(
-                d,
-                "more than a pipe may hold waits to be read from it",
-                "try again when the program has read more",
-            )
-            .map(|_: Option<()>| ());
+        let why = "more than a pipe may hold waits to be read from it";
+        scan.refuse::<()>(d, why, "try again when the program has read more")?;
+        return Ok(());
     }
     scan.builder.image.pipes.extend(unread);
     Ok(())

@@ -80,8 +80,7 @@ fn feed(
     let unread = outward.unread(opening.image);
     let room = kernel_pipes::room(first.iter().map(|part| part.0.len()));
     let capacity = unread.iter().map(|pipe| pipe.capacity).fold(room, u64::max);
-    if kernel_pipes::capacity(&to)? < capacity
-        && let Err(e) = kernel_pipes::set_capacity(&to, capacity)
+    if let Err(e) = kernel_pipes::enlarge(&to, capacity)
         && kernel_pipes::capacity(&to)? < room
     {
         return Err(e.into());

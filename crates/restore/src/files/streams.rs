@@ -102,14 +102,31 @@ impl Outward {
             _ => flags as i32 & libc::O_ACCMODE,
         }
     }
+
+    /// Whether the program can read it, by one of its files.
+    fn is_read(&self, file: &OpenFile) -> bool {
+        self.access(file.flags) != libc::O_WRONLY
+    }
+}
+
+impl Way {
+    /// Whether what is said to lead there gives what it has once, to one who reads: a pipe, or what may be one.
+    fn gives_once(&self) -> bool {
+        match self {
+            Way::To(To::File(path)) => rustix::fs::stat(path)
+                .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::Fifo),
+            Way::To(To::Descriptor(_)) | Way::Kept => true,
+            Way::Ours(_) | Way::Left => false,
+        }
+    }
 }
 
 fn has_stream(image: &Image, number: u32) -> bool {
     image.files.iter().any(|file| file.kind == FileKind::Stdio(number))
 }
 
-/// The numbers of what led outside and can be connected by hand, ascending.
-pub fn connectable(image: &Image) -> Vec<u32> {
+/// The numbers of what led outside and can be connected by hand.
+pub fn connectable(image: &Image) -> BTreeSet<u32> {
     let table = image.processes.first().and_then(|root| image.tables.get(root.table as usize));
     let table = table.map(|table| table.descriptors.as_slice()).unwrap_or_default();
     let is_pipe = |row: u32| {
@@ -120,11 +137,7 @@ pub fn connectable(image: &Image) -> Vec<u32> {
         FileKind::Stdio(number) => Some(number),
         _ => None,
     });
-    let mut numbers: Vec<u32> =
-        table.iter().filter(|d| is_pipe(d.file)).map(|d| d.fd).chain(streams).collect();
-    numbers.sort_unstable();
-    numbers.dedup();
-    numbers
+    table.iter().filter(|d| is_pipe(d.file)).map(|d| d.fd).chain(streams).collect()
 }
 
 /// What stands against the ways that things which led outside are to lead.
@@ -200,14 +213,8 @@ pub fn shared_inputs(image: &Image, streams: &Streams) -> Vec<String> {
     let mut shared = BTreeSet::new();
     for file in &image.files {
         let Some(outward) = Outward::of(image, file) else { continue };
-        let is_read = outward.access(file.flags) != libc::O_WRONLY;
-        let is_one = match outward.way(image, streams).filter(|_| is_read) {
-            Some(Way::To(To::File(path))) => rustix::fs::stat(&path)
-                .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::Fifo),
-            Some(Way::To(To::Descriptor(_)) | Way::Kept) => true,
-            _ => false,
-        };
-        if is_one {
+        let is_shared = |way: Way| way == Way::Kept || outward.is_read(file) && way.gives_once();
+        if outward.way(image, streams).is_some_and(is_shared) {
             shared.insert(outward.number(image));
         }
     }
@@ -226,16 +233,12 @@ pub fn untold(image: &Image, streams: &Streams) -> Option<String> {
 /// What is read from a pipe, a socket or a terminal, from which nothing can be read again: one of the streams that are connected by hand.
 pub fn read_once(image: &Image, streams: &Streams) -> Option<u32> {
     let is_read_once = |file: &OpenFile| {
-        let outward = Outward::of(image, file)?;
-        let is_read = outward.access(file.flags) != libc::O_WRONLY;
-        let has_unread = !outward.unread(image).is_empty();
+        let outward = Outward::of(image, file).filter(|outward| outward.is_read(file))?;
         let is_once = match outward.way(image, streams)? {
-            Way::To(To::File(path)) => is_fifo(&path),
-            Way::To(To::Descriptor(_)) | Way::Kept => true,
-            Way::Ours(_) => has_unread,
-            Way::Left => false,
+            Way::Ours(_) => !outward.unread(image).is_empty(),
+            way => way.gives_once(),
         };
-        (is_read && is_once).then(|| outward.number(image))
+        is_once.then(|| outward.number(image))
     };
     image.files.iter().find_map(is_read_once)
 }
@@ -319,10 +322,6 @@ fn no_file(has_unread: bool, is_watched: bool) -> std::result::Result<(), &'stat
         (_, true) => Err("the program watches it (epoll), and a file cannot be watched; a pipe can"),
         _ => Ok(()),
     }
-}
-
-fn is_fifo(path: &Path) -> bool {
-    rustix::fs::stat(path).is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::Fifo)
 }
 
 fn is_regular(fd: &OwnedFd) -> bool {
