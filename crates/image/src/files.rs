@@ -476,7 +476,7 @@ pub struct Pipe {
     /// Capacity in bytes (`F_GETPIPE_SZ`).
     #[n(0)]
     pub capacity: u64,
-    /// Unread data; a pipe in packet mode has one entry a packet, any other at most one.
+    /// Unread data; a pipe in packet mode has one entry a packet (and an empty one behind a single packet), any other at most one.
     #[n(1)]
     pub data: Vec<Bytes>,
     /// Path of a FIFO, index into [`crate::Image::paths`].

@@ -48,7 +48,8 @@ pub fn room(parts: impl IntoIterator<Item = usize>) -> u64 {
 }
 
 /// The unread contents of a pipe, left where they are: one entry for each packet, or one for all that is not in
-/// packets. `read_end` needs read access. Others may write to it and read from it meanwhile: it is what was in it at some instant.
+/// packets. Behind a packet that is alone comes an empty entry: more may follow that are to stay apart from it. `read_end` needs read
+/// access. Others may write to it and read from it meanwhile: it is what was in it at some instant.
 ///
 /// `tee(2)` links all of the pipe's buffers at once into a pipe of ours with as many slots, so that all of them fit; a packet keeps
 /// its boundary there, and reading ends at it.
@@ -62,7 +63,7 @@ pub fn contents(read_end: impl AsFd) -> Result<Vec<Vec<u8>>> {
     loop {
         let (out, into) = pipe(libc::O_NONBLOCK)?;
         let slots = capacity(&read_end)?;
-        set_capacity(&into, slots)?;
+        set_capacity(&into, slots.max(2 * PAGE))?;
         // SAFETY: tee touches no memory of ours.
         let linked = unsafe {
             let (from, to) = (read_end.as_fd().as_raw_fd(), into.as_raw_fd());
@@ -75,13 +76,16 @@ pub fn contents(read_end: impl AsFd) -> Result<Vec<Vec<u8>>> {
         };
         // Nobody has made it larger meanwhile.
         if capacity(&read_end)? <= slots {
-            return parts(&out, linked);
+            return parts(&out, &into, linked);
         }
     }
 }
 
-/// All that is in a pipe of ours, `left` bytes, packet by packet.
-fn parts(out: &OwnedFd, mut left: usize) -> Result<Vec<Vec<u8>>> {
+/// All that is in a pipe of ours, `left` bytes, packet by packet. A byte is put behind it: what is read together with that is no packet,
+/// and neither is what leaves no room for it, which is more than one slot.
+fn parts(out: &OwnedFd, into: &OwnedFd, mut left: usize) -> Result<Vec<Vec<u8>>> {
+    let is_marked = left > 0 && rustix::io::write(into, &[0]).is_ok();
+    left += usize::from(is_marked);
     let mut parts = Vec::new();
     while left > 0 {
         let mut part = vec![0u8; left];
@@ -92,6 +96,13 @@ fn parts(out: &OwnedFd, mut left: usize) -> Result<Vec<Vec<u8>>> {
         part.truncate(n);
         left -= n;
         parts.push(part);
+    }
+    if is_marked {
+        parts.last_mut().and_then(Vec::pop);
+        // Two or more are packets in any case.
+        if parts.len() > 2 {
+            parts.pop_if(|part| part.is_empty());
+        }
     }
     Ok(parts)
 }
@@ -118,6 +129,23 @@ mod tests {
             rustix::io::write(&w, packet).unwrap();
         }
         assert_eq!(contents(&r).unwrap(), vec![b"one".to_vec(), b"second".to_vec(), b"3".to_vec()]);
+    }
+
+    #[test]
+    fn a_packet_that_is_alone_is_told_from_what_is_none() {
+        for capacity in [1, 2, 16] {
+            let (r, w) = pipe(libc::O_DIRECT).unwrap();
+            set_capacity(&w, capacity * PAGE).unwrap();
+            rustix::io::write(&w, b"one").unwrap();
+            assert_eq!(contents(&r).unwrap(), vec![b"one".to_vec(), Vec::new()]);
+            let (r, w) = pipe(0).unwrap();
+            set_capacity(&w, capacity * PAGE).unwrap();
+            let all = vec![7; (capacity * PAGE) as usize];
+            for length in [3, all.len()] {
+                rustix::io::write(&w, &all[readable(&r).unwrap() as usize..length]).unwrap();
+                assert_eq!(contents(&r).unwrap(), vec![all[..length].to_vec()]);
+            }
+        }
     }
 
     #[test]
