@@ -1,9 +1,10 @@
 //! Sockets and pipes that a process of ours has kept since the program was killed at its checkpoint (`capture::keeper`).
 
+use super::streams::{Outward, Way};
 use crate::{Error, Options, Pipes, Result, TcpPolicy};
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
-use stillpoint_image::{Image, Socket};
+use stillpoint_image::{Image, Pipe, Socket};
 use stillpoint_linux::{Error as Kernel, passing, sockets};
 
 const SOL_SOCKET: u32 = libc::SOL_SOCKET as u32;
@@ -41,9 +42,12 @@ impl Kept {
     pub(super) fn take(image: &Image, options: &Options) -> Result<Option<Kept>> {
         let closes =
             options.tcp == TcpPolicy::Close && image.sockets.iter().any(|socket| socket.kept.is_some());
-        let keeps =
-            options.streams.pipes == Pipes::Kept && image.pipes.iter().any(|pipe| pipe.kept.is_some());
-        if closes && keeps && is_there(image) {
+        // A FIFO leads where its name does, in any case.
+        let goes_on = |(row, pipe): (u32, &Pipe)| match pipe.is_cut_off() {
+            true => Outward::Pipe(row).way(image, &options.streams) == Some(Way::Kept),
+            false => pipe.kept.is_some() && options.streams.pipes == Pipes::Kept,
+        };
+        if closes && (0..).zip(&image.pipes).any(goes_on) && is_there(image) {
             let why = "connections are kept together with pipes that lead outside, and cannot be closed alone: say --pipes closed or \
                        --pipes follow, or leave out --tcp close";
             return Err(Error::Refused(vec![why.into()]));
