@@ -72,14 +72,20 @@ impl Lines {
     }
 }
 
-/// Writes as many lines as find room, from that one on. How many.
+/// Writes as many long lines as find room, from that one on. How many.
 fn fill(pipe: impl AsFd, from: usize) -> usize {
+    fill_with(pipe, from, usize::MAX, long_line)
+}
+
+/// The same with such lines, and no more than that.
+fn fill_with(pipe: impl AsFd, from: usize, most: usize, line: impl Fn(usize) -> String) -> usize {
     let flags = rustix::fs::fcntl_getfl(&pipe).expect("flags");
     rustix::fs::fcntl_setfl(&pipe, flags | rustix::fs::OFlags::NONBLOCK).expect("flags");
     let mut given = 0;
     // What is brought on makes room once more.
     for _ in 0..20 {
-        while rustix::io::write(&pipe, format!("{}\n", long_line(from + given)).as_bytes()).is_ok() {
+        while given < most && rustix::io::write(&pipe, format!("{}\n", line(from + given)).as_bytes()).is_ok()
+        {
             given += 1;
         }
         std::thread::sleep(Duration::from_millis(10));
@@ -889,4 +895,227 @@ fn input_that_is_locked_is_fed() {
     said("ready\none\ntwo\nthree\n");
     drop(again.stdin.take());
     assert!(again.wait().expect("restore").success());
+}
+
+/// Two pipes that were one number in two processes cannot follow to one descriptor; each leads where it is told.
+#[test]
+fn pipes_of_one_number_lead_to_different_places() {
+    if undisturbed_only() {
+        return;
+    }
+    let script = r#"
+        exec 7>&1 8>&2 >/dev/null 2>&1
+        sh -c 'echo >ready; until [ -e go ]; do sleep 0.02; done; echo child >&7' 7>&8 8>&- &
+        exec 8>&-
+        until [ -e go ]; do sleep 0.02; done
+        echo parent >&7
+        wait
+    "#;
+    let scratch = Scratch::new();
+    let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("two"));
+    let mut shell = alone("sh");
+    shell.args(["-c", script]).current_dir(&directory).env(stillpoint_tests::scratch::MARK, scratch.path());
+    shell.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut started = shell.spawn().expect("sh");
+    wait_for("the child", PATIENCE, || directory.join("ready").exists().then_some(()));
+    let pid = started.id().to_string();
+    let told = stillpoint.run(&["checkpoint", &pid, "--name", "lines", "--kill", "--json"]).ok().json();
+    let notes = told["notes"].to_string();
+    right!(notes.contains("kept open for a restore within 15 minutes (2)"), "{notes}");
+    let _ = started.wait();
+    let follow = |shell: &str, extra: &[&str]| {
+        let arguments = [&["restore", "lines", "--detach", "--pipes", "follow"], extra].concat();
+        in_shell(shell, &stillpoint.command(&arguments))
+    };
+    Stillpoint::wait(follow(r#"exec "$@" 7>/dev/null"#, &[]), scratch.path())
+        .fails(3, &["would both lead to descriptor 7 of this command"]);
+    let mut lines = Lines::start(follow(AS_6_AND_7, &["--fd", "7=file"]), &directory, |pid| pid);
+    assert!(lines.started.wait().expect("restore").success());
+    fs::write(directory.join("go"), "").expect("a file");
+    let mut followed = String::new();
+    lines.output.as_mut().expect("output").read_to_string(&mut followed).expect("text");
+    right_eq!(followed, "child\n");
+    let is_there = || fs::read_to_string(directory.join("file")).ok().filter(|text| !text.is_empty());
+    right_eq!(wait_for("the parent", PATIENCE, is_there), "parent\n");
+}
+
+/// Several clones are not led to what they would take from each other; of files each has its own.
+#[test]
+fn clones_take_nothing_from_each_other() {
+    if undisturbed_only() {
+        return;
+    }
+    if !kernel::is_root() {
+        return skipped("needs private pid namespaces");
+    }
+    let script = r#"
+        echo >ready
+        until [ -e go ]; do sleep 0.02; done
+        while read -r line <&6; do echo "$line" >&7; done
+    "#;
+    let scratch = Scratch::new();
+    let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("clones"));
+    let mut shell = Command::new("sh");
+    shell.args(["-c", script]).env(stillpoint_tests::scratch::MARK, scratch.path());
+    let mut lines = Lines::start(with_6_and_7(&shell), &directory, |pid| pid);
+    wait_for("it", PATIENCE, || directory.join("ready").exists().then_some(()));
+    let pid = lines.pid.to_string();
+    stillpoint.run(&["checkpoint", &pid, "--name", "lines", "--kill"]).ok();
+    let _ = lines.started.wait();
+    let fifo = directory.join("fifo");
+    assert!(Command::new("mkfifo").arg(&fifo).status().expect("mkfifo").success());
+    let (own, log) = (directory.join("own"), directory.join("log"));
+    fs::write(&own, "one\ntwo\n").expect("a file");
+    let [fifo, own, to] =
+        [format!("6={}", fifo.display()), format!("6={}", own.display()), format!("7={}", log.display())];
+    let clones = |extra: &[&str]| {
+        stillpoint.run(&[&["restore", "lines", "--detach", "--clone", "--count", "2"], extra].concat())
+    };
+    let said = "would take from each other";
+    clones(&[]).fails(3, &[&format!("descriptor 6, descriptor 7: several clones {said}")]);
+    clones(&["--fd", &fifo, "--fd", &to]).fails(3, &[&format!("descriptor 6: several clones {said}")]);
+    clones(&["--fd", "6=fd:0", "--pipes", "closed"]).fails(3, &[said]);
+    clones(&["--fd", &own, "--fd", &to]).ok();
+    fs::write(directory.join("go"), "").expect("a file");
+    let lines = || {
+        let mut lines: Vec<String> = fs::read_to_string(&log).ok()?.lines().map(str::to_owned).collect();
+        lines.sort();
+        (lines.len() >= 4).then_some(lines)
+    };
+    right_eq!(wait_for("the clones", PATIENCE, lines), ["one", "one", "two", "two"]);
+}
+
+/// A job in the background has nothing of the streams of whoever restored it but what it was connected with.
+#[test]
+fn a_job_in_the_background_has_no_standard_output_of_ours() {
+    if undisturbed_only() {
+        return;
+    }
+    let script = "exec 8>&7; echo >ready; until [ -e go ]; do sleep 0.02; done; echo text >&8";
+    let scratch = Scratch::new();
+    let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("job"));
+    let mut run = stillpoint.command(&["run", "--name", "lines", "--", "sh", "-c"]);
+    run.arg(script);
+    let mut lines = Lines::start(with_6_and_7(&run), &directory, |_| job(&stillpoint));
+    wait_for("it", PATIENCE, || directory.join("ready").exists().then_some(()));
+    kill_at_checkpoint(&stillpoint, "lines", lines.pid);
+    lines.kill(0);
+    // What is standard output to the restore is 7 to the job.
+    let restore = stillpoint.command(&["restore", "lines", "--detach", "--fd", "7=fd:7"]);
+    let both = in_shell(r#"exec "$@" 7>&1 </dev/null 2>/dev/null"#, &restore);
+    lines = Lines::start(both, &directory, |_| 0);
+    assert!(lines.started.wait().expect("restore").success());
+    kill_at_checkpoint(&stillpoint, "lines", running(&stillpoint).expect("it runs"));
+    let shown = stillpoint.run(&["show", "lines"]).ok().stdout;
+    right!(shown.contains("8  stream 7 from outside") && !shown.contains("standard output"), "{shown}");
+    // So it is where these are not the same.
+    let restore = stillpoint.command(&["restore", "lines"]);
+    lines = Lines::start(with_6_and_7(&restore), &directory, |_| job(&stillpoint));
+    fs::write(directory.join("go"), "").expect("a file");
+    right_eq!(lines.get(), "text");
+}
+
+/// Packets that were not yet read stay packets, one or as many as find room, also where more of them wait behind a full pipe.
+#[test]
+fn packets_come_one_by_one() {
+    if undisturbed_only() {
+        return;
+    }
+    let script = r#"
+        n=0
+        while :; do
+            until [ -e turn.$n ]; do sleep 0.01; done
+            dd bs=64 count=1 status=none <&6 >done
+            mv done done.$n
+            n=$((n + 1))
+        done
+    "#;
+    let packet = |number: usize| format!("packet {number}");
+    const ALL: usize = usize::MAX;
+    for (taken, given_each) in [(0, [ALL, ALL]), (1, [ALL, ALL]), (0, [1, 0]), (1, [2, 0])] {
+        let scratch = Scratch::new();
+        let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("packets"));
+        let mut run = stillpoint.command(&["run", "--name", "lines", "--", "sh", "-c"]);
+        run.arg(script);
+        let restore = stillpoint.command(&["restore", "lines"]);
+        let start = |command: &Command| {
+            let (ours, theirs) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::DIRECT).expect("pipe");
+            let lines = Lines::start_reading(with_6_and_7(command), &directory, ours, |_| job(&stillpoint));
+            (lines, theirs)
+        };
+        let (mut given, mut number) = (0, 0);
+        let mut read_until = |lines: &Lines, end: usize| {
+            while number < end {
+                right_eq!(lines.turn(number as u32), format!("{}\n", packet(number)), "{given_each:?}");
+                forget_turns(&directory, number as u32);
+                number += 1;
+            }
+        };
+        for (command, most) in [&run, &restore].into_iter().zip(given_each) {
+            let (lines, theirs) = start(command);
+            given += fill_with(&theirs, given, most, packet);
+            read_until(&lines, taken);
+            kill_at_checkpoint(&stillpoint, "lines", lines.pid);
+            lines.kill(0);
+        }
+        let (lines, theirs) = start(&restore);
+        given += fill_with(&theirs, given, 1, packet);
+        drop(theirs);
+        read_until(&lines, given);
+        right_eq!(lines.turn(given as u32), "", "its end");
+    }
+}
+
+/// Connections that were kept together with pipes are closed by `--tcp close` only where it is said what becomes of the pipes.
+#[test]
+fn connections_are_closed_and_pipes_are_not() {
+    if undisturbed_only() {
+        return;
+    }
+    let script = r#"
+        trap '' PIPE
+        exec 5<>/dev/tcp/127.0.0.1/$0
+        echo >ready
+        until [ -e go ]; do sleep 0.02; done
+        read -r line <&5 || line=over
+        echo "$line" >&7 && echo "$line" >said || echo "$line, cut off" >said
+    "#;
+    let cases: [(&[&str], &str); 4] = [
+        (&[], "word"),
+        (&["--pipes", "closed"], "word, cut off"),
+        (&["--pipes", "closed", "--tcp", "close"], "over, cut off"),
+        (&["--fd", "6=/dev/null", "--fd", "7=log", "--tcp", "close"], "over"),
+    ];
+    for (options, outcome) in cases {
+        let scratch = Scratch::new();
+        let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("connected"));
+        let door = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+        let mut shell = Command::new("bash");
+        shell.args(["-c", script, &door.local_addr().expect("address").port().to_string()]);
+        shell.env(stillpoint_tests::scratch::MARK, scratch.path());
+        let mut lines = Lines::start(with_6_and_7(&shell), &directory, |pid| pid);
+        let (mut guest, _) = door.accept().expect("a guest");
+        guest.set_read_timeout(Some(PATIENCE)).expect("patience");
+        wait_for("it", PATIENCE, || directory.join("ready").exists().then_some(()));
+        let pid = lines.pid.to_string();
+        stillpoint.run(&["checkpoint", &pid, "--name", "lines", "--kill"]).ok();
+        let _ = lines.started.wait();
+        restore(&stillpoint, &["--tcp", "close"]).fails(3, &["cannot be closed alone"]);
+        restore(&stillpoint, &["--tcp", "close", "--fd", "7=/dev/null"])
+            .fails(3, &["cannot be closed alone"]);
+        let mut again = stillpoint.command(&[&["restore", "lines", "--detach"], options].concat());
+        assert!(again.current_dir(&directory).stdout(Stdio::null()).status().expect("restore").success());
+        let is_over = outcome.starts_with("over");
+        match is_over {
+            true => right_eq!(guest.read(&mut [0; 10]).expect("its end"), 0),
+            false => guest.write_all(b"word\n").expect("a reader"),
+        }
+        fs::write(directory.join("go"), "").expect("a file");
+        let said = || fs::read_to_string(directory.join("said")).ok().filter(|said| said.ends_with('\n'));
+        right_eq!(wait_for("its end", PATIENCE, said), format!("{outcome}\n"), "{options:?}");
+        let mut rest = String::new();
+        lines.output.as_mut().expect("output").read_to_string(&mut rest).expect("its end");
+        let is_kept = options.is_empty();
+        right_eq!(rest, if is_kept { "word\n" } else { "" }, "{options:?}");
+    }
 }
