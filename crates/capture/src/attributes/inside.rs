@@ -5,7 +5,7 @@
 use crate::Builder;
 use linux_raw_sys::prctl::{
     PR_GET_CHILD_SUBREAPER, PR_GET_DUMPABLE, PR_GET_MDWE, PR_GET_MEMORY_MERGE, PR_GET_PDEATHSIG,
-    PR_GET_SECUREBITS, PR_GET_THP_DISABLE, PR_GET_TID_ADDRESS, PR_GET_TSC,
+    PR_GET_SECUREBITS, PR_GET_THP_DISABLE, PR_GET_TID_ADDRESS, PR_GET_TIMERSLACK, PR_GET_TSC,
 };
 use stillpoint_image::{
     AddressSpace, AltStack, IntervalTimer, PAGE, PosixTimer, Process, SignalAction, Thread,
@@ -359,6 +359,7 @@ struct ThreadAnswers {
     pdeath_signal: Arg,
     tsc: Arg,
     securebits: Step,
+    timer_slack: Step,
 }
 
 impl Default for ThreadQuery {
@@ -368,7 +369,7 @@ impl Default for ThreadQuery {
 }
 
 impl ThreadQuery {
-    /// The questions: five calls, the same for every thread.
+    /// The questions: six calls, the same for every thread.
     pub fn new() -> Self {
         let mut program = Program::new();
         let answers = ThreadAnswers::ask(&mut program);
@@ -401,7 +402,10 @@ impl ThreadAnswers {
         let tsc = get("prctl PR_GET_TSC", PR_GET_TSC, 4);
         let args = [u64::from(PR_GET_SECUREBITS).into()];
         let securebits = p.call("prctl PR_GET_SECUREBITS", libc::SYS_prctl, args);
-        ThreadAnswers { altstack, clear_child_tid, pdeath_signal, tsc, securebits }
+        // /proc tells it to the privileged alone.
+        let args = [u64::from(PR_GET_TIMERSLACK).into()];
+        let timer_slack = p.call("prctl PR_GET_TIMERSLACK", libc::SYS_prctl, args);
+        ThreadAnswers { altstack, clear_child_tid, pdeath_signal, tsc, securebits, timer_slack }
     }
 
     fn decode(&self, outcome: &Outcome, thread: &mut Thread) {
@@ -416,5 +420,6 @@ impl ThreadAnswers {
         thread.pdeath_signal = layout::half(outcome.bytes(self.pdeath_signal, 4), 0);
         thread.tsc = layout::half(outcome.bytes(self.tsc, 4), 0);
         thread.creds.securebits = u32::try_from(outcome.result(self.securebits)).unwrap_or(0);
+        thread.timer_slack_ns = outcome.result(self.timer_slack) as u64;
     }
 }

@@ -22,7 +22,6 @@ pub struct ThreadFiles {
     stat: Held,
     status: Held,
     children: Held,
-    slack: Held,
     personality: Held,
     namespaces: Option<HeldNamespaces>,
 }
@@ -36,8 +35,6 @@ pub struct Look {
     pub status: Status,
     /// Child processes that this thread made, or inherited from one that ended.
     pub children: Vec<u32>,
-    /// Timer slack, nanoseconds; `None` where we may not know.
-    pub slack_ns: Option<u64>,
     /// `personality`.
     pub personality: u32,
 }
@@ -52,7 +49,6 @@ impl ThreadFiles {
             stat: folder.hold("stat")?,
             status: folder.hold("status")?,
             children: folder.hold("children")?,
-            slack: folder.hold_timer_slack()?,
             personality: folder.hold("personality")?,
             namespaces: None,
             folder,
@@ -97,17 +93,10 @@ impl ThreadFiles {
     /// # Errors
     /// [`stillpoint_linux::Error::Gone`], or that a file cannot be read.
     pub fn look(&self) -> Result<Look> {
-        let slack_ns = match self.slack.parse(proc::number) {
-            Ok(ns) => Some(ns),
-            // It takes CAP_SYS_NICE where its owner is not the reader.
-            Err(e) if matches!(e.errno(), Some(libc::EPERM | libc::EACCES)) => None,
-            Err(e) => return Err(e.into()),
-        };
         Ok(Look {
             stat: self.stat.with(|text| proc::stat::parse(text, self.stat.path()))?,
             status: self.status.with(|text| proc::status::parse(text, self.status.path()))?,
             children: self.children()?,
-            slack_ns,
             personality: self.personality.parse(proc::flags)?,
         })
     }
@@ -117,7 +106,7 @@ impl ThreadFiles {
 /// our pid namespace.
 ///
 /// Left at its default: registers, signal mask, pending signals and rseq (ptrace); dispatch of calls, seccomp filters ([`stopped`]);
-/// alternate stack, `clear_child_tid`, `pdeath_signal`, `tsc`, securebits ([`super::inside::ThreadQuery`]); `blocked`.
+/// alternate stack, `clear_child_tid`, `pdeath_signal`, `tsc`, timer slack, securebits ([`super::inside::ThreadQuery`]); `blocked`.
 ///
 /// # Errors
 /// [`stillpoint_linux::Error::Gone`], or that something cannot be read.
@@ -130,7 +119,6 @@ pub fn thread(tid: u32, home: &Home, look: &Look) -> Result<Thread> {
         robust_list: Range { start: head.0, len },
         creds: credentials(&look.status),
         sched: scheduling(tid, &look.stat)?,
-        timer_slack_ns: look.slack_ns.unwrap_or(0),
         seccomp_strict: look.status.seccomp == 1,
         no_new_privs: look.status.no_new_privs,
         ioprio: sched::io_priority(tid)?,

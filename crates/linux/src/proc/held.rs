@@ -25,14 +25,6 @@ impl Proc {
     pub fn hold(&self, name: &str) -> Result<Held> {
         Ok(Held { tid: self.tid, path: self.path.join(name), file: self.open_file(name)? })
     }
-
-    /// As [`Proc::hold`], for what [`Proc::timer_slack_ns`] reads.
-    ///
-    /// # Errors
-    /// As [`Proc::hold`].
-    pub fn hold_timer_slack(&self) -> Result<Held> {
-        Self::open(self.pid, self.tid, PathBuf::from(format!("/proc/{}", self.tid)))?.hold("timerslack_ns")
-    }
 }
 
 impl Proc {

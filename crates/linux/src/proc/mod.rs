@@ -279,15 +279,6 @@ impl Proc {
         Ok(text::lines(&text).map(|line| String::from_utf8_lossy(line).into_owned()).collect())
     }
 
-    /// Timer slack of this thread, nanoseconds; `None` where we may not know.
-    ///
-    /// The file exists for processes only, but `/proc/TID` leads to any thread.
-    pub fn timer_slack_ns(&self) -> Result<Option<u64>> {
-        let file = Proc::open(self.pid, self.tid, PathBuf::from(format!("/proc/{}", self.tid)))?;
-        let Some(text) = file.read_optional("timerslack_ns")? else { return Ok(None) };
-        number(&text).map(Some).ok_or_else(|| file.nonsense("timerslack_ns", &text))
-    }
-
     /// Kernel function in which the thread sleeps (`wchan`), empty if it runs.
     pub fn wchan(&self) -> Result<Vec<u8>> {
         let text = self.read("wchan")?;
