@@ -378,7 +378,12 @@ impl Way {
         let live = still::threads_of(process_now);
         for thread in process_then.threads.iter().filter(|t| !live.contains_key(&t.tid)) {
             let what = format!("thread {} ({})", thread.tid, thread.name);
-            let why = if Proc::thread_by_tid(thread.tid).is_ok() {
+            // In a pid namespace that a restore made for it, ids are told by the /proc of its process 1.
+            let is_taken = match target.home.first {
+                Some(first) => Path::new(&format!("/proc/{first}/root/proc/{}", thread.tid)).exists(),
+                None => Proc::thread_by_tid(thread.tid).is_ok(),
+            };
+            let why = if is_taken {
                 "it has ended since, and its id is taken"
             } else if process_now
                 .threads
@@ -649,14 +654,20 @@ impl<'a> Returning<'a> {
             target.gadgets.ok_or_else(|| Error::Failed("there is no system call in its code".into()))?.call;
         let area = Area::new(way.room, rebuilding::AREA_LEN);
         let wanted = still::threads_of(process_then);
-        let mut all = std::mem::take(&mut still.frozen.threads).into_iter();
-        let leader = all.next().ok_or_else(|| Error::Failed("it has no threads".into()))?;
+        // What they are called in an image, which may be told in another pid namespace than ours: in the same order.
+        let ids: Vec<u32> = process(now)?.threads.iter().map(|thread| thread.tid).collect();
+        if ids.len() != still.frozen.threads.len() {
+            return Err(Error::Failed("not all of its threads were described".into()));
+        }
+        let own = ids.first().copied().unwrap_or_default();
+        let mut all = ids.into_iter().zip(std::mem::take(&mut still.frozen.threads));
+        let (_, leader) = all.next().ok_or_else(|| Error::Failed("it has no threads".into()))?;
         let mut leader = Remote::new(memory, leader, area)?;
         rebuilding::make_area(&mut leader, gadget, way.room)?;
         let (mut others, mut has_ended): (BTreeMap<u32, Stopped>, bool) = (BTreeMap::new(), false);
-        for thread in all {
-            match wanted.contains_key(&thread.tid()) {
-                true => drop(others.insert(thread.tid(), thread)),
+        for (tid, thread) in all {
+            match wanted.contains_key(&tid) {
+                true => drop(others.insert(tid, thread)),
                 // The kernel tells others of its end, in memory that is put back below.
                 false => {
                     family::see_end(Remote::new(memory, thread, area)?.leave_by(libc::SYS_exit, 0)?)?;
@@ -678,7 +689,7 @@ impl<'a> Returning<'a> {
             false => found,
         };
         let pages = Pages::differing(history, id, found, way, space_then)?;
-        let processors = processors(target, process_then, &others, leader.tid())?;
+        let processors = processors(target, process_then, &others, own)?;
         map(&mut leader, way, then, &pages.empty)?;
         pages.put(history, memory, space_then)?;
         let shared = put_shared(target, &part.shared)?;
