@@ -124,7 +124,7 @@ impl Feature {
     fn same(&self, before: &Facts, pid: u32, what: &str) {
         let patience = Instant::now() + Duration::from_secs(60); // a command in the foreground may not be through yet
         loop {
-            let now = Facts::of(pid).without(&self.ignored);
+            let now = Facts::where_it_lives(pid).without(&self.ignored);
             let differences = before.differences(&now);
             if differences.is_empty() {
                 return;
@@ -240,8 +240,7 @@ impl Feature {
         running.reap();
         // In the foreground: the command ends as the program ends.
         let restore = Foreground::restore(stillpoint, &checkpoint.name(), running.directory());
-        let pid = running.pid;
-        restore.await_process(pid);
+        let pid = restore.await_process(running.pid, scratch);
         if restore.has_ended() && !kernel::alive(pid) && !self.ends_by_itself() {
             panic!("no process after restore: {}{}", restore.wait(), running.said());
         }
@@ -261,13 +260,14 @@ impl Feature {
     fn comes_back_twice(&self, scratch: &Scratch, target: &Target, stillpoint: &Stillpoint) {
         let Ok(mut running) = self.start(scratch, target, "twice") else { return };
         let ready = Instant::now();
-        let before = self.facts(running.pid);
+        let (before, had) = (self.facts(running.pid), running.pid);
         self.pause(scratch, ready);
         for generation in 1..=2 {
             let checkpoint = stillpoint.checkpoint(running.pid, "twice", &["--kill"]);
             running.reap();
             let pid = stillpoint.restore_detached(&checkpoint.name(), &[]);
-            assert_eq!(pid, running.pid, "generation {generation} has its old process id");
+            let own = kernel::id_within(pid).unwrap_or(pid);
+            assert_eq!(own, had, "generation {generation} has its old process id");
             running = Running::restored(pid, &scratch.path().join("twice"));
             if !self.ends_by_itself() {
                 self.same(&before, pid, &format!("in generation {generation}"));
@@ -292,17 +292,21 @@ impl Foreground {
         Foreground { thread: std::thread::spawn(move || Stillpoint::wait(command, &near)) }
     }
 
-    /// Waits until the process lives and nobody traces it (or until the command has ended).
-    pub fn await_process(&self, pid: u32) {
-        crate::wait_for(&format!("process {pid} to be back"), Duration::from_secs(60), || {
+    /// Waits until the process that had this id lives and nobody traces it (or until the command has ended). What it is called now.
+    pub fn await_process(&self, had: u32, scratch: &Scratch) -> u32 {
+        let mark = scratch.path().display().to_string();
+        crate::wait_for(&format!("process {had} to be back"), Duration::from_secs(60), || {
+            let Some(pid) = kernel::restored(had, &mark) else {
+                return self.thread.is_finished().then_some(had);
+            };
             let runs = kernel::alive(pid)
                 && kernel::threads(pid)
                     .iter()
                     .all(|&t| kernel::thread_state(pid, t).is_some_and(|s| s != 't'))
                 && kernel::status(pid, "TracerPid").is_some_and(|t| t == "0")
                 && !is_of_the_command(pid);
-            (runs || self.thread.is_finished()).then_some(())
-        });
+            (runs || self.thread.is_finished()).then_some(pid)
+        })
     }
 
     /// Whether the command has ended.

@@ -15,6 +15,8 @@ pub const SIGUSR1: Signal = Signal::USR1;
 pub const SIGSTOP: Signal = Signal::STOP;
 /// Lets a stopped process go on.
 pub const SIGCONT: Signal = Signal::CONT;
+/// `SIGTSTP`.
+pub const SIGTSTP: Signal = Signal::TSTP;
 
 /// All process ids.
 pub fn processes() -> Vec<u32> {
@@ -26,6 +28,27 @@ pub fn threads(pid: u32) -> Vec<u32> {
     let mut tids = numbers(Path::new(&format!("/proc/{pid}/task")));
     tids.sort_unstable();
     tids
+}
+
+/// What a process is called in its own pid namespace, if that is not ours.
+pub fn id_within(pid: u32) -> Option<u32> {
+    let ids = |pid: u32| status(pid, "NSpid").unwrap_or_default();
+    let (theirs, ours) = (ids(pid), ids(std::process::id()));
+    let is_deeper = theirs.split_whitespace().count() > ours.split_whitespace().count();
+    is_deeper.then(|| theirs.split_whitespace().last()?.parse().ok()).flatten()
+}
+
+/// What we call the process that had this id when it was killed at its checkpoint, once it is restored: the same, if we are privileged;
+/// otherwise it lives in a pid namespace. `mark` is in its environment.
+pub fn restored(pid: u32, mark: &str) -> Option<u32> {
+    if is_root() {
+        return Some(pid);
+    }
+    let is_it = |p: &u32| {
+        let environment = std::fs::read(format!("/proc/{p}/environ")).unwrap_or_default();
+        id_within(*p) == Some(pid) && environment.windows(mark.len()).any(|w| w == mark.as_bytes())
+    };
+    processes().into_iter().find(is_it)
 }
 
 /// Processes, also ended ones, that a process is to wait for.

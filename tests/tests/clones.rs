@@ -476,7 +476,7 @@ fn refusals() {
     let given =
         Command::new("chown").args(["-R", "65534:65534"]).arg(theirs.parent().expect("a folder")).status();
     assert!(given.is_ok_and(|s| s.success()));
-    stillpoint.run_as_nobody(&["restore", &name, "--clone", "--detach"]).fails(3, &["namespace"]);
+    stillpoint.run_as_nobody(&["restore", &name, "--clone", "--detach"]).fails(3, &["ran as user 0"]);
 }
 
 /// Before the machine runs out of memory.

@@ -25,5 +25,6 @@ mod store;
 mod streams;
 mod trees;
 mod twins;
+mod unprivileged;
 mod watching;
 mod wheel;

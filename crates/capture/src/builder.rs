@@ -2,7 +2,7 @@
 
 use crate::files::connections::Found;
 use crate::files::memory::{data_ranges, whole};
-use crate::files::noticed::Noticed;
+use crate::files::noticed::{Noticed, WATCHED};
 use crate::files::segments::Attached;
 use crate::home::Home;
 use crate::laps::Laps;
@@ -31,33 +31,62 @@ pub struct Content {
     pub what: String,
 }
 
+/// Why a file is refused whose contents are part of the checkpoint, and what can be done.
+const FORBIDDEN: (&str, &str) = (
+    "its contents are for others to read, and the program has it open for writing alone",
+    "ask for it as root, or let it be readable",
+);
+
 /// Where contents are read.
 #[derive(Debug)]
 pub enum Source {
     /// In an open file.
     File(OwnedFd),
-    /// In a file that the program watches, by a mapping of this duplicate of a description of its own, whose position is not ours.
+    /// In a file that the program watches, or that we may not open, by a mapping of this duplicate of a description of its own, whose
+    /// position is not ours.
     Watched(OwnedFd),
     /// In a file below a directory: there may be more of them than files can be open.
     Below(Arc<OwnedFd>, Vec<u8>),
+    /// In the memory of processes that have it mapped, where the kernel opens what is behind a mapping for the privileged alone.
+    Mapped(Arc<Vec<Span>>),
+}
+
+/// A part of an object, and where a process has it mapped.
+#[derive(Clone, Debug)]
+pub struct Span {
+    /// In the object.
+    pub range: stillpoint_image::Range,
+    /// In the process.
+    pub address: u64,
+    /// The memory of the process: `/proc/PID/mem`.
+    pub memory: Arc<OwnedFd>,
+    /// What of it the process has in its page tables: that is certainly there.
+    pub present: Vec<stillpoint_image::Range>,
 }
 
 impl Source {
     /// Of an open file that has no name, or none that we would open, by any descriptor of it: by a description of our own, or unnoticed.
-    /// None if neither can be had: unnoticed it takes one of the program's own that is open for reading.
+    /// If neither can be had, why, and what can be done: unnoticed, or without permission, it takes one of the program's own that is open
+    /// for reading.
     ///
     /// # Errors
     /// That it cannot be opened.
-    pub(crate) fn of(file: impl AsFd, is_noticed: bool) -> Result<Option<Self>> {
+    pub(crate) fn of(
+        file: impl AsFd,
+        is_noticed: bool,
+    ) -> Result<Result<Self, (&'static str, &'static str)>> {
         if !is_noticed {
-            return Ok(Some(Source::File(silent::reopen(&file)?)));
+            match silent::reopen(&file) {
+                Err(e) if e.errno() == Some(libc::EACCES) => {}
+                opened => return Ok(Ok(Source::File(opened?))),
+            }
         }
         let failed = |e| Kernel::call("look at a descriptor", e);
         let flags = rustix::fs::fcntl_getfl(&file).map_err(|e| failed(e.into()))?;
         if flags.contains(OFlags::PATH) || flags & OFlags::ACCMODE == OFlags::WRONLY {
-            return Ok(None);
+            return Ok(Err(if is_noticed { WATCHED } else { FORBIDDEN }));
         }
-        Ok(Some(Source::Watched(file.as_fd().try_clone_to_owned().map_err(failed)?)))
+        Ok(Ok(Source::Watched(file.as_fd().try_clone_to_owned().map_err(failed)?)))
     }
 
     /// Opens it for reading.
@@ -68,18 +97,23 @@ impl Source {
         let duplicate =
             |file: &OwnedFd| file.try_clone().map_err(|e| Kernel::call("duplicate a descriptor", e));
         Ok(match self {
-            Source::File(file) => Opened { file: duplicate(file)?, is_watched: false },
-            Source::Watched(file) => Opened { file: duplicate(file)?, is_watched: true },
-            Source::Below(folder, path) => Opened { file: open_below(folder, path)?, is_watched: false },
+            Source::File(file) => Opened::File(duplicate(file)?),
+            Source::Watched(file) => Opened::Watched(duplicate(file)?),
+            Source::Below(folder, path) => Opened::File(open_below(folder, path)?),
+            Source::Mapped(spans) => Opened::Mapped(spans.clone()),
         })
     }
 }
 
 /// A [`Source`] that is open.
 #[derive(Debug)]
-pub struct Opened {
-    file: OwnedFd,
-    is_watched: bool,
+pub enum Opened {
+    /// A description of our own.
+    File(OwnedFd),
+    /// One of the program's.
+    Watched(OwnedFd),
+    /// Memory of processes.
+    Mapped(Arc<Vec<Span>>),
 }
 
 impl Opened {
@@ -88,11 +122,43 @@ impl Opened {
     /// # Errors
     /// That it cannot be read.
     pub fn read_at(&self, offset: u64, buffer: &mut [u8]) -> stillpoint_linux::Result<()> {
-        match self.is_watched {
-            true => silent::read_at(&self.file, offset, buffer),
-            false => digest::read_at(&self.file, offset, buffer),
+        match self {
+            Opened::File(file) => digest::read_at(file, offset, buffer),
+            Opened::Watched(file) => silent::read_at(file, offset, buffer),
+            Opened::Mapped(spans) => read_mapped(spans, offset, buffer),
         }
     }
+}
+
+/// Reads pages of an object where processes have them mapped.
+fn read_mapped(spans: &[Span], offset: u64, buffer: &mut [u8]) -> stillpoint_linux::Result<()> {
+    let (mut at, end) = (offset, offset + buffer.len() as u64);
+    while at < end {
+        let span = spans.iter().find(|span| (span.range.start..span.range.end()).contains(&at));
+        let span = span.ok_or_else(|| Kernel::Other(format!("nobody has {at:#x} of it mapped")))?;
+        let until = span.range.end().min(end);
+        let part = &mut buffer[(at - offset) as usize..(until - offset) as usize];
+        read_memory(&span.memory, span.address + (at - span.range.start), part)?;
+        at = until;
+    }
+    Ok(())
+}
+
+/// Reads memory of a process by its `/proc/PID/mem`.
+///
+/// # Errors
+/// That not all of it is there.
+pub(crate) fn read_memory(memory: &OwnedFd, address: u64, buffer: &mut [u8]) -> stillpoint_linux::Result<()> {
+    let mut done = 0;
+    while done < buffer.len() {
+        match rustix::io::pread(memory, &mut buffer[done..], address + done as u64) {
+            Err(rustix::io::Errno::INTR) => {}
+            Ok(0) => return Err(Kernel::Other(format!("there is no memory at {address:#x}"))),
+            Ok(count) => done += count,
+            Err(e) => return Err(Kernel::call(format!("read memory at {address:#x}"), e)),
+        }
+    }
+    Ok(())
 }
 
 impl Content {
@@ -101,11 +167,14 @@ impl Content {
     /// # Errors
     /// That it cannot be asked what it holds.
     pub fn to_be_read(&self, opened: &Opened) -> Result<Vec<stillpoint_image::Range>> {
-        match &self.ranges {
-            Some(ranges) => Ok(ranges.clone()),
+        match (&self.ranges, opened) {
+            (Some(ranges), _) => Ok(ranges.clone()),
             // To look for holes moves the position.
-            None if opened.is_watched => whole(&opened.file),
-            None => data_ranges(&opened.file),
+            (None, Opened::Watched(file)) => whole(file),
+            (None, Opened::File(file)) => data_ranges(file),
+            (None, Opened::Mapped(spans)) => {
+                Ok(stillpoint_image::Range::joined(spans.iter().map(|span| span.range).collect()))
+            }
         }
     }
 }

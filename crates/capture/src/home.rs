@@ -1,6 +1,7 @@
 //! Where the ids of an image are told: in our own pid namespace, or in one that a restore of ours made because ids were taken.
 
 use crate::Result;
+use stillpoint_linux::namespaces;
 use stillpoint_linux::proc::{Namespace, NamespaceKind, Proc, Status};
 
 /// The pid namespace around a program.
@@ -8,10 +9,14 @@ use stillpoint_linux::proc::{Namespace, NamespaceKind, Proc, Status};
 pub struct Home {
     /// Place of its ids among those that a process has, of which the first are ours.
     pub level: usize,
-    /// Where it is not ours: it, and the mount namespace that belongs to it.
+    /// Where it is not ours: it, the mount namespace that belongs to it, and the user namespace around it, if an ordinary user's restore
+    /// made one.
     pub private: Vec<Namespace>,
     /// Its process 1 then, as we see it.
     pub first: Option<u32>,
+    /// If that user namespace is not ours: the bounding set that whoever restored the program could give it. He has all privileges there,
+    /// and could give others to what is there, which would count everywhere once it is restored elsewhere.
+    pub most: Option<u64>,
 }
 
 impl Home {
@@ -22,10 +27,7 @@ impl Home {
     pub fn of(root: &Proc) -> Result<Self> {
         let own = Proc::process(std::process::id())?;
         let level = own.status()?.ns_tgid.len().saturating_sub(1);
-        Ok(match restored_privately(&own, root)? {
-            Some((first, private)) => Home { level: level + 1, private, first: Some(first) },
-            None => Home { level, private: Vec::new(), first: None },
-        })
+        Ok(restored_privately(&own, root)?.unwrap_or(Home { level, ..Home::default() }))
     }
 
     /// Id of a process there.
@@ -51,7 +53,7 @@ impl Home {
 
 /// Whether the program lives in a pid namespace that a restore of ours made because its process ids were taken: with a stillpoint
 /// as its process 1, one level below us. Its mounts are ours but for `/proc`.
-fn restored_privately(own: &Proc, root: &Proc) -> Result<Option<(u32, Vec<Namespace>)>> {
+fn restored_privately(own: &Proc, root: &Proc) -> Result<Option<Home>> {
     let level = own.status()?.ns_tgid.len() + 1;
     let status = root.status()?;
     let mut pid = if status.ns_tgid.len() < level { 0 } else { status.ppid };
@@ -59,12 +61,54 @@ fn restored_privately(own: &Proc, root: &Proc) -> Result<Option<(u32, Vec<Namesp
         let Ok(ancestor) = Proc::process(pid) else { return Ok(None) };
         let status = ancestor.status()?;
         if status.ns_tgid.len() == level && status.own_pid() == 1 {
-            let same =
-                |a: &Proc, b: &Proc| a.link("exe").ok().zip(b.link("exe").ok()).is_some_and(|(a, b)| a == b);
-            let spaces = ancestor.namespaces_of(&[NamespaceKind::Pid, NamespaceKind::Mount]);
-            return Ok(spaces.ok().filter(|_| same(own, &ancestor)).map(|spaces| (pid, spaces)));
+            let same = |a: &Proc, b: &Proc| executable(a).zip(executable(b)).is_some_and(|(a, b)| a == b);
+            if !same(own, &ancestor) {
+                return Ok(None);
+            }
+            let kinds = [NamespaceKind::Pid, NamespaceKind::Mount, NamespaceKind::User];
+            let Ok(private) = ancestor.namespaces_of(&kinds) else { return Ok(None) };
+            let ours = own.namespaces_of(&[NamespaceKind::User])?;
+            let is_ours = ours.iter().all(|users| private.contains(users));
+            if !is_ours && !is_of_a_restore(&ancestor, &ours)? {
+                return Ok(None);
+            }
+            let most = if is_ours { None } else { Some(most(own, &status)?) };
+            return Ok(Some(Home { level: level - 1, private, first: Some(pid), most }));
         }
         pid = status.ppid;
     }
     Ok(None)
+}
+
+/// The name of what a process executes, also of one that has been put in its place meanwhile.
+fn executable(process: &Proc) -> Option<Vec<u8>> {
+    let name = process.link("exe").ok()?;
+    Some(name.strip_suffix(b" (deleted)").unwrap_or(&name).to_vec())
+}
+
+/// Whether the user namespace of a process is as a restore makes one: right within ours, with one user and one group, who are called there
+/// as they are here.
+fn is_of_a_restore(first: &Proc, ours: &[Namespace]) -> Result<bool> {
+    let (file, _) = namespaces::open(&format!("/proc/{}", first.pid()), NamespaceKind::User)?;
+    let is_within = namespaces::parent(&file)?.is_some_and(|(_, id)| ours.iter().any(|users| users.id == id));
+    let names_one = |map: &str| -> Result<bool> {
+        let text = first.read_optional(map)?.unwrap_or_default();
+        let text = String::from_utf8_lossy(&text);
+        let words: Vec<&str> = text.split_whitespace().collect();
+        Ok(matches!(words[..], [inside, outside, "1"] if inside == outside))
+    };
+    let keeps_groups = first.read_optional("setgroups")?.is_some_and(|text| text.starts_with(b"deny"));
+    Ok(is_within && keeps_groups && names_one("uid_map")? && names_one("gid_map")?)
+}
+
+/// [`Home::most`] of a process 1: what we have ourselves, if we have no privileges; otherwise what its maker has, if he is still there.
+fn most(own: &Proc, first: &Status) -> Result<u64> {
+    const EFFECTIVE: usize = 2;
+    const BOUNDING: usize = 3;
+    let own = own.status()?;
+    if own.caps[EFFECTIVE] == 0 {
+        return Ok(own.caps[BOUNDING]);
+    }
+    let maker = Proc::process(first.ppid).and_then(|maker| maker.status()).ok();
+    Ok(maker.filter(|maker| maker.uid == first.uid).map_or(0, |maker| maker.caps[BOUNDING]))
 }

@@ -7,6 +7,7 @@ use crate::{Builder, Result};
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 use stillpoint_image::{Backing, Mapping, MappingFlags, Range, Usage};
+use stillpoint_linux::memfd::IN_PLACE_OF_SHARED;
 use stillpoint_linux::pagemap::Pagemap;
 use stillpoint_linux::proc::{Proc, Smap, VmFlags, Vma};
 use stillpoint_linux::spawn::{REBUILDING, find_gap};
@@ -259,19 +260,35 @@ fn backing(
         return Ok(Some(Backing::Anonymous));
     }
     let memfd = name.strip_prefix(b"/memfd:").map(files::memory::memfd_name);
+    let is_in_place = memfd == Some(IN_PLACE_OF_SHARED);
+    let memfd = memfd.filter(|_| !is_in_place);
     // Of shared anonymous memory there may be private mappings, too, by way of /proc/PID/map_files.
     let is_private_of_shared =
         || !vma.shared && name == SHARED_ANONYMOUS && Some(vma.dev) == files::memory::internal_device();
-    let is_shared = vma.deleted && (is_shared_anonymous(vma) || is_private_of_shared());
+    let is_shared = is_in_place || vma.deleted && (is_shared_anonymous(vma) || is_private_of_shared());
     if memfd.is_some() || is_shared || name.starts_with(b"/anon_hugepage") {
         let what = describe(smap);
         if let Some(holder) = outsiders.memory(vma.ino) {
             builder.refuse(what, format!("its memory is shared with {holder}"), "end the other process");
             return Ok(None);
         }
-        let file = process.open_file(&vma.link_name())?;
-        let object = files::memory_object(builder, memfd, file.as_fd(), &what)?;
-        return Ok(Some(Backing::Object { object, offset, may_write }));
+        let object = match process.open_file(&vma.link_name()) {
+            Err(e) if e.errno() == Some(libc::EPERM) => {
+                files::memory::mapped_object(builder, process, vma, memfd, &what)?
+            }
+            file => Some(files::memory_object(builder, memfd, file?.as_fd(), &what)?),
+        };
+        return Ok(object.map(|object| Backing::Object { object, offset, may_write }));
+    }
+    if vma.deleted && files::memory::is_hidden(process, vma) {
+        let what = describe(smap);
+        if !vma.shared {
+            let why = "its file was removed, and only the privileged can open it";
+            builder.refuse(what, why, "do it as root, or give stillpoint CAP_CHECKPOINT_RESTORE");
+            return Ok(None);
+        }
+        let object = files::memory::mapped_object(builder, process, vma, None, &what)?;
+        return Ok(object.map(|object| Backing::Object { object, offset, may_write }));
     }
     let written = vma.shared && may_write;
     let usage = if written { Usage::Write } else { Usage::Read };

@@ -8,9 +8,11 @@ use crate::paging::Paging;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::process::{Pid, Signal};
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
+use std::fmt::Debug;
 use std::io::{PipeReader, PipeWriter, Write};
+use std::rc::Rc;
 use std::time::{Duration, Instant};
 use stillpoint_linux::descriptors;
 use stillpoint_linux::proc::{Proc, Stat};
@@ -80,6 +82,36 @@ impl End {
     }
 }
 
+impl Told {
+    /// By its line.
+    pub fn of(line: &str) -> Option<Self> {
+        match line.trim().split_once(' ') {
+            None => (line.trim() == "continued").then_some(Told::Continued),
+            Some((word, signal)) => {
+                let signal = signal.parse().ok()?;
+                (word == "stopped").then_some(Told::Stopped(signal))
+            }
+        }
+    }
+}
+
+/// What process 1 of a private pid namespace tells of the job that it supervises there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Told {
+    /// This signal has stopped it, as Ctrl-Z does.
+    Stopped(i32),
+    /// It goes on.
+    Continued,
+}
+
+/// The line from such a process 1.
+pub trait Within: Debug {
+    /// Where something comes in.
+    fn source(&self) -> BorrowedFd<'_>;
+    /// What has come in since.
+    fn told(&mut self) -> Vec<Told>;
+}
+
 /// A supervised job.
 #[derive(Debug)]
 pub struct Supervisor {
@@ -94,6 +126,10 @@ pub struct Supervisor {
     /// Its memory, where that is kept within a limit.
     paging: Option<Paging>,
     stopped: bool,
+    /// We are process 1, which nothing stops from within: whoever is outside is told of stops here.
+    teller: Option<PipeWriter>,
+    /// Who supervises it in a pid namespace of its own.
+    within: Option<Rc<RefCell<dyn Within>>>,
     /// The job's orphans become our children.
     init: bool,
     requests: Requests,
@@ -111,6 +147,8 @@ impl Supervisor {
             loading: None,
             paging: None,
             stopped: false,
+            teller: None,
+            within: None,
             init: false,
             requests: Requests::default(),
         }
@@ -125,6 +163,16 @@ impl Supervisor {
     pub fn with_orphans(mut self) -> Self {
         self.init = true;
         self
+    }
+
+    /// Stops of the job are told there: we are process 1 of a pid namespace, and cannot stop with it.
+    pub fn with_teller(self, teller: PipeWriter) -> Self {
+        Self { teller: Some(teller), ..self }
+    }
+
+    /// The child is process 1 of a pid namespace, which supervises the job there.
+    pub fn with_within(self, within: Option<Rc<RefCell<dyn Within>>>) -> Self {
+        Self { within, ..self }
     }
 
     /// This one takes the job's checkpoints.
@@ -187,7 +235,19 @@ impl Supervisor {
                 let ours = [checkpointer, loader, pager, Some(self.pid)];
                 reap_orphans(&ours.into_iter().flatten().collect::<Vec<_>>())?;
             }
+            let told = self.within.as_ref().map_or(Vec::new(), |within| within.borrow_mut().told());
+            for told in told {
+                match told {
+                    Told::Continued => self.stopped = false,
+                    Told::Stopped(signal) => {
+                        self.stopped = true;
+                        self.stop(signal);
+                    }
+                }
+            }
+            let within = self.within.as_ref().map(|within| within.borrow());
             let mut sources = vec![self.signals.as_fd(), self.pidfd.as_fd()];
+            sources.extend(within.as_ref().map(|within| within.source()));
             sources.extend(self.loading.as_ref().and_then(Loading::source));
             sources.extend(self.checkpointer.as_ref().and_then(Beside::source));
             sources.extend(self.paging.as_ref().and_then(Paging::source));
@@ -196,6 +256,7 @@ impl Supervisor {
                 self.paging.as_ref().and_then(Paging::period),
             ];
             wait_for(&sources, periods.into_iter().flatten().min())?;
+            drop(within);
             while let Some(signal) = self.signals.next()? {
                 self.requests.note(&signal);
                 if is_for_job(&signal, self.pid, self.stopped) {
@@ -211,7 +272,10 @@ impl Supervisor {
             match change {
                 Change::Exited(code) => return Ok(Some(End::Exited(code))),
                 Change::Killed(signal) => return Ok(Some(End::Killed(signal))),
-                Change::Continued => self.stopped = false,
+                Change::Continued => {
+                    self.stopped = false;
+                    self.tell(Told::Continued);
+                }
                 Change::Stopped(signal) => {
                     self.stopped = true;
                     self.stop(signal);
@@ -235,10 +299,24 @@ impl Supervisor {
             }
             terminal.take_back();
         }
+        if self.teller.is_some() {
+            self.tell(Told::Stopped(signal));
+            return;
+        }
         // The job can be checkpointed while it is stopped, and we cannot see to it then.
         self.checkpointer.iter_mut().for_each(Beside::start);
         stop_like(signal);
         self.give_terminal();
+    }
+
+    /// Tells whoever is outside, if somebody is.
+    fn tell(&mut self, told: Told) {
+        let text = match told {
+            Told::Stopped(signal) => format!("stopped {signal}\n"),
+            Told::Continued => "continued\n".into(),
+        };
+        // Without him nobody supervises us either.
+        let _ = self.teller.as_mut().map(|teller| teller.write_all(text.as_bytes()));
     }
 
     fn give_terminal(&self) {

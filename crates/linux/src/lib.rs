@@ -49,6 +49,7 @@ pub mod proc;
 pub mod program;
 pub mod ptrace;
 pub mod remote;
+pub mod rootless;
 pub mod sched;
 pub mod seccomp;
 pub mod seeming;

@@ -28,9 +28,13 @@ pub fn create(name: &[u8], huge_page: u64) -> Result<OwnedFd> {
     }
 }
 
+/// Name of a memfd that is what shared anonymous memory is called in `/proc/PID/maps`: it is there in its place ([`shared_anonymous`]).
+pub const IN_PLACE_OF_SHARED: &[u8] = b"dev/zero";
+
 /// Shared anonymous memory as `mmap(MAP_SHARED | MAP_ANONYMOUS)` makes it, as a descriptor to map it from.
 ///
-/// The kernel hands out the file behind a mapping through `/proc/self/map_files`, with `CAP_CHECKPOINT_RESTORE`.
+/// The kernel hands out the file behind a mapping through `/proc/self/map_files`, with `CAP_CHECKPOINT_RESTORE`; without that it is a memfd,
+/// which is the same kind of memory under another name.
 pub fn shared_anonymous(size: u64, huge_page: u64) -> Result<OwnedFd> {
     let len = usize::try_from(size).map_err(|e| Error::Other(e.to_string()))?;
     let mut flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
@@ -48,7 +52,14 @@ pub fn shared_anonymous(size: u64, huge_page: u64) -> Result<OwnedFd> {
     let opened = rustix::fs::open(&path, flags, rustix::fs::Mode::empty()).map_err(|e| Error::file(&path, e));
     // SAFETY: exactly the mapping made above.
     unsafe { libc::munmap(at, len) };
-    opened
+    match opened {
+        Err(e) if e.errno() == Some(libc::EPERM) => {
+            let made = create(IN_PLACE_OF_SHARED, huge_page)?;
+            rustix::fs::ftruncate(&made, size).map_err(|e| Error::call("give a memfd its size", e))?;
+            Ok(made)
+        }
+        opened => opened,
+    }
 }
 
 /// Seals of a memfd; `None` for a file that cannot have any.

@@ -160,7 +160,7 @@ pub struct Traced {
 }
 
 /// Runs `action` in a child. It returns an error number (0: it worked) and may only make system calls.
-fn in_child(call: &str, action: impl FnOnce() -> i32) -> Result<()> {
+pub(crate) fn in_child(call: &str, action: impl FnOnce() -> i32) -> Result<()> {
     // SAFETY: the child runs the action, of which the callers in this file see to it that it is safe after fork, and
     // leaves by _exit.
     let pid = unsafe { libc::fork() };

@@ -32,6 +32,26 @@ pub fn reopen(file: impl AsFd) -> Result<OwnedFd> {
     open(format!("/proc/self/fd/{}", file.as_fd().as_raw_fd()), OFlags::empty())
 }
 
+/// What `/proc/PID/maps` calls a file where it is mapped: device and inode number. On some file systems, such as btrfs, the device is
+/// another one than stat(2) tells.
+///
+/// # Errors
+/// That it cannot be opened or mapped.
+pub fn as_mapped(file: impl AsFd) -> Result<(u64, u64)> {
+    let own = reopen(file)?;
+    let failed = |e: std::io::Error| Error::call("map a file", e);
+    // SAFETY: a mapping of its own at a place that the kernel chooses, which is not accessed.
+    let at = unsafe {
+        mmap(std::ptr::null_mut(), PAGE as usize, ProtFlags::READ, MapFlags::PRIVATE, &own, 0)
+            .map_err(|e| failed(e.into()))?
+    };
+    let maps = crate::proc::Proc::process(std::process::id()).and_then(|own| own.maps());
+    // SAFETY: exactly the mapping made above.
+    let _ = unsafe { munmap(at, PAGE as usize) };
+    let found = maps?.into_iter().find(|vma| (vma.start..vma.end).contains(&(at as u64)));
+    found.map(|vma| (vma.dev, vma.ino)).ok_or_else(|| Error::Other("a mapping of ours is not told".into()))
+}
+
 /// As [`crate::digest::read_at`]: reads at an offset, by a mapping of the file; what is behind its end is zero. Its position is not
 /// touched.
 ///
@@ -93,6 +113,14 @@ fn copy(from: u64, to: &mut [u8]) -> std::io::Result<usize> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_mapped_file_is_told_as_by_stat() {
+        // (Where that is so: not on btrfs.)
+        let exe = open("/proc/self/exe", OFlags::empty()).unwrap();
+        let vma = crate::proc::Proc::process(std::process::id()).unwrap().maps().unwrap().remove(0);
+        assert_eq!(as_mapped(&exe).unwrap(), (vma.dev, vma.ino));
+    }
     use std::io::{Seek, Write};
     use std::os::fd::AsFd;
 

@@ -1,7 +1,7 @@
 //! What the supervisor of a job needs from the kernel: to start the job exactly as it would have been started without
 //! a supervisor, to hear of signals, stops and its end, and to end the way the job ended.
 
-use crate::{Error, Result};
+use crate::{Error, Result, rootless};
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use rustix::io::{FdFlags, fcntl_getfd};
 use rustix::process::{WaitId, WaitIdOptions, waitid};
@@ -447,25 +447,28 @@ pub(crate) fn check(call: &str, result: i32) -> Result<()> {
 pub enum Private {
     /// The caller, with its new child.
     Outside(Child),
-    /// The child; if asked for, process 1 of a pid namespace of its own, with a `/proc` that shows it.
-    Inside,
+    /// The child; if asked for, process 1 of a pid namespace of its own, with a `/proc` that shows it, or why it has not come to that.
+    Inside(Result<()>),
 }
 
 /// Splits this process in two: the caller, and a copy beside it. fork(2)
 pub fn second() -> Result<Private> {
-    Ok(split("make a second process", 0)?.map_or(Private::Inside, Private::Outside))
+    Ok(split("make a second process", 0)?.map_or(Private::Inside(Ok(())), Private::Outside))
 }
 
 /// Splits this process in two: the caller, and a copy that is the first process of a new pid namespace
 /// (`pid_namespaces(7)`), in a mount namespace where `/proc` shows that one. When the copy ends, the kernel kills
-/// whatever else lives there. Needs `CAP_SYS_ADMIN`.
+/// whatever else lives there. Without `CAP_SYS_ADMIN` the two belong to a new user namespace, in which the copy is called as outside and
+/// has all privileges ([`rootless`]).
 pub fn private_namespace() -> Result<Private> {
-    let namespaces = (libc::CLONE_NEWPID | libc::CLONE_NEWNS) as u64;
+    let before = rootless::without_privilege()?;
+    let users = if before.is_some() { libc::CLONE_NEWUSER } else { 0 };
+    let namespaces = (libc::CLONE_NEWPID | libc::CLONE_NEWNS | users) as u64;
     if let Some(child) = split("make a pid namespace", namespaces)? {
         return Ok(Private::Outside(child));
     }
-    show_own_processes()?;
-    Ok(Private::Inside)
+    let named = before.map_or(Ok(()), rootless::Before::take_names);
+    Ok(Private::Inside(named.and_then(|()| show_own_processes())))
 }
 
 /// Makes a copy of this process; nothing in the copy.
@@ -486,7 +489,7 @@ fn split(what: &str, flags: u64) -> Result<Option<Child>> {
     Ok((pid != 0).then(child))
 }
 
-fn show_own_processes() -> Result<()> {
+pub(crate) fn show_own_processes() -> Result<()> {
     use rustix::mount::{MountFlags, MountPropagationFlags as Propagation, mount, mount_change};
     // Mounts made outside still appear here, but not the other way round.
     mount_change("/", Propagation::DOWNSTREAM | Propagation::REC)

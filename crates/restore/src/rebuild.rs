@@ -32,7 +32,7 @@ use stillpoint_linux::program::{Arg, Program, Run};
 use stillpoint_linux::ptrace::{Seized, Stopped};
 use stillpoint_linux::remote::Remote;
 use stillpoint_linux::spawn;
-use stillpoint_linux::{RemoteAddr, dispatch, host, limits};
+use stillpoint_linux::{RemoteAddr, dispatch, host, limits, rootless};
 use stillpoint_store::Checkpoint;
 
 /// What is asked of a restore.
@@ -152,6 +152,9 @@ pub fn restore(
     let image = &checkpoint.image;
     check_host(image)?;
     check_privileges(image)?;
+    if options.ids == Ids::Same && rootless::is_ordinary()? {
+        return Err(Error::NoPidPrivilege(image.processes.first().map_or(0, |root| root.pid)));
+    }
     let pids = match options.ids {
         Ids::Same => Pids::of(image),
         Ids::New => Pids::anew(image),

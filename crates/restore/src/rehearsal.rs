@@ -5,7 +5,7 @@ use crate::rebuild::{check_privileges, has_room};
 use crate::{Error, Result};
 use stillpoint_image::Image;
 use stillpoint_linux::ptrace::{Seized, options};
-use stillpoint_linux::{arch, probe, spawn};
+use stillpoint_linux::{arch, probe, rootless, spawn};
 
 /// Why whoever asks could not restore a program here: nothing if he could, as far as that is known by now. Nothing is changed.
 /// `is_still`: the program does not run, and its files are as the image tells.
@@ -15,15 +15,8 @@ pub fn rehearse(image: &Image, is_still: bool) -> Vec<String> {
         Err(Error::Refused(lines)) => lines,
         Err(e) => vec![e.to_string()],
     };
-    let may = |what: &str, tried: stillpoint_linux::Result<()>| match tried {
-        Err(e) if matches!(e.errno(), Some(libc::EPERM | libc::EACCES)) => {
-            Err(Error::Refused(vec![format!("{what} needs CAP_CHECKPOINT_RESTORE or root")]))
-        }
-        _ => Ok(()),
-    };
     [
-        may("making a process with its old id", probe::set_tid()),
-        may("giving a process its executable", probe::set_executable()),
+        makes_processes(),
         check_privileges(image),
         has_room(image),
         registers(image),
@@ -32,6 +25,30 @@ pub fn rehearse(image: &Image, is_still: bool) -> Vec<String> {
     .into_iter()
     .flat_map(lines)
     .collect()
+}
+
+/// Whether a process can be made with its old id and executable.
+fn makes_processes() -> Result<()> {
+    if rootless::is_ordinary()? {
+        return rootless::probe().map_err(|e| {
+            let why = "an ordinary user restores in a user namespace of his own, which is not to be had";
+            Error::Refused(vec![format!("{why}: {e} (stillpoint doctor tells more)")])
+        });
+    }
+    let may = |what: &str, tried: stillpoint_linux::Result<()>| match tried {
+        Err(e) if matches!(e.errno(), Some(libc::EPERM | libc::EACCES)) => {
+            Some(format!("{what} needs CAP_CHECKPOINT_RESTORE or root"))
+        }
+        _ => None,
+    };
+    let against: Vec<String> = [
+        may("making a process with its old id", probe::set_tid()),
+        may("giving a process its executable", probe::set_executable()),
+    ]
+    .into_iter()
+    .flatten()
+    .collect();
+    if against.is_empty() { Ok(()) } else { Err(Error::Refused(against)) }
 }
 
 /// Gives the registers of each thread to a process that is made for it.

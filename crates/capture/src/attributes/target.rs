@@ -568,6 +568,13 @@ fn confinement(builder: &mut Builder, own: &Proc, target: &Proc) -> Result<bool>
 /// What a thread has apart from the others, or that has no place in a checkpoint.
 fn thread(builder: &mut Builder, target: &Proc, tid: u32, stat: &Stat, status: &Status) -> Result<()> {
     let what = || thread_name(stat, tid);
+    if let Some(most) = builder.home.most {
+        let [inheritable, permitted, effective, bounding, ambient] = status.caps;
+        if inheritable | permitted | effective | ambient | bounding & !most != 0 {
+            let why = "it has capabilities in the user namespace in which it was restored, which would be others elsewhere";
+            builder.refuse(what(), why, "let it give them up");
+        }
+    }
     if stat.flags.intersects(TaskFlags::IO_WORKER | TaskFlags::USER_WORKER) {
         let hint = "close the io_uring (or vhost device) first";
         builder.refuse(what(), "the kernel made it to work for the program", hint);

@@ -1,6 +1,7 @@
 //! Storing the contents of files and objects, and digests of the files a restore will check.
 
-use super::paths;
+use super::{memory, paths};
+use crate::builder::Source;
 use crate::{Builder, Content, Error, Result};
 use rustix::fs::OFlags;
 use std::time::SystemTime;
@@ -17,6 +18,9 @@ pub fn copy_content(
     // The file that is there at a restore may hold anything where pages of a shared mapping are to be written back:
     // zeros matter. Objects and deleted files are made anew.
     let zeros = if matches!(content.owner, Owner::File(_)) { Zeros::Record } else { Zeros::Omit };
+    if let Source::Mapped(spans) = &content.source {
+        memory::check_empty(spans, &content.what)?;
+    }
     let source = content.source.open()?;
     let mut fill = |offset: u64, buffer: &mut [u8]| {
         progress(buffer.len() as u64);

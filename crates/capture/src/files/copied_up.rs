@@ -36,8 +36,19 @@ pub(crate) fn refuse_what_was(
         return Ok(());
     }
     let link = format!("/proc/{}/{}", process.pid(), vma.link_name());
-    if !rustix::fs::statfs(&*link).is_ok_and(|stat| stat.f_type == OVERLAY) {
-        return Ok(());
+    let is_overlay = |stat: rustix::fs::StatFs| stat.f_type == OVERLAY;
+    match rustix::fs::statfs(&*link) {
+        // What is mapped is for the privileged alone to open.
+        Err(rustix::io::Errno::PERM) => {
+            let place = builder.views.reach(file.namespace, &file.path.0);
+            if rustix::fs::statfs(&place).is_ok_and(is_overlay) {
+                let why = "its file has changed in its overlay, and only the privileged can tell what is mapped of it";
+                builder.refuse(what, why, "do it as root, or let the program map it anew");
+            }
+            return Ok(());
+        }
+        stat if !stat.is_ok_and(is_overlay) => return Ok(()),
+        _ => {}
     }
     if builder.noticed.is(&builder.views.reach(file.namespace, &file.path.0), (file.dev, file.ino)) {
         builder.refuse(what, WATCHED.0, WATCHED.1);

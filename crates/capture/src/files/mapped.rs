@@ -1,14 +1,16 @@
 //! Files behind mappings.
 
-use super::noticed::WATCHED;
 use super::paths;
 use crate::builder::Source;
 use crate::{Builder, Content, Result};
 use rustix::fs::{FileType, Mode, OFlags};
+use std::ffi::OsStr;
+use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
+use std::path::PathBuf;
 use stillpoint_image::{Owner, PAGE, PathFile, Range, Usage};
-use stillpoint_linux::Error;
 use stillpoint_linux::proc::Vma;
+use stillpoint_linux::{Error, silent};
 
 /// The file behind a mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,9 +54,24 @@ pub fn mapped_file(
     }
     let link_path = format!("/proc/{pid}/{}", vma.link_name());
     let what = format!("mapping {:x}-{:x} ({})", vma.start, vma.end, name.display());
-    let link = std::fs::read_link(&link_path).map_err(|e| Error::file(&link_path, e))?;
-    let flags = OFlags::PATH | OFlags::CLOEXEC;
-    let file = rustix::fs::open(&link_path, flags, Mode::empty()).map_err(|e| Error::file(&link_path, e))?;
+    let (link, file) = match open_link(&link_path) {
+        // The privileged alone are led there: then the name must do.
+        Err(e) if e.errno() == Some(libc::EPERM) && !vma.deleted => {
+            let path = builder.views.reach(builder.views.of_process(pid), &vma.name);
+            let file = rustix::fs::open(&path, HANDLE, Mode::empty()).map_err(|e| Error::file(&path, e))?;
+            let stat = rustix::fs::fstat(&file).map_err(|e| Error::file(&path, e))?;
+            let is_it = (stat.st_dev, stat.st_ino) == (vma.dev, vma.ino)
+                || stat.st_ino == vma.ino
+                    && silent::as_mapped(&file).is_ok_and(|mapped| mapped == (vma.dev, vma.ino));
+            if !is_it {
+                let why = "another file has its name now, and only the privileged can open what it was";
+                builder.refuse(what, why, "do it as root, or give stillpoint CAP_CHECKPOINT_RESTORE");
+                return Ok(None);
+            }
+            (PathBuf::from(OsStr::from_bytes(&vma.name)), file)
+        }
+        opened => opened?,
+    };
     let stat = rustix::fs::fstat(&file).map_err(|e| Error::file(&link_path, e))?;
     let kind = FileType::from_raw_mode(stat.st_mode);
     let device = kind == FileType::CharacterDevice;
@@ -74,13 +91,24 @@ pub fn mapped_file(
     {
         let row = &builder.image.paths[path as usize];
         let place = builder.views.reach(row.namespace, &row.path.0);
-        let Some(source) = Source::of(&file, builder.noticed.is(&place, (stat.st_dev, stat.st_ino)))? else {
-            builder.refuse(what, WATCHED.0, WATCHED.1);
-            return Ok(None);
+        let source = match Source::of(&file, builder.noticed.is(&place, (stat.st_dev, stat.st_ino)))? {
+            Ok(source) => source,
+            Err((why, hint)) => {
+                builder.refuse(what, why, hint);
+                return Ok(None);
+            }
         };
         save_range(builder, path, source, range, what);
     }
     Ok(Some(Mapped { path, is_device: device }))
+}
+
+const HANDLE: OFlags = OFlags::PATH.union(OFlags::CLOEXEC);
+
+/// What a link of `/proc/PID/map_files` tells, and a handle to where it leads.
+fn open_link(link: &str) -> Result<(PathBuf, OwnedFd), Error> {
+    let name = std::fs::read_link(link).map_err(|e| Error::file(link, e))?;
+    Ok((name, rustix::fs::open(link, HANDLE, Mode::empty()).map_err(|e| Error::file(link, e))?))
 }
 
 fn is_regular(file: &PathFile) -> bool {

@@ -1,16 +1,17 @@
 //! Memfds.
 
 use super::descriptions::Description;
-use super::noticed::WATCHED;
 use super::{Scan, paths};
-use crate::builder::Source;
-use crate::{Builder, Content, Result};
+use crate::builder::{Source, Span, read_memory};
+use crate::{Builder, Content, Refusal, Result};
 use rustix::fs::SeekFrom;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use stillpoint_image::{Bytes, FileKind, MemoryObject, Owner, PAGE, Range};
-use stillpoint_linux::{Error, memfd};
+use stillpoint_linux::pagemap::{Category, Pagemap, Query, Run};
+use stillpoint_linux::proc::{Proc, Vma};
+use stillpoint_linux::{Error, RemoteAddr, memfd};
 
 const HUGETLBFS: u64 = 0x9584_58f6;
 const TMPFS: u64 = 0x0102_1994;
@@ -73,7 +74,7 @@ pub fn memory_object(
     let fs = rustix::fs::fstatfs(file).map_err(|e| Error::call(format!("fstatfs {what}"), e))?;
     let huge_page = if fs.f_type as u64 == HUGETLBFS { fs.f_bsize as u64 } else { 0 };
     let seals = memfd::seals(file)?.unwrap_or(memfd::SEAL_SEAL);
-    let (row, new) = builder.object(stat.st_dev, stat.st_ino, || MemoryObject {
+    let object = MemoryObject {
         size: stat.st_size as u64,
         memfd: memfd_name.map(|n| Bytes(n.to_vec())),
         seals,
@@ -83,18 +84,119 @@ pub fn memory_object(
         gid: stat.st_gid,
         segment: None,
         times: Some(paths::times(&stat)),
-    });
+    };
+    let (row, mut new) = builder.object(stat.st_dev, stat.st_ino, || object.clone());
+    let owner = Owner::Object(row);
+    let is_mapped = |content: &Content| content.owner == owner && matches!(content.source, Source::Mapped(_));
+    if builder.contents.iter().any(is_mapped) {
+        // It seemed to be reached by mappings alone.
+        builder.image.objects[row as usize] = object;
+        builder.contents.retain(|content| !is_mapped(content));
+        new = true;
+    }
     if new {
         // It is in no folder.
         let is_noticed = builder.noticed.is(Path::new(""), (stat.st_dev, stat.st_ino));
-        let Some(source) = Source::of(file, is_noticed)? else {
-            builder.refuse(what, WATCHED.0, WATCHED.1);
-            return Ok(row);
+        let source = match Source::of(file, is_noticed)? {
+            Ok(source) => source,
+            Err((why, hint)) => {
+                builder.refuse(what, why, hint);
+                return Ok(row);
+            }
         };
-        let (owner, what) = (Owner::Object(row), what.to_owned());
-        builder.contents.push(Content { owner, source, ranges: None, what });
+        builder.contents.push(Content { owner, source, ranges: None, what: what.to_owned() });
     }
     Ok(row)
+}
+
+/// Whether what is behind a mapping can be opened by the privileged alone.
+pub(crate) fn is_hidden(process: &Proc, vma: &Vma) -> bool {
+    process.open_handle(&vma.link_name()).is_err_and(|e| e.errno() == Some(libc::EPERM))
+}
+
+/// The same for an object that only mappings lead to, where the kernel opens it for the privileged alone: it is as much as is mapped of it,
+/// and is read there. `None` if it was refused.
+pub(crate) fn mapped_object(
+    builder: &mut Builder,
+    process: &Proc,
+    vma: &Vma,
+    memfd_name: Option<&[u8]>,
+    what: &str,
+) -> Result<Option<u32>> {
+    const HINT: &str = "do it as root, or give stillpoint CAP_CHECKPOINT_RESTORE";
+    if [b"/anon_hugepage".as_slice(), b"/SYSV"].iter().any(|name| vma.name.starts_with(name)) {
+        builder.refuse(what, "what it is, and all that is in it, only the privileged are told", HINT);
+        return Ok(None);
+    }
+    if !vma.shared {
+        let why = "it is a private mapping of memory that only the privileged can open";
+        builder.refuse(what, why, HINT);
+        return Ok(None);
+    }
+    let memory = process.open_file("mem")?;
+    if read_memory(&memory, vma.end - 1, &mut [0]).is_err() {
+        let why = "it is mapped beyond its end, and where that is only the privileged are told";
+        builder.refuse(what, why, HINT);
+        return Ok(None);
+    }
+    let (uid, gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
+    let (row, new) = builder.object(vma.dev, vma.ino, || MemoryObject {
+        size: 0,
+        memfd: memfd_name.map(|name| Bytes(name.to_vec())),
+        seals: memfd::SEAL_SEAL,
+        huge_page: 0,
+        mode: 0o777,
+        uid,
+        gid,
+        segment: None,
+        times: None,
+    });
+    let range = Range { start: vma.offset, len: vma.len() };
+    let span = Span { range, address: vma.start, memory: Arc::new(memory), present: present(process, vma)? };
+    let owner = Owner::Object(row);
+    let known = builder.contents.iter_mut().find(|content| content.owner == owner);
+    match known.map(|content| &mut content.source) {
+        Some(Source::Mapped(spans)) => Arc::make_mut(spans).push(span),
+        // A descriptor leads to it, too.
+        Some(_) => return Ok(Some(row)),
+        None if !new => return Ok(Some(row)),
+        None => {
+            let source = Source::Mapped(Arc::new(vec![span]));
+            builder.contents.push(Content { owner, source, ranges: None, what: what.to_owned() });
+        }
+    }
+    let size = &mut builder.image.objects[row as usize].size;
+    *size = (*size).max(range.end());
+    Ok(Some(row))
+}
+
+/// What of an object a process has in its page tables.
+fn present(process: &Proc, vma: &Vma) -> Result<Vec<Range>> {
+    let mut runs = Vec::new();
+    let query = Query { any: Category::PRESENT, ..Query::default() };
+    let pagemap = Pagemap::open(process.pid())?;
+    pagemap.scan(RemoteAddr(vma.start), RemoteAddr(vma.end), query, &mut runs)?;
+    let in_object = |run: &Run| Range { start: run.start - vma.start + vma.offset, len: run.end - run.start };
+    Ok(Range::joined(runs.iter().map(in_object).collect()))
+}
+
+/// Of what is read where processes have it mapped, as much as this may be nowhere yet, bytes: to read it makes it.
+const EMPTY: u64 = 16 << 20;
+
+/// Refuses what cannot be read without making a lot of memory that the program has not.
+pub(super) fn check_empty(spans: &[Span], what: &str) -> Result<()> {
+    let sum = |ranges: Vec<Range>| Range::joined(ranges).iter().map(|range| range.len).sum::<u64>();
+    let all = sum(spans.iter().map(|span| span.range).collect());
+    let there = sum(spans.iter().flat_map(|span| span.present.iter().copied()).collect());
+    if all.saturating_sub(there) <= EMPTY {
+        return Ok(());
+    }
+    let why = format!(
+        "{} MiB of it may be empty, and only the privileged can look without filling them",
+        (all - there) >> 20
+    );
+    let hint = "do it as root, or give stillpoint CAP_CHECKPOINT_RESTORE".into();
+    Err(crate::Error::Refused(vec![Refusal { what: what.into(), why, hint }]))
 }
 
 /// All of a file, rounded up to pages.

@@ -3,7 +3,7 @@
 use super::Scan;
 use super::descriptions::Description;
 use super::locks::is_broken_by_opening;
-use super::noticed::{self, WATCHED};
+use super::noticed;
 use super::queues;
 use crate::builder::{FOREIGN, Source};
 use crate::{Builder, Content, Result};
@@ -291,9 +291,12 @@ pub fn deleted_content(
         // The duplicate may be write-only, and its offset is the target's: read through a description of our own, if nobody is told.
         let is_noticed =
             builder.noticed.is(&builder.views.reach(namespace, name), (stat.st_dev, stat.st_ino));
-        let Some(source) = Source::of(&file, is_noticed)? else {
-            builder.refuse(what, WATCHED.0, WATCHED.1);
-            return Ok(None);
+        let source = match Source::of(&file, is_noticed)? {
+            Ok(source) => source,
+            Err((why, hint)) => {
+                builder.refuse(what, why, hint);
+                return Ok(None);
+            }
         };
         let (owner, what) = (Owner::File(row), what.to_owned());
         builder.contents.push(Content { owner, source, ranges: None, what });

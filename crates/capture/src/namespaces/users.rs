@@ -27,10 +27,10 @@ pub(super) fn owner(
         builder.refuse(name(space.kind), why, HINT);
         return Ok(None);
     };
-    if id == home.id {
+    let owner = Namespace { kind: NamespaceKind::User, id };
+    if id == home.id || builder.home.private.contains(&owner) {
         return Ok(None);
     }
-    let owner = Namespace { kind: NamespaceKind::User, id };
     if !found.has(&owner) {
         let around = lying_in(builder, found, &file, owner)?;
         found.own.push(Own::new(owner, file, around, None));

@@ -263,9 +263,16 @@ impl Host {
     }
 
     /// Rebuilds the clone and tells the outside; nothing if that failed.
-    fn rebuild(&self, again: &Again<'_>, lazily: Lazily<'_>, signals: &Signals) -> Result<Option<Restored>> {
+    fn rebuild(
+        &self,
+        settled: stillpoint_linux::Result<()>,
+        again: &Again<'_>,
+        lazily: Lazily<'_>,
+        signals: &Signals,
+    ) -> Result<Option<Restored>> {
         let watch = GiveUp::watch(signals, None)?;
-        let restored = again.rebuild(lazily, &mut |pid| self.stands(pid));
+        let restored = settled.map_err(Error::from);
+        let restored = restored.and_then(|()| again.rebuild(lazily, &mut |pid| self.stands(pid)));
         drop(watch);
         match restored {
             Ok(mut restored) => {
@@ -413,7 +420,7 @@ impl Flock {
                     pid: None,
                     back: None,
                 }),
-                Ok(Private::Inside) => {
+                Ok(Private::Inside(settled)) => {
                     let _ = die_with_parent(true);
                     births.forget();
                     drop((ours, served.say, run.say));
@@ -422,7 +429,7 @@ impl Flock {
                         None => Lazily::Not,
                         Some(template) => Lazily::Clone(template, number, &host),
                     };
-                    let restored = host.rebuild(&again, lazily, &signals);
+                    let restored = host.rebuild(settled, &again, lazily, &signals);
                     // Nothing of the checkpoint is kept open longer than it is needed.
                     drop((template, checkpoint));
                     let code = match restored {

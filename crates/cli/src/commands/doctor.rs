@@ -8,7 +8,7 @@ use serde_json::json;
 use std::path::Path;
 use std::process::ExitCode;
 use stillpoint_linux::probe::{self, Protection, Subject};
-use stillpoint_linux::{Error, features};
+use stillpoint_linux::{Error, features, rootless};
 
 /// How much depends on a feature.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -61,6 +61,27 @@ pub fn run(common: &Common) -> Result<ExitCode> {
 fn own_features() -> Vec<Feature> {
     const ROOT_HINT: &str = "run as root, or give the program CAP_CHECKPOINT_RESTORE (or CAP_SYS_ADMIN)";
     use Need::{Optional, Required};
+    // What an ordinary user lacks he has in a user namespace of his own.
+    let is_ordinary = rootless::is_ordinary().unwrap_or(false);
+    let of_privilege = if is_ordinary { Optional } else { Required };
+    let namespaces = if is_ordinary {
+        tried(
+            "user namespaces",
+            Required,
+            "an ordinary user restores, and makes isolated twins, in one of his own",
+            "allow them (sysctls user.max_user_namespaces, kernel.unprivileged_userns_clone, \
+             kernel.apparmor_restrict_unprivileged_userns; in a container, /proc must not be masked), or run as root",
+            rootless::probe(),
+        )
+    } else {
+        tried(
+            "pid namespaces",
+            Optional,
+            "isolated twins; restore while the old process id is taken",
+            "run as root, or with CAP_SYS_ADMIN",
+            probe::pid_namespace(),
+        )
+    };
     vec![
         feature(
             "Linux 6.7",
@@ -69,7 +90,13 @@ fn own_features() -> Vec<Feature> {
             "boot a newer kernel",
             kernel(),
         ),
-        tried("clone3 set_tid", Required, "restored threads get their old ids", ROOT_HINT, probe::set_tid()),
+        tried(
+            "clone3 set_tid",
+            of_privilege,
+            "restored threads get their old ids",
+            ROOT_HINT,
+            probe::set_tid(),
+        ),
         tried(
             "PR_SET_MM_MAP",
             Required,
@@ -79,18 +106,12 @@ fn own_features() -> Vec<Feature> {
         ),
         tried(
             "PR_SET_MM_MAP, executable",
-            Required,
+            of_privilege,
             "what is restored, or a twin, is of the same executable",
             ROOT_HINT,
             probe::set_executable(),
         ),
-        tried(
-            "pid namespaces",
-            Optional,
-            "isolated twins; restore while the old process id is taken",
-            "run as root, or with CAP_SYS_ADMIN",
-            probe::pid_namespace(),
-        ),
+        namespaces,
         tried(
             "time namespaces",
             Optional,

@@ -26,8 +26,8 @@ use stillpoint_capture::attributes::target::has_ended;
 use stillpoint_capture::{Engine, Options};
 use stillpoint_linux::descriptors::{duplicate_from, null, pidfd_open};
 use stillpoint_linux::headroom::{headroom, in_groups};
-use stillpoint_linux::probe;
 use stillpoint_linux::proc::Proc;
+use stillpoint_linux::{probe, rootless};
 use stillpoint_restore::{Ids, Stdio, owners};
 use stillpoint_store::{Checkpoint, Store};
 
@@ -40,10 +40,13 @@ pub fn run(common: &Common, args: &Fork) -> Result<ExitCode> {
     let target = jobs::target(&store, &args.target)?;
     // Before the program is stopped.
     match ids {
+        Ids::Same if rootless::is_ordinary()? => {
+            rootless::probe().map_err(|e| not_to_be_had("isolated twins", &e))?;
+        }
         Ids::Same => probe::pid_namespace().map_err(|e| not_to_be_had("isolated twins", &e))?,
         Ids::New => probe::set_executable().map_err(|e| {
             Failure::refused(format!("a twin cannot be given the executable of the program: {e}"))
-                .hint("run as root, or give stillpoint CAP_CHECKPOINT_RESTORE")
+                .hint("ask for --isolated, or run as root, or give stillpoint CAP_CHECKPOINT_RESTORE")
         })?,
     }
     let plain = Restore::plain(NAME, &args.periodic)?;

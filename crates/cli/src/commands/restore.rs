@@ -5,7 +5,7 @@ use crate::args::{
 };
 use crate::checkpointer::Beside;
 use crate::commands::clones;
-use crate::commands::private::{self, Inside};
+use crate::commands::private::{self, Inside, Why};
 use crate::commands::run::Record;
 use crate::detach::{Answer, in_background};
 use crate::failure::{Failure, Result};
@@ -14,16 +14,18 @@ use crate::loading::{Loading, Tell, figures};
 use crate::paging::{self, Paging};
 use crate::progress::Bar;
 use crate::pumps::start_pumps;
-use crate::supervise::{End, Foreground, GiveUp, Requests, Supervisor, let_go};
+use crate::supervise::{End, Foreground, GiveUp, Requests, Supervisor, Within, let_go};
 use crate::{chronicle, jobs, output, terminal, units};
 use rustix::fd::BorrowedFd;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use std::cell::RefCell;
 use std::collections::HashSet;
 use std::fmt::{Display, Formatter};
 use std::io::{Read, Write};
 use std::path::Path;
 use std::process::ExitCode;
+use std::rc::Rc;
 use std::time::{Duration, Instant};
 use stillpoint_capture::attributes::target::has_ended;
 use stillpoint_image::tree::in_front;
@@ -112,7 +114,9 @@ pub(crate) struct Revived {
     /// Keeps its memory within a limit.
     pub(super) paging: Option<Paging>,
     /// Tells how the program in a private pid namespace ended.
-    pub(super) inside: Option<Inside>,
+    pub(super) inside: Option<Rc<RefCell<Inside>>>,
+    /// Process 1 of that has its own checkpointer.
+    pub(super) has_checkpointer: bool,
     pub(super) record: Option<Record>,
     pub(super) signals: Signals,
     pub(super) meta: Meta,
@@ -238,9 +242,12 @@ impl Revived {
         // Whoever hears of the program by something it does finds it in the store, with the terms, which end with it.
         let mut written = None;
         let was_cut_off = matches!(store.terms(&job), Ok(Some(_)));
-        let restored = again.restore(&mut |pid| {
+        let mut begun = |pid| {
             written = Some(store.set_terms(&job, &terms));
             let _ = record_of(pid).map(|record| store.set_running(&job, &record));
+        };
+        let restored = again.restore(&mut |pid| {
+            begun(pid);
             // From now on a signal waits until the program is supervised: the terminal is to be given back.
             watch = None;
             if stdio == Stdio::Current {
@@ -248,16 +255,12 @@ impl Revived {
             }
         });
         drop(watch);
-        let revived = match restored {
-            Err(Error::PidTaken(_)) if args.pid.is_none() => private::revive(&again, signals, relay),
-            other => again.revived(other, signals, lent),
-        };
-        let mut revived = revived.inspect_err(|_| {
+        let mut revived = again.or_apart(restored, signals, lent, relay, &mut begun).inspect_err(|_| {
             if !was_cut_off {
                 let _ = store.clear_terms(&job);
             }
+            let _ = store.clear_running(&job);
         })?;
-        // In a private pid namespace nobody has heard of it yet.
         let written = written.unwrap_or_else(|| store.set_terms(&job, &terms));
         let record = record_of(revived.back.pid);
         let record = record.map(|running| jobs::with_pumped(running, &revived.back.pumped));
@@ -270,8 +273,8 @@ impl Revived {
             let other = (origin.job() != job).then(|| origin.job().to_string());
             chronicle::tell(store, &job, how(chronicle::back(record.running(), other, Some(took))));
         }
-        // Process 1 of a private pid namespace has opened the socket already.
-        let is_inside = revived.inside.is_some();
+        // It has opened the socket already, then.
+        let is_inside = revived.has_checkpointer;
         let record = record.map(|record| record.keeps(written));
         revived.record = record.map(|r| if is_inside { r } else { r.with_control() });
         notes.extend(revived.record.iter().flat_map(|r| r.notes.clone()));
@@ -299,20 +302,18 @@ impl Revived {
             let (crashes, crash) = (before.crashes, before.crash.clone());
             Ok::<_, Failure>(Running { crashes, crash, inherited: before.inherited.clone(), ..now })
         };
+        let mut begun = |pid| drop(running(pid).map(|running| store.set_running(job, &running)));
         let restored = again.restore(&mut |pid| {
-            let _ = running(pid).map(|running| store.set_running(job, &running));
+            begun(pid);
             if stdio == Stdio::Current {
                 lent = Lent::to(pid, &checkpoint.image);
             }
         });
-        let mut revived = match restored {
-            Err(Error::PidTaken(_)) if args.pid.is_none() => private::revive(&again, signals, None)?,
-            other => again.revived(other, signals, lent)?,
-        };
+        let mut revived = again.or_apart(restored, signals, lent, None, &mut begun)?;
         record.runs_as(jobs::with_pumped(running(revived.back.pid)?, &revived.back.pumped))?;
-        if revived.inside.is_none() {
+        if !revived.has_checkpointer {
             record.listen();
-            revived.beside = Some(record.checkpointer(revived.child.pid, &args.periodic));
+            revived.beside = Some(record.checkpointer(revived.back.pid, &args.periodic));
         }
         Ok(revived)
     }
@@ -370,15 +371,17 @@ impl Revived {
         let supervisor = if adopts { supervisor.with_orphans() } else { supervisor };
         let supervisor = supervisor.with_checkpointer(self.beside.take()).with_loading(loading);
         let supervisor = supervisor.with_paging(self.paging.take());
-        let life = supervisor.watch_requests();
+        let within = self.inside.clone().map(|inside| inside as Rc<RefCell<dyn Within>>);
+        let life = supervisor.with_within(within).watch_requests();
         drop(self.lent.settings);
-        life.map(|(end, requests)| (self.inside.map_or(end, |inside| inside.end(end)), requests))
+        let end = |end| self.inside.map_or(end, |inside| inside.borrow_mut().end(end));
+        life.map(|(seen, requests)| (end(seen), requests))
     }
 
     /// Who takes its checkpoints; process 1 of a private pid namespace has its own.
     fn checkpointer(&mut self) -> Option<Beside> {
-        let record = self.record.as_mut().filter(|_| self.inside.is_none())?;
-        Some(record.checkpointer(self.child.pid, &self.periodic))
+        let record = self.record.as_mut().filter(|_| !self.has_checkpointer)?;
+        Some(record.checkpointer(self.back.pid, &self.periodic))
     }
 
     fn name(&self) -> Name {
@@ -560,14 +563,32 @@ pub(super) struct Again<'a> {
     pub(super) is_asked_for: bool,
 }
 
+/// A restored program, and who keeps its memory within a limit.
+type Outcome = std::result::Result<(Restored, Option<Paging>), Error>;
+
 impl Again<'_> {
-    /// What came of it, in this pid namespace.
-    fn revived(
+    /// What came of it: in this pid namespace, or in one of its own where it could not be had here.
+    fn or_apart(
         &self,
-        restored: std::result::Result<(Restored, Option<Paging>), Error>,
+        restored: Outcome,
         signals: Signals,
         lent: Lent,
+        relay: Option<BorrowedFd<'_>>,
+        begun: &mut dyn FnMut(u32),
     ) -> Result<Revived> {
+        let why = match &restored {
+            Err(Error::PidTaken(_)) => Some(Why::Taken),
+            Err(Error::NoPidPrivilege(_)) => Some(Why::Ordinary),
+            _ => None,
+        };
+        match why.filter(|_| self.args.pid.is_none()) {
+            Some(why) => private::revive(self, why, signals, relay, begun),
+            None => self.revived(restored, signals, lent),
+        }
+    }
+
+    /// What came of it, in this pid namespace.
+    fn revived(&self, restored: Outcome, signals: Signals, lent: Lent) -> Result<Revived> {
         let (r, paging) = restored.map_err(|e| failure(e, self.origin))?;
         Ok(Revived {
             back: Back::of(&r, r.notes.clone()),
@@ -577,6 +598,7 @@ impl Again<'_> {
             pager: r.pager,
             paging,
             inside: None,
+            has_checkpointer: false,
             record: None,
             signals,
             meta: self.checkpoint.image.meta.clone(),
@@ -587,10 +609,7 @@ impl Again<'_> {
     }
 
     /// Restores it; also those who keep its memory within a limit, where that was asked for.
-    pub(super) fn restore(
-        &self,
-        ready: &mut dyn FnMut(u32),
-    ) -> std::result::Result<(Restored, Option<Paging>), Error> {
+    pub(super) fn restore(&self, ready: &mut dyn FnMut(u32)) -> Outcome {
         let mut ready = |pid| {
             ready(pid);
             Ok(())
@@ -608,7 +627,7 @@ impl Again<'_> {
         &self,
         limit: u64,
         ready: &mut dyn FnMut(u32) -> stillpoint_restore::Result<()>,
-    ) -> std::result::Result<(Restored, Option<Paging>), Error> {
+    ) -> Outcome {
         let (store, job, reader) = (self.store, self.job, &self.checkpoint.reader);
         let pinned = match self.args.eager {
             true => Ok(None),
@@ -786,11 +805,12 @@ pub(super) fn failure(error: Error, name: &dyn Display) -> Failure {
             let list: Vec<String> = things.iter().map(|t| format!("\n{t}")).collect();
             Failure::refused(format!("cannot restore {name}:{}", list.concat()))
         }
-        Error::PidTaken(_) => Failure::refused(format!("cannot restore {name}: {error}"))
-            .hint("without --pid same it is restored in a private pid namespace"),
+        Error::PidTaken(_) | Error::NoPidPrivilege(_) => {
+            Failure::refused(format!("cannot restore {name}: {error}"))
+                .hint("without --pid same it is restored in a private pid namespace")
+        }
         Error::TooDeep(_) => Failure::refused(format!("cannot restore {name}: {error}"))
             .hint("restore it where it ran, while its process ids are free"),
-        Error::NoPidPrivilege(_) => Failure::failed(error).within(&format!("restore {name}")),
         Error::Store(e) => jobs::store_failure(e),
         Error::Kernel(e) => Failure::from(e).within(&format!("restore {name}")),
         Error::Failed(what) => Failure::failed(what).within(&format!("restore {name}")),

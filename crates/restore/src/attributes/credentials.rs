@@ -10,7 +10,7 @@ use linux_raw_sys::prctl::{
 use stillpoint_image::Credentials;
 use stillpoint_linux::proc::Proc;
 use stillpoint_linux::program::Program;
-use stillpoint_linux::{features, layout};
+use stillpoint_linux::{features, layout, rootless};
 
 const CAP_SETGID: u64 = 1 << 6;
 const CAP_SETUID: u64 = 1 << 7;
@@ -74,7 +74,31 @@ const CAPABILITIES: [&str; 41] = [
 pub fn current(tid: u32) -> Result<Credentials> {
     let s = Proc::thread_by_tid(tid)?.status()?;
     let securebits = features::own_securebits()?;
-    Ok(Credentials { uid: s.uid, gid: s.gid, groups: s.groups, caps: s.caps, securebits })
+    Ok(Credentials { uid: s.uid, gid: s.gid, groups: named(s.groups), caps: s.caps, securebits })
+}
+
+/// What we are, and what of our privileges a program can have that we restore. An ordinary user's is in a user namespace, where privileges
+/// are others than outside: there it can have none, but gives up what it had given up.
+///
+/// # Errors
+/// That it cannot be read.
+pub fn own() -> Result<Credentials> {
+    let mut own = current(std::process::id())?;
+    let outside = rootless::outside();
+    if outside.is_some() || rootless::is_ordinary()? {
+        let [.., bounding, _] = outside.map_or(own.caps, |outside| outside.caps);
+        own.caps = [0, 0, CAP_SETPCAP, bounding, 0];
+    }
+    Ok(own)
+}
+
+/// The supplementary groups of a process of ours, as they are called outside: in the user namespace of an ordinary user's restore nobody
+/// can change them.
+fn named(groups: Vec<u32>) -> Vec<u32> {
+    match rootless::outside() {
+        Some(outside) if outside.groups.len() == groups.len() => outside.groups.clone(),
+        _ => groups,
+    }
 }
 
 /// The same of who has gone into a user namespace of the program's own, where nothing of that is left.
@@ -245,7 +269,7 @@ pub fn verify(tid: u32, want: &Credentials) -> Result<()> {
     if now.uid != want.uid {
         return differs("user ids");
     }
-    if now.gid != want.gid || now.groups != want.groups {
+    if now.gid != want.gid || named(now.groups) != want.groups {
         return differs("group ids");
     }
     if now.caps != want.caps {

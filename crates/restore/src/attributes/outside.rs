@@ -10,6 +10,7 @@ use stillpoint_linux::program::Program;
 use stillpoint_linux::sched::SchedAttr;
 use stillpoint_linux::{Error as Kernel, features, limits, sched};
 
+const CAP_SYS_NICE: u64 = 1 << 23;
 const CAP_SYS_RESOURCE: u64 = 1 << 24;
 const SCHED_DEADLINE: u32 = 6;
 
@@ -21,9 +22,9 @@ const SCHED_DEADLINE: u32 = 6;
 /// That our own attributes cannot be read.
 pub fn missing(process: &Process, in_users: bool) -> Result<Vec<String>> {
     let own = Proc::process(std::process::id())?;
-    let status = own.status()?;
+    let now = credentials::own()?;
     let mut all = Vec::new();
-    if status.caps[2] & CAP_SYS_RESOURCE == 0 {
+    if now.caps[2] & CAP_SYS_RESOURCE == 0 {
         for limit in &process.rlimits {
             let (_, hard) = limits::get(own.pid(), limit.resource)?;
             if limit.hard > hard {
@@ -50,13 +51,21 @@ pub fn missing(process: &Process, in_users: bool) -> Result<Vec<String>> {
             all.push(
                 "it handles I/O for the kernel (PR_SET_IO_FLUSHER) in a user namespace of its own".into(),
             );
-        } else if status.caps[2] & CAP_SYS_RESOURCE == 0 {
+        } else if now.caps[2] & CAP_SYS_RESOURCE == 0 {
             all.push(
                 "it handles I/O for the kernel (PR_SET_IO_FLUSHER), which needs CAP_SYS_RESOURCE".into(),
             );
         }
     }
-    let now = credentials::current(own.pid())?;
+    if now.caps[2] & CAP_SYS_NICE == 0 {
+        all.extend(
+            process
+                .threads
+                .iter()
+                .filter_map(|thread| above(own.pid(), thread).transpose())
+                .collect::<Result<Vec<_>>>()?,
+        );
+    }
     for thread in &process.threads {
         let lacking = match in_users {
             true => credentials::missing_inside(&now, &thread.creds),
@@ -72,6 +81,29 @@ pub fn missing(process: &Process, in_users: bool) -> Result<Vec<String>> {
         all.push("the program uses AMX registers, which this machine does not have".into());
     }
     Ok(all)
+}
+
+/// What a thread was preferred by more than limits of ours allow; nothing if it was not.
+fn above(own: u32, thread: &Thread) -> Result<Option<String>> {
+    const RLIMIT_NICE: u32 = 13;
+    const RLIMIT_RTPRIO: u32 = 14;
+    const REAL_TIME: u32 = 1;
+    let want = &thread.sched;
+    let allowed = |limit| Ok::<_, Kernel>(limits::get(own, limit)?.0);
+    let here = Proc::process(own)?.stat()?.nice;
+    let what = if want.policy == SCHED_DEADLINE {
+        "the deadline policy".to_string()
+    } else if want.priority > 0 && u64::from(want.priority) > allowed(RLIMIT_RTPRIO)? {
+        format!("scheduling policy {} priority {}", want.policy, want.priority)
+    } else if want.nice < here && ((20 - want.nice) as u64) > allowed(RLIMIT_NICE)? {
+        format!("nice value {}", want.nice)
+    } else if thread.ioprio >> 13 == REAL_TIME {
+        format!("I/O priority {:#x}", thread.ioprio)
+    } else {
+        return Ok(None);
+    };
+    let whose = format!("thread {} ({})", thread.tid, thread.name);
+    Ok(Some(format!("{whose} had {what}; that needs CAP_SYS_NICE, or a higher RLIMIT_NICE or RLIMIT_RTPRIO")))
 }
 
 fn number(limit: u64) -> String {
