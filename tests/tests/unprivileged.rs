@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 use stillpoint_tests::programs::installed;
+use stillpoint_tests::scratch::test_name;
 use stillpoint_tests::{
     Scratch, Stillpoint, kernel, right, right_eq, skipped, tier, undisturbed_only, wait_for,
 };
@@ -145,7 +146,7 @@ fn told(directory: &Path, after: (u64, u64)) -> (u64, u64) {
 /// A program of processes and threads goes through all that there is: its next life is its last one's, with nothing that its user has not.
 #[test]
 fn a_program_goes_through_all_that_there_is() {
-    if done_as_nobody(&["unprivileged::a_program_goes_through_all_that_there_is".into()]) {
+    if done_as_nobody(&[test_name()]) {
         return;
     }
     let Some(python) = installed(&["/usr/bin/python3"], "python3") else { return };
@@ -191,7 +192,7 @@ fn a_program_goes_through_all_that_there_is() {
 /// Of a program that was restored, threads are found again at a rollback as whoever looks from outside calls them.
 #[test]
 fn a_restored_program_is_rolled_back() {
-    if done_as_nobody(&["unprivileged::a_restored_program_is_rolled_back".into()]) {
+    if done_as_nobody(&[test_name()]) {
         return;
     }
     let Some(python) = installed(&["/usr/bin/python3"], "python3") else { return };
@@ -252,7 +253,7 @@ fn without_user_namespaces_it_is_refused() {
     right_eq!(doctor.status.code(), Some(1));
     right!(doctor.stdout.contains("user.max_user_namespaces"), "{doctor}");
     let mut program = Command::new("unshare");
-    let script = format!("{NO_MORE}; exit 1",);
+    let script = format!("{NO_MORE}; exit 1");
     let commands: PathBuf = stillpoint.command(&["ls"]).get_program().into();
     let inner =
         "sleep 1000 & \"$1\" checkpoint $! --name own --kill; echo $?; kill -0 $! && echo alive; kill $!";
@@ -269,7 +270,7 @@ fn without_user_namespaces_it_is_refused() {
 /// A job of a shell that was restored stops and goes on as any other, although process 1 of its namespace cannot stop with it.
 #[test]
 fn a_restored_program_stops_with_its_shell() {
-    if done_as_nobody(&["unprivileged::a_restored_program_stops_with_its_shell".into()]) {
+    if done_as_nobody(&[test_name()]) {
         return;
     }
     let scratch = Scratch::new();
@@ -305,7 +306,7 @@ fn a_restored_program_stops_with_its_shell() {
 /// What only the privileged could capture as it is is refused, and nothing is made of it on the way.
 #[test]
 fn what_only_the_privileged_can_look_at_is_refused() {
-    if done_as_nobody(&["unprivileged::what_only_the_privileged_can_look_at_is_refused".into()]) {
+    if done_as_nobody(&[test_name()]) {
         return;
     }
     let Some(python) = installed(&["/usr/bin/python3"], "python3") else { return };

@@ -15,8 +15,9 @@ use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use stillpoint_image::{Image, MemoryObject, Owner, PathFile, Usage};
+use stillpoint_linux::memory::Memory;
 use stillpoint_linux::sharing::Shared;
-use stillpoint_linux::{Error as Kernel, digest, silent};
+use stillpoint_linux::{Error as Kernel, RemoteAddr, digest, silent};
 
 /// Contents that are read from a descriptor of ours (a deleted file, a memfd, shared memory) and stored as pages.
 #[derive(Debug)]
@@ -30,6 +31,9 @@ pub struct Content {
     /// What it is, for error messages.
     pub what: String,
 }
+
+/// What can be done about what the kernel opens, or tells, to the privileged alone.
+pub(crate) const AS_PRIVILEGED: &str = "do it as root, or give stillpoint CAP_CHECKPOINT_RESTORE";
 
 /// Why a file is refused whose contents are part of the checkpoint, and what can be done.
 const FORBIDDEN: (&str, &str) = (
@@ -58,35 +62,38 @@ pub struct Span {
     pub range: stillpoint_image::Range,
     /// In the process.
     pub address: u64,
-    /// The memory of the process: `/proc/PID/mem`.
-    pub memory: Arc<OwnedFd>,
+    /// The memory of the process.
+    pub memory: Arc<Memory>,
     /// What of it the process has in its page tables: that is certainly there.
     pub present: Vec<stillpoint_image::Range>,
 }
 
 impl Source {
     /// Of an open file that has no name, or none that we would open, by any descriptor of it: by a description of our own, or unnoticed.
-    /// If neither can be had, why, and what can be done: unnoticed, or without permission, it takes one of the program's own that is open
-    /// for reading.
+    /// If neither can be had, `what` is refused: unnoticed, or without permission, it takes one of the program's own that is open for reading.
     ///
     /// # Errors
     /// That it cannot be opened.
     pub(crate) fn of(
+        builder: &mut Builder,
         file: impl AsFd,
         is_noticed: bool,
-    ) -> Result<Result<Self, (&'static str, &'static str)>> {
+        what: &str,
+    ) -> Result<Option<Self>> {
         if !is_noticed {
             match silent::reopen(&file) {
                 Err(e) if e.errno() == Some(libc::EACCES) => {}
-                opened => return Ok(Ok(Source::File(opened?))),
+                opened => return Ok(Some(Source::File(opened?))),
             }
         }
         let failed = |e| Kernel::call("look at a descriptor", e);
         let flags = rustix::fs::fcntl_getfl(&file).map_err(|e| failed(e.into()))?;
         if flags.contains(OFlags::PATH) || flags & OFlags::ACCMODE == OFlags::WRONLY {
-            return Ok(Err(if is_noticed { WATCHED } else { FORBIDDEN }));
+            let (why, hint) = if is_noticed { WATCHED } else { FORBIDDEN };
+            builder.refuse(what, why, hint);
+            return Ok(None);
         }
-        Ok(Ok(Source::Watched(file.as_fd().try_clone_to_owned().map_err(failed)?)))
+        Ok(Some(Source::Watched(file.as_fd().try_clone_to_owned().map_err(failed)?)))
     }
 
     /// Opens it for reading.
@@ -138,25 +145,8 @@ fn read_mapped(spans: &[Span], offset: u64, buffer: &mut [u8]) -> stillpoint_lin
         let span = span.ok_or_else(|| Kernel::Other(format!("nobody has {at:#x} of it mapped")))?;
         let until = span.range.end().min(end);
         let part = &mut buffer[(at - offset) as usize..(until - offset) as usize];
-        read_memory(&span.memory, span.address + (at - span.range.start), part)?;
+        span.memory.read(RemoteAddr(span.address + (at - span.range.start)), part)?;
         at = until;
-    }
-    Ok(())
-}
-
-/// Reads memory of a process by its `/proc/PID/mem`.
-///
-/// # Errors
-/// That not all of it is there.
-pub(crate) fn read_memory(memory: &OwnedFd, address: u64, buffer: &mut [u8]) -> stillpoint_linux::Result<()> {
-    let mut done = 0;
-    while done < buffer.len() {
-        match rustix::io::pread(memory, &mut buffer[done..], address + done as u64) {
-            Err(rustix::io::Errno::INTR) => {}
-            Ok(0) => return Err(Kernel::Other(format!("there is no memory at {address:#x}"))),
-            Ok(count) => done += count,
-            Err(e) => return Err(Kernel::call(format!("read memory at {address:#x}"), e)),
-        }
     }
     Ok(())
 }

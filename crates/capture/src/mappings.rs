@@ -1,6 +1,7 @@
 //! The mappings of an address space, as rows of the image.
 
 use crate::attributes;
+use crate::builder::AS_PRIVILEGED;
 use crate::files::{self, Outsiders};
 use crate::regions;
 use crate::{Builder, Result};
@@ -284,7 +285,7 @@ fn backing(
         let what = describe(smap);
         if !vma.shared {
             let why = "its file was removed, and only the privileged can open it";
-            builder.refuse(what, why, "do it as root, or give stillpoint CAP_CHECKPOINT_RESTORE");
+            builder.refuse(what, why, AS_PRIVILEGED);
             return Ok(None);
         }
         let object = files::memory::mapped_object(builder, process, vma, None, &what)?;

@@ -82,6 +82,15 @@ impl End {
     }
 }
 
+/// What process 1 of a private pid namespace tells of the job that it supervises there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Told {
+    /// This signal has stopped it, as Ctrl-Z does.
+    Stopped(i32),
+    /// It goes on.
+    Continued,
+}
+
 impl Told {
     /// By its line.
     pub fn of(line: &str) -> Option<Self> {
@@ -93,15 +102,6 @@ impl Told {
             }
         }
     }
-}
-
-/// What process 1 of a private pid namespace tells of the job that it supervises there.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Told {
-    /// This signal has stopped it, as Ctrl-Z does.
-    Stopped(i32),
-    /// It goes on.
-    Continued,
 }
 
 /// The line from such a process 1.

@@ -95,6 +95,14 @@ pub fn probe() -> Result<()> {
     })
 }
 
+/// Whether a pid namespace is to be had as [`crate::supervise::private_namespace`] makes one; otherwise what stands against it.
+///
+/// # Errors
+/// What the kernel says.
+pub fn probe_private() -> Result<()> {
+    if needs_users()? { probe() } else { probe::pid_namespace() }
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {

@@ -1,7 +1,7 @@
 //! Files behind mappings.
 
 use super::paths;
-use crate::builder::Source;
+use crate::builder::{AS_PRIVILEGED, Source};
 use crate::{Builder, Content, Result};
 use rustix::fs::{FileType, Mode, OFlags};
 use std::ffi::OsStr;
@@ -65,7 +65,7 @@ pub fn mapped_file(
                     && silent::as_mapped(&file).is_ok_and(|mapped| mapped == (vma.dev, vma.ino));
             if !is_it {
                 let why = "another file has its name now, and only the privileged can open what it was";
-                builder.refuse(what, why, "do it as root, or give stillpoint CAP_CHECKPOINT_RESTORE");
+                builder.refuse(what, why, AS_PRIVILEGED);
                 return Ok(None);
             }
             (PathBuf::from(OsStr::from_bytes(&vma.name)), file)
@@ -91,13 +91,8 @@ pub fn mapped_file(
     {
         let row = &builder.image.paths[path as usize];
         let place = builder.views.reach(row.namespace, &row.path.0);
-        let source = match Source::of(&file, builder.noticed.is(&place, (stat.st_dev, stat.st_ino)))? {
-            Ok(source) => source,
-            Err((why, hint)) => {
-                builder.refuse(what, why, hint);
-                return Ok(None);
-            }
-        };
+        let is_noticed = builder.noticed.is(&place, (stat.st_dev, stat.st_ino));
+        let Some(source) = Source::of(builder, &file, is_noticed, &what)? else { return Ok(None) };
         save_range(builder, path, source, range, what);
     }
     Ok(Some(Mapped { path, is_device: device }))

@@ -2,13 +2,14 @@
 
 use super::descriptions::Description;
 use super::{Scan, paths};
-use crate::builder::{Source, Span, read_memory};
+use crate::builder::{AS_PRIVILEGED, Source, Span};
 use crate::{Builder, Content, Refusal, Result};
 use rustix::fs::SeekFrom;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 use stillpoint_image::{Bytes, FileKind, MemoryObject, Owner, PAGE, Range};
+use stillpoint_linux::memory::Memory;
 use stillpoint_linux::pagemap::{Category, Pagemap, Query, Run};
 use stillpoint_linux::proc::{Proc, Vma};
 use stillpoint_linux::{Error, RemoteAddr, memfd};
@@ -97,13 +98,7 @@ pub fn memory_object(
     if new {
         // It is in no folder.
         let is_noticed = builder.noticed.is(Path::new(""), (stat.st_dev, stat.st_ino));
-        let source = match Source::of(file, is_noticed)? {
-            Ok(source) => source,
-            Err((why, hint)) => {
-                builder.refuse(what, why, hint);
-                return Ok(row);
-            }
-        };
+        let Some(source) = Source::of(builder, file, is_noticed, what)? else { return Ok(row) };
         builder.contents.push(Content { owner, source, ranges: None, what: what.to_owned() });
     }
     Ok(row)
@@ -123,20 +118,23 @@ pub(crate) fn mapped_object(
     memfd_name: Option<&[u8]>,
     what: &str,
 ) -> Result<Option<u32>> {
-    const HINT: &str = "do it as root, or give stillpoint CAP_CHECKPOINT_RESTORE";
     if [b"/anon_hugepage".as_slice(), b"/SYSV"].iter().any(|name| vma.name.starts_with(name)) {
-        builder.refuse(what, "what it is, and all that is in it, only the privileged are told", HINT);
+        builder.refuse(
+            what,
+            "what it is, and all that is in it, only the privileged are told",
+            AS_PRIVILEGED,
+        );
         return Ok(None);
     }
     if !vma.shared {
         let why = "it is a private mapping of memory that only the privileged can open";
-        builder.refuse(what, why, HINT);
+        builder.refuse(what, why, AS_PRIVILEGED);
         return Ok(None);
     }
-    let memory = process.open_file("mem")?;
-    if read_memory(&memory, vma.end - 1, &mut [0]).is_err() {
+    let memory = Memory::open(process.pid())?;
+    if memory.read(RemoteAddr(vma.end - 1), &mut [0]).is_err() {
         let why = "it is mapped beyond its end, and where that is only the privileged are told";
-        builder.refuse(what, why, HINT);
+        builder.refuse(what, why, AS_PRIVILEGED);
         return Ok(None);
     }
     let (uid, gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
@@ -195,8 +193,7 @@ pub(super) fn check_empty(spans: &[Span], what: &str) -> Result<()> {
         "{} MiB of it may be empty, and only the privileged can look without filling them",
         (all - there) >> 20
     );
-    let hint = "do it as root, or give stillpoint CAP_CHECKPOINT_RESTORE".into();
-    Err(crate::Error::Refused(vec![Refusal { what: what.into(), why, hint }]))
+    Err(crate::Error::Refused(vec![Refusal { what: what.into(), why, hint: AS_PRIVILEGED.into() }]))
 }
 
 /// All of a file, rounded up to pages.

@@ -291,13 +291,7 @@ pub fn deleted_content(
         // The duplicate may be write-only, and its offset is the target's: read through a description of our own, if nobody is told.
         let is_noticed =
             builder.noticed.is(&builder.views.reach(namespace, name), (stat.st_dev, stat.st_ino));
-        let source = match Source::of(&file, is_noticed)? {
-            Ok(source) => source,
-            Err((why, hint)) => {
-                builder.refuse(what, why, hint);
-                return Ok(None);
-            }
-        };
+        let Some(source) = Source::of(builder, &file, is_noticed, what)? else { return Ok(None) };
         let (owner, what) = (Owner::File(row), what.to_owned());
         builder.contents.push(Content { owner, source, ranges: None, what });
     }

@@ -40,10 +40,7 @@ pub fn run(common: &Common, args: &Fork) -> Result<ExitCode> {
     let target = jobs::target(&store, &args.target)?;
     // Before the program is stopped.
     match ids {
-        Ids::Same if rootless::is_ordinary()? => {
-            rootless::probe().map_err(|e| not_to_be_had("isolated twins", &e))?;
-        }
-        Ids::Same => probe::pid_namespace().map_err(|e| not_to_be_had("isolated twins", &e))?,
+        Ids::Same => rootless::probe_private().map_err(|e| not_to_be_had("isolated twins", &e))?,
         Ids::New => probe::set_executable().map_err(|e| {
             Failure::refused(format!("a twin cannot be given the executable of the program: {e}"))
                 .hint("ask for --isolated, or run as root, or give stillpoint CAP_CHECKPOINT_RESTORE")

@@ -259,7 +259,9 @@ impl Revived {
             if !was_cut_off {
                 let _ = store.clear_terms(&job);
             }
-            let _ = store.clear_running(&job);
+            if written.is_some() {
+                let _ = store.clear_running(&job);
+            }
         })?;
         let written = written.unwrap_or_else(|| store.set_terms(&job, &terms));
         let record = record_of(revived.back.pid);
