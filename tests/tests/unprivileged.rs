@@ -198,29 +198,43 @@ fn a_restored_program_is_rolled_back() {
     let Some(python) = installed(&["/usr/bin/python3"], "python3") else { return };
     let scratch = Scratch::new();
     let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("program"));
-    let text = "import threading, time\n\
+    let text = "import os, threading, time\n\
                 for _ in range(3): threading.Thread(target=lambda: [time.sleep(1) for _ in range(10**6)]).start()\n\
-                n = 0\n\
-                while True:\n    n += 1; open('n', 'w').write(f'{n}\\n'); time.sleep(0.01)\n";
+                n, seen = 0, False\n\
+                while True:\n    \
+                n += 1; seen = seen or os.path.exists('mark')\n    \
+                open('n', 'w').write(f'{n} {seen}\\n'); time.sleep(0.01)\n";
     let mut run =
         stillpoint.command(&["run", "--detach", "--name", "job", "--", python.to_str().expect("a path")]);
     run.args(["-c", text]).current_dir(&directory).stdout(Stdio::null()).stderr(Stdio::null());
     assert!(run.status().expect("run").success());
-    let number = || fs::read_to_string(directory.join("n")).ok()?.strip_suffix('\n')?.parse::<u64>().ok();
-    let reaches = |least| wait_for("it to count", PATIENCE, || number().filter(|n| *n >= least));
-    reaches(3);
+    // How far it has counted, and whether it has seen a file that was there for a while.
+    let told = || {
+        let text = fs::read_to_string(directory.join("n")).ok()?;
+        let (number, seen) = text.strip_suffix('\n')?.split_once(' ')?;
+        Some((number.parse::<u64>().ok()?, seen == "True"))
+    };
+    let goes_on = || {
+        let from = wait_for("it to count", PATIENCE, told).0;
+        wait_for("it to count", PATIENCE, || told().filter(|(number, _)| *number > from + 2))
+    };
+    goes_on();
     stillpoint.run(&["checkpoint", "job", "--kill"]).ok();
     let pid = stillpoint.restore_detached("job", &[]);
     right_eq!(kernel::status(pid, "Groups"), kernel::status(std::process::id(), "Groups"));
-    let at = reaches(number().unwrap_or_default() + 3);
+    goes_on();
     stillpoint.run(&["snapshot", "job"]).ok();
     let tids = kernel::threads(pid);
-    reaches(at + 100);
+    fs::write(directory.join("mark"), "").expect("a file");
+    wait_for("it to see the file", PATIENCE, || told().filter(|(_, seen)| *seen));
+    fs::remove_file(directory.join("mark")).expect("the file");
     stillpoint.run(&["rollback", "job"]).ok();
-    let back = wait_for("it to count", PATIENCE, number);
-    right!(back < at + 100, "it was at {at} and some, and is at {back} after its rollback");
+    // What it wrote before is there until it writes again.
+    let _ = fs::remove_file(directory.join("n"));
+    let back = goes_on();
+    right!(!back.1, "it is at {} after its rollback, and knows what it has seen since the snapshot", back.0);
     right_eq!(kernel::threads(pid), tids, "none was made anew");
-    reaches(back + 3);
+    goes_on();
     kernel::kill(pid, kernel::SIGKILL);
     kernel::wait_gone(pid, PATIENCE);
 }
