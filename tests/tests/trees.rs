@@ -247,11 +247,11 @@ fn shells_in_pid_namespaces() {
     let mut program = shell(
         r#"unshare -pf bash -c '
              echo $$ > first
-             (for n in $(seq 1 60); do seq 1 2000 | sort -r | md5sum; done > background; echo done >> background) &
-             unshare -pf bash -c "echo \$\$; for n in \$(seq 1 60); do seq 1 1000 | sort -r | md5sum; done; echo \$\$" > inner &
-             for n in $(seq 1 40); do echo "$n $$ $(seq 1 3000 | md5sum)"; done > lasting
+             (for n in $(seq 1 120); do seq 1 2000 | sort -r | md5sum; done > background; echo done >> background) &
+             unshare -pf bash -c "echo \$\$; for n in \$(seq 1 120); do seq 1 1000 | sort -r | md5sum; done; echo \$\$" > inner &
+             for n in $(seq 1 80); do echo "$n $$ $(seq 1 3000 | md5sum)"; done > lasting
              wait; echo $$ >> first' &
-           for n in $(seq 1 30); do unshare -pf sh -c 'echo $$; seq 1 1000 | md5sum'; done > passing
+           for n in $(seq 1 60); do unshare -pf sh -c 'echo $$; seq 1 1000 | md5sum'; done > passing
            wait
            cat first background inner lasting passing | md5sum"#,
     );
@@ -268,10 +268,10 @@ fn shells_with_procfs_of_their_own() {
     let mut program = shell(
         r#"unshare -pf --mount-proc bash -c '
              echo $$ $(readlink /proc/self/ns/pid | grep -c pid) $(cat /proc/1/comm) > first
-             (for n in $(seq 1 60); do seq 1 2000 | sort -r | md5sum; done > background; echo done >> background) &
-             for n in $(seq 1 40); do echo "$n $$ $(seq 1 3000 | md5sum)"; done > lasting
+             (for n in $(seq 1 120); do seq 1 2000 | sort -r | md5sum; done > background; echo done >> background) &
+             for n in $(seq 1 80); do echo "$n $$ $(seq 1 3000 | md5sum)"; done > lasting
              wait; echo $$ $(cat /proc/1/comm) >> first' &
-           unshare -m bash -c 'for n in $(seq 1 60); do echo $n $(seq 1 2000 | md5sum); done' > mounted &
+           unshare -m bash -c 'for n in $(seq 1 120); do echo $n $(seq 1 2000 | md5sum); done' > mounted &
            wait
            cat first background lasting mounted | md5sum"#,
     );
