@@ -296,14 +296,14 @@ pub fn restore(
             }
         }
     }
-    let_go(ready_to_run)?;
-    let running = start.elapsed();
     if files::window_differs(image, options.stdio) {
-        // As the kernel tells those in front that a window has another size.
+        // As the kernel tells those in front that a window has another size. They know before they go on.
         for row in rows.iter().filter(|r| r.process.foreground && r.process.own_session().is_none()) {
-            let _ = spawn::tgkill(row.pid, row.pid, libc::SIGWINCH); // it may have ended
+            spawn::tgkill(row.pid, row.pid, libc::SIGWINCH)?;
         }
     }
+    let_go(ready_to_run)?;
+    let running = start.elapsed();
     coming.iter().for_each(|coming: &Coming| coming.runs(running));
     let shell = nursery.leave().ok_or_else(|| Error::Failed("the process has been let go".into()))?;
     Ok(Restored {

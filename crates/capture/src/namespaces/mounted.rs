@@ -340,7 +340,8 @@ impl<'a> Work<'a, '_> {
         let found = if self.is_running() { None } else { self.look.visible(mount) };
         let found = found.map(stat).transpose()?;
         let parent = self.parent(mount);
-        let what = match self.look.source(mount, &unescaped(&mount.root), found.as_ref()) {
+        let around = self.look.source(mount, &unescaped(&mount.root), found.as_ref());
+        let what = match around.filter(|_| !self.is_called_otherwise(mount)) {
             Some(path) => Some(Mounted::Around(Bytes(path))),
             None => {
                 let row = self.system(mount)?;
@@ -353,6 +354,13 @@ impl<'a> Work<'a, '_> {
             self.push(mount, image::Mount { point, parent, what, options, sharing });
         }
         Ok(())
+    }
+
+    /// Whether it is a file system that the machine has one of, and nobody around the namespace has mounted it under this name: a mount of
+    /// theirs would be called otherwise.
+    fn is_called_otherwise(&self, mount: &Mount) -> bool {
+        let is_called_so = |other: &Mount| (other.device, &other.source) == (mount.device, &mount.source);
+        is_of_machine(&text(&mount.kind)) && mount.root == b"/" && !self.look.around.iter().any(is_called_so)
     }
 
     /// The row of the mount on which one is.
