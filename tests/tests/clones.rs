@@ -535,6 +535,11 @@ fn touching_what_is_missing() {
 fn files_stay_as_they_are() {
     let Some(saved) = Saved::new("compute") else { return };
     let Saved { scratch, stillpoint, checkpoint, directory, original } = saved;
+    let out = directory.join("out").display().to_string();
+    // It has written nothing since, and will.
+    stillpoint
+        .run(&["restore", &checkpoint.name(), "--detach"])
+        .fails(3, &["still runs", &original.pid.to_string(), &out, "would be written by both", "--clone"]);
     // What the original has written since: alone, it would be cut back.
     let grown = "said by the original since\n".repeat(100);
     let before = fs::read(directory.join("out")).expect("read");
@@ -543,7 +548,6 @@ fn files_stay_as_they_are() {
     let after = fs::read(directory.join("out")).expect("read");
     right_eq!(after, [&before, grown.as_bytes()].concat());
     // No less where it is not asked to be a clone.
-    let out = directory.join("out").display().to_string();
     stillpoint
         .run(&["restore", &checkpoint.name(), "--detach"])
         .fails(3, &["still runs", &original.pid.to_string(), &out, "--clone"]);

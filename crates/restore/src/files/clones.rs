@@ -5,7 +5,7 @@ use super::sockets::{DATAGRAM, REUSE_ADDRESS, REUSE_PORT, STREAM, UNIX, name, ne
 use super::{called, queues};
 use crate::{Error, FilesPolicy, Result};
 use rustix::fs::{FileType, Stat};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use stillpoint_image::{Bytes, FileKind, Image, Lock, LockKind, OpenFile, PathFile, Socket};
 use stillpoint_linux::fdinfo::Folders;
 use stillpoint_linux::proc::{self, Proc};
@@ -40,6 +40,29 @@ fn is_common(file: &PathFile) -> bool {
     !file.deleted && !file.made_anew && !file.mapped_ranges.is_empty()
 }
 
+/// Regular files with a name that the program has open for writing.
+fn written(image: &Image) -> HashSet<u32> {
+    let is_written = |file: &&OpenFile| {
+        let flags = file.flags as i32;
+        flags & libc::O_PATH == 0 && flags & libc::O_ACCMODE != libc::O_RDONLY
+    };
+    let is_file = |row: &u32| {
+        let file = image.paths.get(*row as usize);
+        file.is_some_and(|file| {
+            FileType::from_raw_mode(file.mode) == FileType::RegularFile && !file.deleted && !file.made_anew
+        })
+    };
+    image.files.iter().filter(is_written).filter_map(row).filter(is_file).collect()
+}
+
+/// The row of what an open file is, where that has a path.
+fn row(file: &OpenFile) -> Option<u32> {
+    match file.kind {
+        FileKind::Path(row) => Some(row),
+        _ => None,
+    }
+}
+
 /// What is so of clones, for a program that is brought back while it still runs; and no file is changed under its feet.
 ///
 /// # Errors
@@ -51,11 +74,15 @@ pub fn stay_apart(image: &mut Image, policy: FilesPolicy) -> Result<()> {
         return Ok(());
     }
     let grown = check(image, policy)?.grown;
-    let is_changed = |(row, file): &(usize, &PathFile)| is_common(file) || grown.contains(&(*row as u32));
-    let changed = image.paths.iter().enumerate().filter(is_changed);
-    let refusals: Vec<String> = changed
-        .map(|(_, file)| format!("{}: would become what it was at the checkpoint", file.path))
-        .collect();
+    let written = written(image);
+    let why = |row: &u32, file: &PathFile| {
+        let is_changed = is_common(file) || grown.contains(row);
+        let changed = is_changed.then_some("would become what it was at the checkpoint");
+        changed.or_else(|| written.contains(row).then_some("would be written by both"))
+    };
+    let files = (0..).zip(&image.paths);
+    let refusals: Vec<String> =
+        files.filter_map(|(row, file)| why(&row, file).map(|why| format!("{}: {why}", file.path))).collect();
     if refusals.is_empty() { Ok(()) } else { Err(Error::Refused(refusals)) }
 }
 
@@ -92,11 +119,8 @@ pub fn check_alone(image: &Image, count: usize) -> Result<()> {
 fn leases(image: &Image) -> Vec<(u64, String)> {
     let is_held = |lock: &Lock| lock.kind == LockKind::Lease && lock.exclusive;
     let files = image.files.iter().filter(|file| file.locks.iter().any(is_held));
-    let row = |file: &OpenFile| match file.kind {
-        FileKind::Path(row) => image.paths.get(row as usize),
-        _ => None,
-    };
-    let paths = files.filter_map(row).filter(|file| !file.deleted);
+    let paths = files.filter_map(row).filter_map(|row| image.paths.get(row as usize));
+    let paths = paths.filter(|file| !file.deleted);
     paths.map(|file| (file.ino, format!("the lease on {}", file.path))).collect()
 }
 
