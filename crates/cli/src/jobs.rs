@@ -41,6 +41,12 @@ pub fn store_path(chosen: Option<&Path>) -> Result<PathBuf> {
     std::path::absolute(&path).map_err(|e| Failure::usage(format!("{}: {e}", path.display())))
 }
 
+/// The jobs of a store that this user may look at, and those of others, which do not keep him from his own.
+pub fn within_reach(store: &Store) -> Result<(Vec<String>, Vec<String>)> {
+    let jobs = store.jobs().map_err(store_failure)?;
+    Ok(jobs.into_iter().partition(|job| !store.is_closed(job)))
+}
+
 /// A failure of the store, with what to do about it.
 pub fn store_failure(error: stillpoint_store::Error) -> Failure {
     use stillpoint_store::Error;
@@ -353,7 +359,7 @@ fn process(store: &Store, text: &str) -> Result<Target> {
     let pid = pid as u32;
     let stat = stat_of(pid).ok_or_else(no_such)?;
     let mut supervised = Vec::new();
-    for job in store.jobs().map_err(store_failure)? {
+    for job in within_reach(store)?.0 {
         let Some(record) = running(store, &job)? else { continue };
         if record.pid == pid {
             return Ok(Target::of_job(job, record));

@@ -131,7 +131,8 @@ impl Store {
         self.files().join("settled")
     }
 
-    /// Removes copies that no manifest knows; later, if somebody is at work just now, or if a manifest cannot be read.
+    /// Removes copies that no manifest knows; later, if somebody is at work just now, or if a manifest cannot be read
+    /// (of another user's job, by whoever may).
     pub(crate) fn collect_copies(&self) -> Result<()> {
         let files = self.files();
         let all = names(&files)?;
@@ -140,6 +141,9 @@ impl Store {
         }
         let mut writers = Vec::new();
         for job in self.jobs()? {
+            if self.is_closed(&job) {
+                return Ok(());
+            }
             let folder = self.folder_unchecked(&job);
             match Lock::exclusive(&folder.writer_lock(), Duration::ZERO)? {
                 Some(lock) => writers.push(lock),

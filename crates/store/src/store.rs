@@ -86,6 +86,12 @@ impl Store {
         Ok(jobs)
     }
 
+    /// Whether this user may not look into a job, as it is another's.
+    pub fn is_closed(&self, job: &str) -> bool {
+        let looked = std::fs::read_dir(self.folder_unchecked(job).path);
+        looked.is_err_and(|e| e.kind() == std::io::ErrorKind::PermissionDenied)
+    }
+
     /// Numbers of a job's checkpoints, oldest first.
     ///
     /// # Errors

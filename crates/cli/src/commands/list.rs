@@ -132,7 +132,11 @@ impl Job {
 
 fn list_jobs(common: &Common, store: &Store) -> Result<()> {
     let mut list = Vec::new();
-    for name in store.jobs().map_err(jobs::store_failure)? {
+    let (within_reach, closed) = jobs::within_reach(store)?;
+    for job in closed {
+        output::note(&format!("{job}: is another user's, who may look at it"));
+    }
+    for name in within_reach {
         let state = jobs::state(store, &name)?;
         let running = if let State::Runs(running) = &state { Some(running.clone()) } else { None };
         let trouble = trouble(store, &name, running.as_ref());

@@ -42,7 +42,7 @@ pub fn run(common: &Common, args: &Resume) -> Result<ExitCode> {
 /// The jobs that can be resumed.
 fn resumable(store: &Store) -> Result<Vec<String>> {
     let mut list = Vec::new();
-    for job in store.jobs().map_err(jobs::store_failure)? {
+    for job in jobs::within_reach(store)?.0 {
         if let State::Resumable(..) = jobs::settled_state(store, &job)? {
             list.push(job);
         }

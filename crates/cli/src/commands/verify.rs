@@ -18,12 +18,20 @@ struct Checked {
     is_forbidden: bool,
 }
 
+/// What is to be checked.
+struct Wanted {
+    checkpoints: Vec<(String, u64)>,
+    /// Jobs that may not be looked at.
+    closed: Vec<String>,
+}
+
 /// Runs the command.
 pub fn run(common: &Common, args: &Verify) -> Result<ExitCode> {
     let store = jobs::open_store(common.store.as_deref())?;
     let mut all = Vec::new();
     let is_one = args.checkpoint.as_ref().is_some_and(|name| name.id.is_some());
-    for (job, id) in wanted(&store, args.checkpoint.as_ref())? {
+    let Wanted { checkpoints, closed } = wanted(&store, args.checkpoint.as_ref())?;
+    for (job, id) in checkpoints {
         let checked = match store.verify(&job, Some(id)) {
             // Of a job that runs older ones go meanwhile.
             Err(Unreadable::NoCheckpoint { .. } | Unreadable::NoJob { .. }) if !is_one => continue,
@@ -40,26 +48,31 @@ pub fn run(common: &Common, args: &Verify) -> Result<ExitCode> {
     } else if all.is_empty() {
         output::note(&format!("no checkpoints in {}", store.path().display()));
     }
-    let damaged = all.iter().filter(|c| !c.problems.is_empty()).count();
-    Ok(if damaged == 0 { ExitCode::SUCCESS } else { ExitCode::from(FAILED) })
+    for job in &closed {
+        output::note(&format!("{job}: not checked: it is another user's, who may read it"));
+    }
+    let is_whole = closed.is_empty() && all.iter().all(|c| c.problems.is_empty());
+    Ok(if is_whole { ExitCode::SUCCESS } else { ExitCode::from(FAILED) })
 }
 
 /// The checkpoints that are meant: one, those of a job, or all.
-fn wanted(store: &Store, name: Option<&CheckpointName>) -> Result<Vec<(String, u64)>> {
-    let jobs = match name {
-        Some(CheckpointName { job, id: Some(id) }) => return Ok(vec![(job.clone(), *id)]),
-        Some(CheckpointName { job, id: None }) => vec![job.clone()],
-        None => store.jobs().map_err(jobs::store_failure)?,
+fn wanted(store: &Store, name: Option<&CheckpointName>) -> Result<Wanted> {
+    let (jobs, closed) = match name {
+        Some(CheckpointName { job, id: Some(id) }) => {
+            return Ok(Wanted { checkpoints: vec![(job.clone(), *id)], closed: Vec::new() });
+        }
+        Some(CheckpointName { job, id: None }) => (vec![job.clone()], Vec::new()),
+        None => jobs::within_reach(store)?,
     };
-    let mut list = Vec::new();
+    let mut checkpoints = Vec::new();
     for job in jobs {
         let ids = store.checkpoints(&job).map_err(jobs::store_failure)?;
         if ids.is_empty() && name.is_some() {
             return Err(jobs::store_failure(stillpoint_store::Error::NoneYet { job }));
         }
-        list.extend(ids.into_iter().map(|id| (job.clone(), id)));
+        checkpoints.extend(ids.into_iter().map(|id| (job.clone(), id)));
     }
-    Ok(list)
+    Ok(Wanted { checkpoints, closed })
 }
 
 fn check(verified: Result<Report, Unreadable>, job: String, id: u64) -> Result<Checked> {

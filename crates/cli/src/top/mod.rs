@@ -44,8 +44,9 @@ impl<'a> Watch<'a> {
         let locks = flocked().unwrap_or_default();
         let at_work = |job: &str| self.store.lock_of_writers(job).is_ok_and(|path| is_locked(&path, &locks));
         let mut sights = Vec::new();
-        let all = if self.only.is_empty() { self.store.jobs() } else { Ok(self.only.to_vec()) };
-        for job in all.map_err(crate::jobs::store_failure)? {
+        let all =
+            if self.only.is_empty() { crate::jobs::within_reach(self.store)?.0 } else { self.only.to_vec() };
+        for job in all {
             let Some(sight) = look(self.store, &job, &at_work)? else { continue };
             if sight.state.is_alive() || self.seen.contains(&job) || !self.only.is_empty() {
                 self.seen.insert(job);
