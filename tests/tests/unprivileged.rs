@@ -31,7 +31,7 @@ const FEATURES: [&str; 8] = [
     "attributes::clocks attributes::directories attributes::identity attributes::limits attributes::no_new_privileges attributes::renamed",
     "descriptors::deleted descriptors::epolls descriptors::eventfds descriptors::inotifys descriptors::listening_tcp4 descriptors::locks \
      descriptors::pipes descriptors::stream_pair descriptors::signalfds descriptors::duplicates",
-    "memory::shared_anonymous memory::shared_file memory::memfd_closed memory::memfd_twice memory::sparse memory::guards memory::private_file",
+    "memory::shared_anonymous memory::shared_file memory::memfd_closed memory::sparse memory::guards memory::private_file",
     "sharers::memory sharers::threaded sharers::brothers sharers::actions sharers::one_stack",
     "trees::shared_memory trees::pair trees::pipes trees::sessions trees::handles trees::objects trees::locks trees::orphans",
     "trees::many trees::groups trees::leaderless trees::socket_pairs trees::told_stops trees::shared_offset trees::waits",
@@ -366,4 +366,65 @@ fn what_only_the_privileged_can_look_at_is_refused() {
         let _ = program.kill();
         let _ = program.wait();
     }
+}
+
+/// A job in the store that is another user's (made by `sudo`, say) is told of, and keeps nobody from his own.
+#[test]
+fn jobs_of_others_are_left_aside() {
+    if done_as_nobody(&[test_name()]) {
+        return;
+    }
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    for job in ["closed", "own"] {
+        let mut run = stillpoint.command(&["run", "--detach", "--name", job, "--", "sleep", "1000"]);
+        run.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        assert!(run.status().expect("run").success());
+    }
+    stillpoint.run(&["checkpoint", "closed"]).ok();
+    let own =
+        stillpoint.run(&["ls", "--json"]).ok().json()[1]["running"]["pid"].as_u64().expect("it runs") as u32;
+    let folder = stillpoint.store().join("jobs/closed");
+    let open = fs::metadata(&folder).expect("the folder").permissions();
+    fs::set_permissions(&folder, std::os::unix::fs::PermissionsExt::from_mode(0o000)).expect("chmod");
+    let list = stillpoint.run(&["ls"]).ok();
+    right!(list.stdout.contains("own") && !list.stdout.contains("closed"), "{list}");
+    right!(list.stderr.contains("closed: is another user's"), "{list}");
+    stillpoint.run(&["snapshot", &own.to_string()]).ok();
+    stillpoint.run(&["checkpoint", &own.to_string()]).ok();
+    stillpoint.run(&["resume", "--all"]).ok();
+    let verified = stillpoint.run(&["verify"]);
+    right_eq!(verified.status.code(), Some(1), "what cannot be read is not known to be whole");
+    right!(
+        verified.stdout.contains("own@1  ok") && verified.stderr.contains("closed: not checked"),
+        "{verified}"
+    );
+    stillpoint.run(&["checkpoint", "closed"]).fails(1, &["Permission denied"]);
+    kernel::kill(own, kernel::SIGKILL);
+    kernel::wait_gone(own, PATIENCE);
+    stillpoint.run(&["rm", "own"]).ok();
+    fs::set_permissions(&folder, open).expect("chmod");
+    let list = stillpoint.run(&["ls", "--json"]).ok().json();
+    let left = list[0]["running"]["pid"].as_u64().expect("it runs") as u32;
+    kernel::kill(left, kernel::SIGKILL);
+    kernel::wait_gone(left, PATIENCE);
+}
+
+/// What only writes are noted for needs no privileges, and a limit that will not be kept is told of at once.
+#[test]
+fn page_faults_are_told_of_as_they_are() {
+    if done_as_nobody(&[test_name()]) {
+        return;
+    }
+    if fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").is_ok_and(|told| told.trim() == "1") {
+        return skipped("every user may let memory wait here");
+    }
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    let doctor = stillpoint.run(&["doctor"]).ok();
+    let line = |name: &str| doctor.stdout.lines().find(|line| line.starts_with(name)).unwrap_or_default();
+    right!(line("userfaultfd, noting writes").contains(" ok "), "{doctor}");
+    right!(line("userfaultfd, holding writes").contains("vm.unprivileged_userfaultfd"), "{doctor}");
+    let limited = stillpoint.run(&["run", "--memory-limit", "64MiB", "--", "true"]).ok();
+    right!(limited.stderr.contains("will not be kept within the limit"), "{limited}");
 }

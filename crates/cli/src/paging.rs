@@ -7,6 +7,7 @@ use rustix::fd::{AsFd, BorrowedFd};
 use serde_json::{Value, json};
 use std::time::Duration;
 use stillpoint_image::PAGE;
+use stillpoint_linux::probe::{self, Protection};
 use stillpoint_linux::supervise::{Change, wait};
 use stillpoint_pager::{Heard, Pagers};
 use stillpoint_store::{Paged, Paging as Told, Store};
@@ -78,15 +79,28 @@ pub fn paged_json(paged: &Paged) -> Value {
 }
 
 impl Paging {
-    /// Begins to keep the memory of a process that runs within a limit, bytes; or tells, here and in the store, why it is not.
-    pub fn begin(store: &Store, job: &str, pid: u32, limit: u64) -> Result<Self, String> {
+    /// Why a program that may no more than we may will not be kept within a limit when it comes to that.
+    fn doubt() -> Option<String> {
+        let error = probe::userfaultfd(Protection::Waits).err()?;
+        let hint = "run it as root, or set the sysctl vm.unprivileged_userfaultfd to 1";
+        Some(format!(
+            "its memory will not be kept within the limit, as it may not be made to wait for it ({error}): {hint}"
+        ))
+    }
+
+    /// Begins to keep the memory of a process that runs within a limit, bytes. What people should be told: why it is not (the store is told,
+    /// too), or will not be.
+    pub fn begin(store: &Store, job: &str, pid: u32, limit: u64) -> (Option<Self>, Option<String>) {
         let heard = heard(store, job, limit);
-        stillpoint_pager::start(store, job, pid, limit, heard).map(Self::watch).map_err(|e| {
-            let why = format!("its memory is not kept within the limit: {e}");
-            let told = Told { limit: Some(limit), trouble: Some(why.clone()), ..Told::default() };
-            let _ = store.set_paging(job, &told);
-            why
-        })
+        match stillpoint_pager::start(store, job, pid, limit, heard) {
+            Ok(pagers) => (Some(Self::watch(pagers)), Self::doubt()),
+            Err(e) => {
+                let why = format!("its memory is not kept within the limit: {e}");
+                let told = Told { limit: Some(limit), trouble: Some(why.clone()), ..Told::default() };
+                let _ = store.set_paging(job, &told);
+                (None, Some(why))
+            }
+        }
     }
 
     /// Begins to watch them, while standard error is still that of whoever started the job.

@@ -328,20 +328,22 @@ pub enum Protection {
     Waits,
 }
 
-/// userfaultfd with write-protection.
+/// userfaultfd with write-protection. Who only notes writes need not hear of the kernel's own, which waits for nobody then: so everybody
+/// may.
 pub fn userfaultfd(protection: Protection) -> Result<()> {
+    const USER_MODE_ONLY: i32 = 1;
     const UFFDIO_API: libc::c_ulong = 0xc018_aa3f;
     const PAGEFAULT_FLAG_WP: u64 = 1;
     const WP_UNPOPULATED: u64 = 1 << 13;
     const WP_ASYNC: u64 = 1 << 15;
-    let features = match protection {
-        Protection::Noted => PAGEFAULT_FLAG_WP | WP_UNPOPULATED | WP_ASYNC,
-        Protection::Waits => PAGEFAULT_FLAG_WP,
+    let (features, only) = match protection {
+        Protection::Noted => (PAGEFAULT_FLAG_WP | WP_UNPOPULATED | WP_ASYNC, USER_MODE_ONLY),
+        Protection::Waits => (PAGEFAULT_FLAG_WP, 0),
     };
     // SAFETY: userfaultfd(2) takes no pointers and returns a descriptor that nobody else owns; UFFDIO_API reads and
     // writes the three words of `struct uffdio_api`.
     unsafe {
-        let fd = libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK) as i32;
+        let fd = libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK | only) as i32;
         check("userfaultfd", fd)?;
         let fd = OwnedFd::from_raw_fd(fd);
         let mut api = [0xaau64, features, 0];

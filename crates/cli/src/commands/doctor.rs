@@ -130,14 +130,14 @@ fn own_features() -> Vec<Feature> {
             "userfaultfd, noting writes",
             Optional,
             "incremental checkpoints, and the engine precopy",
-            "run as root, or with CAP_SYS_PTRACE; the kernel needs CONFIG_USERFAULTFD and Linux 6.7",
+            "the kernel needs CONFIG_USERFAULTFD and Linux 6.7",
             probe::userfaultfd(Protection::Noted),
         ),
         tried(
             "userfaultfd, holding writes",
             Optional,
-            "the engine wp",
-            "run as root, or with CAP_SYS_PTRACE; the kernel needs CONFIG_USERFAULTFD",
+            "the engine wp, memory that comes after a restore, and limits of memory",
+            "run as root, or set the sysctl vm.unprivileged_userfaultfd to 1; the kernel needs CONFIG_USERFAULTFD",
             probe::userfaultfd(Protection::Waits),
         ),
         tried(

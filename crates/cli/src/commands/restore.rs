@@ -654,11 +654,11 @@ impl Again<'_> {
                 (restored, None)
             }
         };
-        let paging = match pagers {
-            Some(pagers) => Ok(Paging::watch(pagers)),
+        let (paging, why) = match pagers {
+            Some(pagers) => (Some(Paging::watch(pagers)), None),
             None => Paging::begin(store, job, restored.pid, limit),
         };
-        let paging = paging.map_err(|why| restored.notes.push(why)).ok();
+        restored.notes.extend(why);
         Ok((restored, paging))
     }
 

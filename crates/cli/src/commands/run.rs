@@ -272,7 +272,9 @@ impl Record {
 
     /// Keeps the memory of its process within a limit, bytes.
     pub fn page(&mut self, pid: u32, limit: u64) -> Option<Paging> {
-        Paging::begin(&self.store, self.job(), pid, limit).map_err(|why| self.notes.push(why)).ok()
+        let (paging, why) = Paging::begin(&self.store, self.job(), pid, limit);
+        self.notes.extend(why);
+        paging
     }
 
     /// Who takes its checkpoints.
