@@ -535,11 +535,6 @@ fn touching_what_is_missing() {
 fn files_stay_as_they_are() {
     let Some(saved) = Saved::new("compute") else { return };
     let Saved { scratch, stillpoint, checkpoint, directory, original } = saved;
-    let out = directory.join("out").display().to_string();
-    // It has written nothing since, and will.
-    stillpoint
-        .run(&["restore", &checkpoint.name(), "--detach"])
-        .fails(3, &["still runs", &original.pid.to_string(), &out, "would be written by both", "--clone"]);
     // What the original has written since: alone, it would be cut back.
     let grown = "said by the original since\n".repeat(100);
     let before = fs::read(directory.join("out")).expect("read");
@@ -548,6 +543,7 @@ fn files_stay_as_they_are() {
     let after = fs::read(directory.join("out")).expect("read");
     right_eq!(after, [&before, grown.as_bytes()].concat());
     // No less where it is not asked to be a clone.
+    let out = directory.join("out").display().to_string();
     stillpoint
         .run(&["restore", &checkpoint.name(), "--detach"])
         .fails(3, &["still runs", &original.pid.to_string(), &out, "--clone"]);
@@ -557,6 +553,46 @@ fn files_stay_as_they_are() {
     let after = fs::metadata(directory.join("out")).expect("metadata").len() as usize;
     right_eq!(after, before.len() + grown.len());
     drop(original);
+    scratch.nothing_is_left("in the end");
+}
+
+/// What a program writes its data to is not written by itself from another time; that both write what people read is told.
+#[test]
+fn beside_a_running_program() {
+    let Some(python) = installed(&["/usr/bin/python3", "python3"], "python3") else { return };
+    if undisturbed_only() || !kernel::is_root() {
+        return skipped("needs private pid namespaces");
+    }
+    let scratch = Scratch::new();
+    let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("program"));
+    for (text, is_data) in [("data = open('data', 'w')", true), ("data = open(1, 'w', closefd=False)", false)]
+    {
+        let text = format!(
+            "import time\n{text}\nopen('ready', 'w').close()\nwhile True: data.write('x'); data.flush(); time.sleep(1000)\n"
+        );
+        let mut program = alone(&python);
+        program.args(["-c", &text]).current_dir(&directory).env(MARK, scratch.path()).stdin(Stdio::null());
+        let out = fs::File::create(directory.join("out")).expect("a file");
+        program.stdout(if is_data { Stdio::null() } else { out.into() }).stderr(Stdio::null());
+        let program = Running::new(program.spawn().expect("python"), scratch.path());
+        wait_for("the program", PATIENCE, || fs::remove_file(directory.join("ready")).ok());
+        let own = stillpoint.checkpoint(program.pid, "own", &[]).name();
+        let restore = ["restore", &own, "--detach", "--json"];
+        let output = match is_data {
+            true => {
+                let words =
+                    ["still runs", &program.pid.to_string(), "/data: would be written by both", "--clone"];
+                stillpoint.run(&restore).fails(3, &words);
+                stillpoint.run(&[&restore[..], &["--files", "keep"]].concat()).ok()
+            }
+            false => stillpoint.run(&restore).ok(),
+        };
+        right_eq!(output.stdout.contains("/out: the program, which still runs"), !is_data, "{output}");
+        let restored = output.json()["pid"].as_u64().expect("it runs") as u32;
+        kernel::kill(restored, kernel::SIGKILL);
+        kernel::wait_gone(restored, PATIENCE);
+        program.kill();
+    }
     scratch.nothing_is_left("in the end");
 }
 

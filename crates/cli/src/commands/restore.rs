@@ -195,9 +195,9 @@ impl Revived {
         let name = &args.checkpoint;
         let (mut checkpoint, stand_ins) = load(&store, name)?;
         check_connections(&checkpoint.image, args)?;
-        stay_apart_if_it_runs(&store, &mut checkpoint.image, args)?;
+        let apart = stay_apart_if_it_runs(&store, &mut checkpoint.image, args)?;
         let (claim, mut notes) = claim(&store, &name.job)?;
-        notes.extend(stand_ins);
+        notes.extend(stand_ins.into_iter().chain(apart));
         let quiet = common.json;
         Self::revive_as(&store, claim, &checkpoint, args, stdio, relay, quiet, notes, None, What::Restore)
     }
@@ -735,17 +735,22 @@ pub(super) fn load(store: &Store, name: &CheckpointName) -> Result<(Checkpoint, 
     Ok((checkpoint, note))
 }
 
-/// Nothing that a program uses is changed by its own past.
-fn stay_apart_if_it_runs(store: &Store, image: &mut Image, args: &Restore) -> Result<()> {
-    let Some(pid) = still_runs(store, image)? else { return Ok(()) };
-    stay_apart(image, args.files.into()).map_err(|e| {
+/// Nothing that a program uses is changed by its own past; a remark tells what both write to.
+fn stay_apart_if_it_runs(store: &Store, image: &mut Image, args: &Restore) -> Result<Option<String>> {
+    let Some(pid) = still_runs(store, image)? else { return Ok(None) };
+    let streams = stay_apart(image, args.files.into()).map_err(|e| {
         let what = Origin::of(&image.meta);
         match e {
             Error::Refused(_) => failure(e, &format!("{what} while the program still runs (process {pid})"))
                 .hint("end it first, or take files as they are (--clone, or --files keep)"),
             e => failure(e, &what),
         }
-    })
+    })?;
+    let names: Vec<String> = streams.iter().map(ToString::to_string).collect();
+    let note = || {
+        format!("{}: the program, which still runs (process {pid}), writes to it as well", names.join(", "))
+    };
+    Ok((!names.is_empty()).then(note))
 }
 
 /// The process of a job, if it runs. One that has been killed is waited for: until its last thread is gone, its ports and files are in

@@ -40,19 +40,26 @@ fn is_common(file: &PathFile) -> bool {
     !file.deleted && !file.made_anew && !file.mapped_ranges.is_empty()
 }
 
-/// Regular files with a name that the program has open for writing.
-fn written(image: &Image) -> HashSet<u32> {
+/// Regular files with a name that the program has open for writing: those that are only standard streams of it, and others.
+fn written(image: &Image) -> [HashSet<u32>; 2] {
     let is_written = |file: &&OpenFile| {
         let flags = file.flags as i32;
         flags & libc::O_PATH == 0 && flags & libc::O_ACCMODE != libc::O_RDONLY
     };
+    let descriptors = || image.tables.iter().flat_map(|table| &table.descriptors);
+    let numbers = |of: u32| descriptors().filter(move |one| one.file == of).map(|one| one.fd);
+    let is_standard = |of: u32| numbers(of).next().is_some() && numbers(of).all(|fd| fd <= 2);
     let is_file = |row: &u32| {
         let file = image.paths.get(*row as usize);
         file.is_some_and(|file| {
             FileType::from_raw_mode(file.mode) == FileType::RegularFile && !file.deleted && !file.made_anew
         })
     };
-    image.files.iter().filter(is_written).filter_map(row).filter(is_file).collect()
+    [true, false].map(|standard| {
+        let files =
+            (0..).zip(&image.files).filter(|(of, file)| is_written(file) && is_standard(*of) == standard);
+        files.filter_map(|(_, file)| row(file)).filter(is_file).collect()
+    })
 }
 
 /// The row of what an open file is, where that has a path.
@@ -63,18 +70,21 @@ fn row(file: &OpenFile) -> Option<u32> {
     }
 }
 
-/// What is so of clones, for a program that is brought back while it still runs; and no file is changed under its feet.
+/// What is so of clones, for a program that is brought back while it still runs; and no file is changed under its feet. Gives the files to
+/// which both write what people read: their standard streams.
 ///
 /// # Errors
 /// [`Error::Refused`] names what cannot be had twice, and each file that would be changed.
-pub fn stay_apart(image: &mut Image, policy: FilesPolicy) -> Result<()> {
+pub fn stay_apart(image: &mut Image, policy: FilesPolicy) -> Result<Vec<Bytes>> {
     check_alone(image, 1)?;
     set_apart(image)?;
+    let [streams, written] = written(image);
+    let streams = streams.into_iter().filter(|row| !written.contains(row));
+    let streams = streams.filter_map(|row| Some(image.paths.get(row as usize)?.path.clone())).collect();
     if policy == FilesPolicy::Keep {
-        return Ok(());
+        return Ok(streams);
     }
     let grown = check(image, policy)?.grown;
-    let written = written(image);
     let why = |row: &u32, file: &PathFile| {
         let is_changed = is_common(file) || grown.contains(row);
         let changed = is_changed.then_some("would become what it was at the checkpoint");
@@ -83,7 +93,7 @@ pub fn stay_apart(image: &mut Image, policy: FilesPolicy) -> Result<()> {
     let files = (0..).zip(&image.paths);
     let refusals: Vec<String> =
         files.filter_map(|(row, file)| why(&row, file).map(|why| format!("{}: {why}", file.path))).collect();
-    if refusals.is_empty() { Ok(()) } else { Err(Error::Refused(refusals)) }
+    if refusals.is_empty() { Ok(streams) } else { Err(Error::Refused(refusals)) }
 }
 
 /// Refuses what several programs may have at once and yet only one can use, since each takes from the others what was meant for
