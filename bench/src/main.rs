@@ -5,8 +5,8 @@
 //!
 //! Environment:
 //!
-//! * `BENCH_ONLY`: names of experiments, with commas between: `pause`, `tree`, `twins`, `branch`, `durable`, `restore`, `restart`, `touchset`,
-//!   `streaming`, `incremental`, `slowdown`, `downtime`, `interval`, `chain`, `deadline`, `resume`, `frequent`, `paging`, `mirror`, `barrier`,
+//! * `BENCH_ONLY`: names of experiments, with commas between: `pause`, `tree`, `twins`, `branch`, `durable`, `restore`, `unprivileged`, `restart`,
+//!   `touchset`, `streaming`, `incremental`, `slowdown`, `downtime`, `interval`, `chain`, `deadline`, `resume`, `frequent`, `paging`, `mirror`, `barrier`,
 //!   `redis`, `pgbench` (all)
 //! * `BENCH_SIZES`: MiB of the programs whose pauses are measured (`1024,4096,8192`)
 //! * `BENCH_WRITES`: their random page writes per second (`0,20000,200000`)

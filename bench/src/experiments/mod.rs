@@ -24,6 +24,7 @@ mod streaming;
 mod touchset;
 mod tree;
 mod twins;
+mod unprivileged;
 
 use crate::bench::Bench;
 use crate::report::Section;
@@ -43,6 +44,7 @@ pub const EXPERIMENTS: &[(&str, Experiment)] = &[
     ("pgbench", pgbench::run),
     ("durable", durable::run),
     ("restore", restore::run),
+    ("unprivileged", unprivileged::run),
     ("restart", restart::run),
     ("touchset", touchset::run),
     ("streaming", streaming::run),

@@ -186,6 +186,8 @@ impl Job {
 /// The command.
 pub struct Stillpoint {
     binary: PathBuf,
+    /// What starts it, if anything does (`setpriv …`).
+    launcher: Vec<String>,
 }
 
 impl Stillpoint {
@@ -202,12 +204,24 @@ impl Stillpoint {
         if !binary.is_file() {
             bail!("{} is missing: build the workspace first", binary.display());
         }
-        Ok(Stillpoint { binary: binary.canonicalize()? })
+        Ok(Stillpoint { binary: binary.canonicalize()?, launcher: Vec::new() })
+    }
+
+    /// The same, started by something.
+    pub fn by(&self, launcher: &[String]) -> Self {
+        Stillpoint { binary: self.binary.clone(), launcher: launcher.to_vec() }
+    }
+
+    fn command(&self) -> Command {
+        let Some((first, rest)) = self.launcher.split_first() else { return Command::new(&self.binary) };
+        let mut command = Command::new(first);
+        command.args(rest).arg(&self.binary);
+        command
     }
 
     /// Whether it knows these arguments of a command: those it does not know it refuses before it gives the help.
     fn knows(&self, arguments: &[&str]) -> bool {
-        let mut command = Command::new(&self.binary);
+        let mut command = self.command();
         command.args(arguments).arg("--help").stdin(Stdio::null()).stdout(Stdio::null());
         command.stderr(Stdio::null()).status().is_ok_and(|s| s.success())
     }
@@ -228,7 +242,7 @@ impl Stillpoint {
         variant: Option<(&str, &str)>,
         arguments: &[&str],
     ) -> Result<(Value, Duration)> {
-        let mut command = Command::new(&self.binary);
+        let mut command = self.command();
         command.args(arguments).env("STILLPOINT_STORE", store).envs(variant);
         let (out, took) = run(&mut command)?;
         Ok((serde_json::from_str(&out).with_context(|| out.clone())?, took))
@@ -279,7 +293,7 @@ impl Stillpoint {
         options: &[&str],
         command_line: &[String],
     ) -> Result<Job> {
-        let mut command = Command::new(&self.binary);
+        let mut command = self.command();
         command.args(["run", "--detach", "--json", "--name", job]).args(options).arg("--").args(command_line);
         let (out, _) = run(command.env("STILLPOINT_STORE", store).current_dir(place))?;
         Job::from(&serde_json::from_str(&out).with_context(|| out.clone())?)
@@ -311,6 +325,17 @@ impl Stillpoint {
         Job::from(&report)
     }
 
+    /// The same, which may leave memory to come later; and how long it took until the program ran.
+    pub fn restore_at_once(&self, store: &Path, job: &str, options: &[&str]) -> Result<(Duration, Job)> {
+        let mut command = self.command();
+        command.args(["restore", job, "--detach"]).args(options).env("STILLPOINT_STORE", store);
+        let (_, runs) = run(&mut command)?;
+        let (list, _) = self.json(store, None, &["ls", "--json"])?;
+        let of_job = |row: &&Value| row["job"] == job;
+        let row = list.as_array().into_iter().flatten().find(of_job).context("the job is not listed")?;
+        Ok((runs, Job::from(&row["running"])?))
+    }
+
     /// Checkpoints and kills a program, and reads the checkpoint once, so that it is in memory.
     pub fn kill(&self, program: &mut Program, store: &Path) -> Result<()> {
         let pid = program.pid.to_string();
@@ -332,7 +357,7 @@ impl Stillpoint {
 
     /// Begins to restore a job; the command returns when all of its memory is there, and reports.
     pub fn restore_in_background(&self, store: &Path, job: &str, options: &[&str]) -> Result<Child> {
-        let mut command = Command::new(&self.binary);
+        let mut command = self.command();
         command.args(["restore", job, "--detach", "--json"]).args(options).env("STILLPOINT_STORE", store);
         let piped = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         piped.spawn().with_context(|| self.binary.display().to_string())
@@ -370,7 +395,7 @@ impl Stillpoint {
     /// Restores a program that was killed; time until it runs, which is when the command returns, and until it answers.
     pub fn bring_back(&self, program: &Program, store: &Path, way: &[&str]) -> Result<(Duration, Duration)> {
         let began = Instant::now();
-        let mut command = Command::new(&self.binary);
+        let mut command = self.command();
         command.args(["restore", "restore", "--detach"]).args(way).env("STILLPOINT_STORE", store);
         let (_, runs) = run(&mut command)?;
         program.ask()?;
