@@ -113,6 +113,21 @@ impl Drop for Frozen {
     }
 }
 
+/// Of a thread that does not come to rest: why.
+fn restless(pid: u32, tid: u32) -> Error {
+    let thread = Proc::thread(pid, tid);
+    let state = thread.as_ref().ok().and_then(|thread| Some(thread.stat().ok()?.state));
+    let place = thread.and_then(|thread| thread.wchan()).unwrap_or_default();
+    let why = match state {
+        Some(b'R') => "it gets no processor for long; try again when the machine is less busy".into(),
+        _ => format!(
+            "it is in an uninterruptible wait in the kernel ({}); try again when its device or file system answers",
+            if place.is_empty() { "?".into() } else { String::from_utf8_lossy(&place) }
+        ),
+    };
+    Error::Failed(format!("thread {tid} does not come to rest: {why}"))
+}
+
 /// While it lives, the calling thread (and those that it starts) comes before others: where processors are few, a
 /// program that stands still should not wait for those that do not. Needs `CAP_SYS_NICE`, and does nothing without.
 #[derive(Debug)]
@@ -331,11 +346,7 @@ impl Stopping {
             interrupt(&self.running)?;
         }
         if let Some(first) = self.running.first().filter(|_| wait.elapsed() > PATIENCE) {
-            return Err(Error::Failed(format!(
-                "thread {} does not come to rest: it is in an uninterruptible wait in the kernel; \
-                 try again when its device or file system answers",
-                first.tid()
-            )));
+            return Err(restless(pid, first.tid()));
         }
         if !self.rests && wait.elapsed() > EAGER {
             self.stopped = without_ended(std::mem::take(&mut self.stopped))?;

@@ -352,14 +352,17 @@ impl Server<'_> {
                     wish = self.comply(request, claim)?;
                     asked = Instant::now();
                 }
-                claim.take_calls(line);
             }
+            // What one who has hung up left is seen to before the next one is heard.
             if !claim.is_made() {
                 wish = None;
                 self.work.cells.set(Word::Rests, 0);
                 if self.work.cells.get(Word::Held) > 0 {
                     self.distrust(&mut self.gate());
                 }
+            }
+            if calls.contains(&true) {
+                claim.take_calls(line);
             }
             wish = self.grant(wish, asked, claim)?;
             self.serve_waiting(&mut streams)?;

@@ -360,7 +360,10 @@ impl<'a> Work<'a, '_> {
     /// theirs would be called otherwise.
     fn is_called_otherwise(&self, mount: &Mount) -> bool {
         let is_called_so = |other: &Mount| (other.device, &other.source) == (mount.device, &mount.source);
-        is_of_machine(&text(&mount.kind)) && mount.root == b"/" && !self.look.around.iter().any(is_called_so)
+        is_of_machine(&text(&mount.kind))
+            && mount.root == b"/"
+            && !self.look.around.iter().any(is_called_so)
+            && (self.is_running() || is_made(mount).unwrap_or(false))
     }
 
     /// The row of the mount on which one is.
