@@ -19,6 +19,7 @@
 #![forbid(unsafe_code)]
 
 pub mod client;
+pub mod counter;
 pub mod cuts;
 pub mod engine;
 pub mod fault;

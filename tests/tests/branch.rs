@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 use std::time::Duration;
+use stillpoint_tests::counter::{COUNTER, Counter};
 use stillpoint_tests::observe::Facts;
 use stillpoint_tests::programs::{built_by_go, installed, source};
 use stillpoint_tests::scratch::MARK;
@@ -1593,4 +1594,67 @@ half[0] = 1
     assert_eq!(told.changes("keep"), changes([("file", &["written"])]));
     told.does("assert half[0:5] == b'other'");
     told.end();
+}
+
+/// A job that is checkpointed again and again has snapshots, too: its checkpoints give way, and follow it again when there are none any more.
+#[test]
+fn of_a_job_that_is_checkpointed() {
+    let Some(python) = installed(&["/usr/bin/python3", "python3"], "python3") else { return };
+    if undisturbed_only() {
+        return;
+    }
+    let python = python.to_str().expect("a path");
+    for of_a_shell in [&[][..], &["sh", "-c", "\"$@\" & wait", "sh"]] {
+        let scratch = Scratch::new();
+        let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("job"));
+        let run = ["run", "--detach", "--name", "job", "--every", "300ms", "--keep", "3", "--"];
+        let mut run = stillpoint.command(&[&run[..], of_a_shell, &[python, "-c", COUNTER]].concat());
+        run.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).current_dir(&directory);
+        assert!(run.status().expect("run").success());
+        let counter = Counter::of(&directory);
+        counter.goes_on();
+        let is_incremental = || {
+            let taken = stillpoint.run(&["checkpoint", "job", "--json"]).ok().json();
+            (taken["incremental"] == true).then_some(())
+        };
+        for _ in 0..3 {
+            wait_for("a checkpoint of what it has written", Duration::from_secs(60), is_incremental);
+            stillpoint.run(&["snapshot", "job"]).ok();
+            counter.sees();
+            let taken = stillpoint.run(&["checkpoint", "job", "--json"]).ok().json();
+            assert_eq!(taken["incremental"], false, "{taken}");
+            stillpoint.run(&["rollback", "job"]).ok();
+            right!(!counter.goes_on(), "it knows after its rollback what it has seen since the snapshot");
+            stillpoint.run(&["forget", "job"]).ok();
+        }
+        stillpoint.run(&["checkpoint", "job", "--kill"]).ok();
+        let pid = stillpoint.restore_detached("job", &[]);
+        right!(!counter.goes_on());
+        let all = [&[pid][..], &kernel::children(pid)].concat();
+        all.iter().for_each(|pid| kernel::kill(*pid, kernel::SIGKILL));
+        all.iter().for_each(|pid| kernel::wait_gone(*pid, Duration::from_secs(60)));
+        scratch.nothing_is_left("in the end");
+    }
+}
+
+/// Checkpoints that only an engine can take which follows the program do not give way: there would be none any more.
+#[test]
+fn of_a_job_that_is_followed_for_good() {
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    let mut run =
+        stillpoint.command(&["run", "--detach", "--name", "job", "--every", "1h", "--engine", "precopy"]);
+    run.args(["--", "sleep", "1000"]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    assert!(run.status().expect("run").success());
+    stillpoint.run(&["checkpoint", "job", "--engine", "precopy"]).ok();
+    stillpoint.run(&["snapshot", "job"]).fails(3, &["follows what it writes already", "checkpointer job"]);
+    let taken = stillpoint.run(&["checkpoint", "job", "--engine", "precopy", "--json"]).ok().json();
+    assert_eq!(taken["incremental"], true, "{taken}");
+    let pid =
+        stillpoint.run(&["ls", "--json"]).ok().json()[0]["running"]["pid"].as_u64().expect("it runs") as u32;
+    kernel::kill(pid, kernel::SIGKILL);
+    kernel::wait_gone(pid, Duration::from_secs(60));
 }

@@ -236,8 +236,9 @@ impl Program {
                     return Err(Error::Failed(why.into()));
                 }
                 Ok(None) => {}
-                Err(Error::Refused(all)) if may_pass(began, tries) && all.iter().all(passes) => {}
+                Err(Error::Refused(all)) if may_pass(began, tries) && all.iter().all(Refusal::will_pass) => {}
                 Err(e @ (Error::Refused(_) | Error::Killed(_))) => return Err(e),
+                Err(e @ Error::Capture(stillpoint_capture::Error::Followed(_))) => return Err(e),
                 Err(e) if tries >= TRIES || has_ended(self.pid) => return Err(e),
                 // Somebody has just ended, who may be no descendant any more, or become another program.
                 Err(e) if !(is_of_an_end(&e) || had_others || self.has_others()) => return Err(e),
@@ -466,7 +467,7 @@ fn until_it_has_passed<T>(mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
     loop {
         tries += 1;
         match attempt() {
-            Err(Error::Refused(all)) if may_pass(began, tries) && all.iter().all(passes) => {
+            Err(Error::Refused(all)) if may_pass(began, tries) && all.iter().all(Refusal::will_pass) => {
                 std::thread::sleep(PAUSE);
             }
             done => return done,
@@ -490,11 +491,6 @@ fn refuse_stopped(together: &Together) -> Result<()> {
     };
     let refused: Vec<Refusal> = stopped.map(refusal).collect();
     if refused.is_empty() { Ok(()) } else { Err(Error::Refused(refused)) }
-}
-
-/// Whether it is about a moment: somebody is between `vfork(2)` and `execve(2)`, or something is on its way.
-fn passes(refusal: &Refusal) -> bool {
-    refusal.hint.starts_with("try again")
 }
 
 /// Whether it says that a process was no more when it was looked at.

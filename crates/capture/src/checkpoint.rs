@@ -12,6 +12,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use stillpoint_image::{Image, Owner, PAGE};
+use stillpoint_linux::ptrace;
 use stillpoint_store::{Checkpoint, Committed, Store};
 
 /// What is asked of a checkpoint.
@@ -240,6 +241,7 @@ impl Session {
             // Whatever could not be read or done, this is why.
             Error::Kernel(_)
             | Error::Failed(_)
+            | Error::Followed(_)
             | Error::Refused(_)
             | Error::Incapable(_)
             | Error::Replaced
@@ -257,8 +259,7 @@ impl Session {
     pub fn tend(&mut self) -> bool {
         let pid = self.pid;
         let followed = self.followed.entry(pid).or_default();
-        let tended = std::thread::scope(|scope| scope.spawn(|| tend(pid, followed)).join());
-        match tended {
+        match ptrace::on_a_thread_of_its_own(|| tend(pid, followed)) {
             Ok(Ok(more)) => more,
             // The next checkpoint saves all of it.
             _ => {
@@ -268,13 +269,23 @@ impl Session {
         }
     }
 
+    /// Follows nobody any more, so that somebody else can: the next checkpoint saves all, and follows again if it may. Whether anybody was:
+    /// where memory is loaded or paged by others, these follow it.
+    pub fn give_way(&mut self) -> bool {
+        let mut any = false;
+        for followed in self.followed.values_mut().filter(|followed| !followed.kept.is_empty()) {
+            if followed.loading().is_none() {
+                *followed = followed.afresh();
+                any = true;
+            }
+        }
+        any
+    }
+
     fn attempt<T: Send>(&mut self, work: &(impl Fn(&mut Self) -> Result<T> + Sync)) -> Result<T> {
-        // On a thread of its own: what it may still trace when it fails is let go of when it ends.
-        std::thread::scope(|scope| {
-            let tracer = scope.spawn(|| work(self));
-            let joined = tracer.join();
-            joined.unwrap_or_else(|_| Err(Error::Failed("the checkpoint failed inside stillpoint".into())))
-        })
+        // What it may still trace when it fails is let go of when the thread ends.
+        let done = ptrace::on_a_thread_of_its_own(|| work(self));
+        done.unwrap_or_else(|_| Err(Error::Failed("the checkpoint failed inside stillpoint".into())))
     }
 
     /// Those who page its memory stop it now and then, as others do that trace it; from now on they do not.
@@ -351,6 +362,7 @@ impl Session {
             // Whatever did not fit together, this is why.
             Error::Kernel(_)
             | Error::Failed(_)
+            | Error::Followed(_)
             | Error::Lost(_)
             | Error::Refused(_)
             | Error::Incapable(_)

@@ -37,6 +37,9 @@ pub enum Error {
     /// It has become another program while it was looked at (`execve(2)`), again and again (exit code 1).
     #[error("it replaces itself by another program all the time")]
     Replaced,
+    /// Somebody else follows what it writes, as only one can (exit code 3).
+    #[error("{0} follows what it writes already")]
+    Followed(String),
     /// Anything else that failed (exit code 1).
     #[error("{0}")]
     Failed(String),
@@ -55,9 +58,9 @@ pub struct Refusal {
 
 impl Refusal {
     /// What the hints begin with where nothing has to be done but to wait for the program.
-    const WAIT: &str = "try again when the program has";
+    const WAIT: &str = "try again";
 
-    /// Whether it is about a moment in which something was on its way within the program.
+    /// Whether it is about a moment: somebody is between `vfork(2)` and `execve(2)`, or something is on its way.
     pub fn will_pass(&self) -> bool {
         self.hint.starts_with(Self::WAIT)
     }

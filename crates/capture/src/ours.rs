@@ -46,7 +46,7 @@ pub(crate) fn is_followed(error: &Error) -> bool {
 /// Says who that is. It takes a look at all processes, so the program should run meanwhile.
 pub(crate) fn name_follower(error: Error, pid: u32) -> Error {
     match is_followed(&error) {
-        true => Error::Failed(format!("{} follows what it writes already", follower(pid))),
+        true => Error::Followed(follower(pid)),
         false => error,
     }
 }

@@ -480,14 +480,18 @@ impl<'a> Work<'a> {
             }
             match self.prepare(index) {
                 Ok(()) => return Ok(()),
-                Err(e @ (Error::Kernel(_) | Error::Failed(_) | Error::Incapable(_))) if !first => {
+                Err(e @ (Error::Kernel(_) | Error::Failed(_) | Error::Followed(_) | Error::Incapable(_)))
+                    if !first =>
+                {
                     self.tell(index, format!("{name} is not possible: {e}"));
                 }
                 Err(Error::Lost(why)) => {
                     self.tell(index, format!("{name} would not do: {why}"));
                     self.members[index].outpaced = PACE_KEPT;
                 }
-                Err(Error::Failed(why)) => return Err(impossible(name, &why)),
+                Err(e @ (Error::Failed(_) | Error::Followed(_))) => {
+                    return Err(impossible(name, &e.to_string()));
+                }
                 Err(Error::Incapable(refusal)) => {
                     let hint = format!("the engine {name} is not possible; auto takes another");
                     return Err(Error::Incapable(Refusal { hint, ..refusal }));
@@ -506,7 +510,9 @@ impl<'a> Work<'a> {
                 self.tell(index, format!("{name} would not do: {why}"));
                 Ok(false)
             }
-            Err(e @ (Error::Failed(_) | Error::Incapable(_))) if self.options.engine == Engine::Auto => {
+            Err(e @ (Error::Failed(_) | Error::Followed(_) | Error::Incapable(_)))
+                if self.options.engine == Engine::Auto =>
+            {
                 self.tell(index, format!("{name} is not possible any more: {e}"));
                 Ok(false)
             }

@@ -202,6 +202,7 @@ pub fn failure(error: Error, verb: &str, target: &str) -> Failure {
         Error::Target(what) | Error::Busy(what) => Failure::usage(what),
         Error::Store(e) => jobs::store_failure(e).within(&what),
         Error::Kernel(e) => Failure::from(e).within(&what),
+        Error::Followed(_) => Failure::refused(error.to_string()).within(&what),
         Error::Replaced | Error::Loading | Error::Passing(_) => {
             Failure::failed(error.to_string()).within(&what)
         }

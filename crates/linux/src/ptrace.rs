@@ -7,12 +7,14 @@
 use crate::arch::Regs;
 use crate::dispatch::{self, Dispatch};
 use crate::proc::Proc;
+use crate::spawn::tgkill;
 use crate::{Error, RemoteAddr, Result};
 use linux_raw_sys::ptrace::{
     PTRACE_GET_SYSCALL_USER_DISPATCH_CONFIG, PTRACE_SET_SYSCALL_USER_DISPATCH_CONFIG,
 };
 use rustix::io::Errno;
 use std::marker::PhantomData;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 /// How long a thread is waited for without sleeping.
@@ -34,6 +36,32 @@ pub mod options {
     pub const EXIT_KILL: usize = libc::PTRACE_O_EXITKILL as usize;
     /// Seccomp filters do not apply while the tracer lives (`CAP_SYS_ADMIN`).
     pub const SUSPEND_SECCOMP: usize = libc::PTRACE_O_SUSPEND_SECCOMP as usize;
+}
+
+/// Does work on a thread of its own, and waits until the kernel, too, has done with that thread: what it still traced runs on then, and
+/// somebody else may trace it. Who has only joined it may come before that: the kernel wakes him, and lets go behind that (`mm_release`
+/// and `exit_notify`), on a busy machine seconds later.
+///
+/// # Errors
+/// What the work has panicked with.
+pub fn on_a_thread_of_its_own<T: Send>(work: impl FnOnce() -> T + Send) -> std::thread::Result<T> {
+    const PATIENCE: Duration = Duration::from_secs(60);
+    let own = AtomicU32::new(0);
+    let done = std::thread::scope(|scope| {
+        let begin = || {
+            own.store(rustix::thread::gettid().as_raw_nonzero().get() as u32, Ordering::Relaxed);
+            work()
+        };
+        scope.spawn(begin).join()
+    });
+    let (own, us, joined) = (own.into_inner(), std::process::id(), Instant::now());
+    while own != 0 && tgkill(us, own, 0).is_ok() && joined.elapsed() < PATIENCE {
+        match joined.elapsed() < EAGER {
+            true => std::thread::yield_now(),
+            false => std::thread::sleep(EAGER),
+        }
+    }
+    done
 }
 
 /// How a traced thread ended.

@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 use stillpoint_linux::proc::Proc;
-use stillpoint_linux::ptrace::{Seized, Stopped, Waited, options};
+use stillpoint_linux::ptrace::{Seized, Stopped, Waited, on_a_thread_of_its_own, options};
 
 fn stop(tid: u32) -> Stopped {
     let thread = Seized::seize(tid, options::SYSCALL_GOOD).unwrap();
@@ -40,5 +40,17 @@ fn the_end_of_a_main_thread_is_heard_of_while_another_one_is_held() {
     });
     assert!(heard.recv_timeout(Duration::from_secs(60)).expect("it is heard of"));
     // The kernel lets go of all that a thread has traced when that ends.
+    program.wait().unwrap();
+}
+
+#[test]
+fn what_a_thread_held_can_be_held_by_the_next_one() {
+    let mut program = Command::new("sleep").arg("1000").stdin(Stdio::null()).spawn().unwrap();
+    let pid = program.id();
+    for _ in 0..500 {
+        // It is let go of by nobody but the kernel.
+        on_a_thread_of_its_own(|| stop(pid).tid()).expect("nobody else holds it");
+    }
+    program.kill().unwrap();
     program.wait().unwrap();
 }

@@ -36,6 +36,7 @@ use stillpoint_linux::inject::outside;
 use stillpoint_linux::pagemap::{Category, Query, Run};
 use stillpoint_linux::proc::{Proc, Vma};
 use stillpoint_linux::program::{Arg, Program};
+use stillpoint_linux::ptrace;
 use stillpoint_linux::sched;
 use stillpoint_linux::userfault::{MOVE, MOVE_LEN, MOVED_AT, Mode, OPEN_FLAGS, Userfault, move_argument};
 use stillpoint_restore::lazy::turns::{Prompt, Turn};
@@ -244,10 +245,8 @@ impl Taker<'_, '_> {
 
     /// Works on a thread of its own: what it may still trace when it fails is let go of when it ends.
     fn apart<T: Send>(&mut self, work: impl FnOnce(&mut Self) -> Result<T> + Send) -> Result<T> {
-        std::thread::scope(|scope| {
-            let done = scope.spawn(|| work(self)).join();
-            done.unwrap_or_else(|_| Err(Error::Failed("taking pages out failed inside".into())))
-        })
+        let done = ptrace::on_a_thread_of_its_own(|| work(self));
+        done.unwrap_or_else(|_| Err(Error::Failed("taking pages out failed inside".into())))
     }
 
     /// Opens the program, and sees to it that what follows its memory is there.

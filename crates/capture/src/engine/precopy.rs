@@ -236,8 +236,8 @@ impl MemoryEngine for Precopy {
         match self.rounds(running) {
             // The cut will find out how much is left.
             Err(Error::Lost(_)) => Ok(()),
-            Err(Error::Failed(why)) => {
-                self.unfit = Some(why);
+            Err(e @ (Error::Failed(_) | Error::Followed(_))) => {
+                self.unfit = Some(e.to_string());
                 Ok(())
             }
             done => done,

@@ -3,7 +3,7 @@
 use super::{Answer, Ask, ChangedFile, Place, Row, start_time};
 use crate::control::{Line, server::check_peer};
 use crate::failure::{FAILED, Failure, Result};
-use crate::taken;
+use crate::{control, jobs, taken};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, OwnedFd};
 use serde_json::Value;
@@ -258,7 +258,7 @@ impl Keeper {
     fn snapshot(&mut self, name: Option<String>, alone: bool, asker: Asker) -> Result<Answer, Error> {
         // A program that asks itself knows what it has made, and the keeper may be a child of it.
         let alone = alone || asker == Asker::Program;
-        let Keeper { pid, program, own, unsaid, of_its_own, .. } = self;
+        let Keeper { pid, program, own, unsaid, of_its_own, store, .. } = self;
         refuse_the_other_kind(*pid, program.as_ref(), alone)?;
         let answer = |taken: &Taken| Answer::Taken {
             snapshot: taken.id,
@@ -277,7 +277,7 @@ impl Keeper {
         let taken = match program {
             Some(program) => program.snapshot(name, tell)?,
             None => {
-                let (begun, taken) = Program::begin(*pid, name, alone)?;
+                let (begun, taken) = begin(store, *pid, name.as_deref(), alone)?;
                 *program = Some(begun);
                 tell(&taken);
                 taken
@@ -416,6 +416,37 @@ impl Keeper {
             error => Failure::failed(error).within(&format!("{verb} {target}")),
         }
     }
+}
+
+/// Takes the first snapshot of a program. Where it is a job, or of one, whose checkpoints follow what it writes, these give way.
+fn begin(store: &Store, pid: u32, name: Option<&str>, alone: bool) -> Result<(Program, Taken), Error> {
+    // The next checkpoint may come between.
+    const ATTEMPTS: usize = 4;
+    let begin = || Program::begin(pid, name.map(str::to_owned), alone);
+    let mut begun = begin();
+    for _ in 1..ATTEMPTS {
+        match &begun {
+            Err(Error::Capture(stillpoint_capture::Error::Followed(_)))
+                if checkpoints_give_way(store, pid) =>
+            {
+                begun = begin();
+            }
+            _ => break,
+        }
+    }
+    begun
+}
+
+/// Asks the checkpoints of the jobs that have to do with a process to give way; whether any does.
+fn checkpoints_give_way(store: &Store, pid: u32) -> bool {
+    let concerns =
+        |of: u32| of == pid || descendants(&[of]).contains(&pid) || descendants(&[pid]).contains(&of);
+    let is_followed =
+        |job: &&String| jobs::running(store, job).ok().flatten().is_some_and(|job| concerns(job.pid));
+    let (all, _) = jobs::within_reach(store).unwrap_or_default();
+    let given: Vec<bool> =
+        all.iter().filter(is_followed).map(|job| control::client::ask_for_way(store, job)).collect();
+    given.contains(&true)
 }
 
 /// Refuses a snapshot of the one process where there are those of all that it has made, and the other way round.

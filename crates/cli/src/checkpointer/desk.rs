@@ -1,6 +1,6 @@
 //! Where checkpoints are asked for, and the one thread that takes them, one after the other.
 
-use crate::chronicle::Taking;
+use crate::chronicle;
 use crate::failure::{Failure, Result};
 use crate::pace::{FIRST, Pacer};
 use crate::progress::Counts;
@@ -14,6 +14,8 @@ use stillpoint_capture::{Error, Session};
 use stillpoint_store::history::Why;
 use stillpoint_store::{Every, Pace, Rolling, Store, Trouble};
 
+/// How long the clock waits for whoever follows the job next.
+const WAY: Duration = Duration::from_secs(1);
 /// Between two looks at a job whose memory is still being loaded.
 const TEND: Duration = Duration::from_millis(20);
 
@@ -25,9 +27,17 @@ pub struct Desk {
     open: Arc<AtomicUsize>,
 }
 
+/// What is to be done.
+#[derive(Debug)]
+enum Order {
+    Take(Taking),
+    /// Nobody follows the job until the next checkpoint; who asked hears whether it is so.
+    GiveWay(Sender<bool>),
+}
+
 /// A checkpoint to be taken.
 #[derive(Debug)]
-struct Order {
+struct Taking {
     asked: Asked,
     counts: Arc<Counts>,
     /// Whoever asked for it has gone.
@@ -95,13 +105,21 @@ impl Desk {
         let (sender, answer) = channel();
         let ticket = Ticket { counts: Arc::default(), abandoned: Arc::default(), answer };
         let (counts, abandoned) = (ticket.counts.clone(), ticket.abandoned.clone());
-        self.order(Order { asked, counts, abandoned, answer: Some(sender) });
+        self.order(Order::Take(Taking { asked, counts, abandoned, answer: Some(sender) }));
         ticket
     }
 
     /// Asks for a checkpoint because it is time.
     pub fn tick(&self, asked: Asked) {
-        self.order(Order { asked, counts: Arc::default(), abandoned: Arc::default(), answer: None });
+        let (counts, abandoned) = (Arc::default(), Arc::default());
+        self.order(Order::Take(Taking { asked, counts, abandoned, answer: None }));
+    }
+
+    /// Asks that nobody follows the job until the next checkpoint; whether it is so.
+    pub fn give_way(&self) -> Receiver<bool> {
+        let (sender, answer) = channel();
+        self.order(Order::GiveWay(sender));
+        answer
     }
 
     fn order(&self, order: Order) {
@@ -124,6 +142,8 @@ pub struct Taker {
     pub inherited: Vec<(u32, Vec<u8>)>,
     /// How often the clock asks.
     pub every: Option<Every>,
+    /// Checkpoints that the clock asks for can be taken when somebody else follows the job.
+    pub can_give_way: bool,
     /// Keeps the newest checkpoints only, when the clock has asked for one, and joins their segments.
     pub rolling: Rolling,
     /// What the user should know.
@@ -160,7 +180,22 @@ impl Pacing {
 
 impl Taker {
     fn work(mut self, orders: &Receiver<Order>, open: &AtomicUsize) {
+        let mut way_until = None;
         while let Some(order) = self.next(orders) {
+            let order = match order {
+                Order::Take(order) => order,
+                Order::GiveWay(answer) => {
+                    let _ = answer.send(self.can_give_way && self.session.give_way());
+                    way_until = Some(Instant::now() + WAY);
+                    open.fetch_sub(1, Ordering::AcqRel);
+                    continue;
+                }
+            };
+            if order.answer.is_none()
+                && let Some(until) = way_until.take()
+            {
+                std::thread::sleep(until.saturating_duration_since(Instant::now()));
+            }
             if !order.abandoned.load(Ordering::Relaxed) {
                 let why = if order.answer.is_some() { Why::Asked } else { Why::Periodic };
                 if let Some(pacing) = &mut self.pacing {
@@ -206,7 +241,7 @@ impl Taker {
 
     fn take(&mut self, asked: &Asked, counts: &Counts, why: Why) -> Result<Taken> {
         let options = asked.options(self.inherited.clone());
-        let taking = Taking::begin(why, self.interval());
+        let taking = chronicle::Taking::begin(why, self.interval());
         let ending = Ending { progress: counts, store: &self.store, job: &self.job };
         let mut report = self.session.checkpoint(&self.store, &options, &ending);
         // What is owed, or kept to be written anew, may be what is missing.

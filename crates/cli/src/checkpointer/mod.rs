@@ -22,7 +22,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::time::{Duration, Instant};
-use stillpoint_capture::Session;
+use stillpoint_capture::{Engine, Session};
 use stillpoint_linux::supervise::Signals;
 use stillpoint_store::{Store, Trouble};
 
@@ -95,6 +95,8 @@ impl Work {
             session: Session::new(self.pid),
             inherited: self.inherited.clone(),
             every: self.periodic.every,
+            can_give_way: self.periodic.every.is_none()
+                || !matches!(self.periodic.engine, Some(Engine::Precopy | Engine::Wp)),
             rolling: self.store.rolling(&self.job, keep.unwrap_or(usize::MAX)),
             trouble: Trouble::default(),
             pacing,

@@ -1,13 +1,13 @@
-//! Asking for a checkpoint.
+//! Asking for a checkpoint, or for way.
 
-use super::{Line, Request, VERSION, Word, place};
+use super::{Line, Request, VERSION, Wish, Word, place};
 use crate::failure::{Failure, Result};
 use crate::taken::{Asked, Taken};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use std::io::ErrorKind;
 use std::os::unix::net::UnixStream;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use stillpoint_capture::Progress;
 use stillpoint_store::Store;
 
@@ -29,29 +29,49 @@ pub enum Asking {
 
 /// Asks whoever takes the checkpoints of a job.
 pub fn ask(store: &Store, job: &str, asked: &Asked, progress: &dyn Progress) -> Asking {
+    match begin(store, job, Wish::Checkpoint(asked.clone())) {
+        Ok(mut line) => Asking::Answered(Box::new(listen(&mut line, job, asked, progress))),
+        Err(asking) => asking,
+    }
+}
+
+/// Asks whoever takes the checkpoints of a job not to follow what it writes until the next one; whether nobody does now.
+pub fn ask_for_way(store: &Store, job: &str) -> bool {
+    let Ok(mut line) = begin(store, job, Wish::GiveWay {}) else { return false };
+    let began = Instant::now();
+    loop {
+        match line.hear() {
+            // Behind a checkpoint that is being taken.
+            Ok(Some(Word::Progress { .. })) if began.elapsed() < SILENCE => {}
+            heard => return matches!(heard, Ok(Some(Word::GivesWay {}))),
+        }
+    }
+}
+
+/// Reaches them, and says what is wanted.
+fn begin(store: &Store, job: &str, wish: Wish) -> std::result::Result<Line, Asking> {
     let stream = match reach(store, job) {
         Ok(stream) => stream,
         Err(e) if e.kind() == ErrorKind::WouldBlock => {
-            return deaf(job, "does not answer; it may be stopped");
+            return Err(deaf(job, "does not answer; it may be stopped"));
         }
-        Err(_) => return Asking::Nobody,
+        Err(_) => return Err(Asking::Nobody),
     };
     let mut line = Line::new(stream);
     match line.hear() {
         Ok(Some(Word::Hello { version: VERSION })) => {}
-        Ok(Some(Word::Hello { .. })) => return deaf(job, "is of another version of stillpoint"),
-        Err(e) if is_timeout(&e) => return deaf(job, "does not answer; it may be stopped"),
-        Ok(Some(Word::Failed(failure))) => return Asking::Answered(Box::new(Err(failure))),
-        Err(e) if e.kind() != ErrorKind::InvalidData => return Asking::Nobody, // it hung up
-        Ok(None) => return Asking::Nobody,
-        Ok(Some(_)) | Err(_) => return deaf(job, "says what this version does not understand"),
+        Ok(Some(Word::Hello { .. })) => return Err(deaf(job, "is of another version of stillpoint")),
+        Err(e) if is_timeout(&e) => return Err(deaf(job, "does not answer; it may be stopped")),
+        Ok(Some(Word::Failed(failure))) => return Err(Asking::Answered(Box::new(Err(failure)))),
+        Err(e) if e.kind() != ErrorKind::InvalidData => return Err(Asking::Nobody), // it hung up
+        Ok(None) => return Err(Asking::Nobody),
+        Ok(Some(_)) | Err(_) => return Err(deaf(job, "says what this version does not understand")),
     }
     let _ = line.stream().set_read_timeout(Some(SILENCE));
-    let request = Request { version: VERSION, checkpoint: asked.clone() };
-    if line.say(&request).is_err() {
-        return Asking::Nobody;
+    match line.say(&Request { version: VERSION, wish }) {
+        Ok(()) => Ok(line),
+        Err(_) => Err(Asking::Nobody),
     }
-    Asking::Answered(Box::new(listen(&mut line, job, asked, progress)))
 }
 
 fn deaf(job: &str, what: &str) -> Asking {
@@ -87,7 +107,7 @@ fn listen(line: &mut Line, job: &str, asked: &Asked, progress: &dyn Progress) ->
                 progress.advance(done.saturating_sub(known.1));
                 known = (total, done.max(known.1));
             }
-            Ok(Some(Word::Hello { .. })) => {}
+            Ok(Some(Word::Hello { .. } | Word::GivesWay {})) => {}
             Err(e) if is_timeout(&e) => {
                 return Err(Failure::failed(format!(
                     "checkpoint {}: the supervisor of job {job} has been silent for {} s",

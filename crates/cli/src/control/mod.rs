@@ -3,10 +3,13 @@
 //!
 //! ```text
 //! server  {"hello":{"version":1}}
-//! client  {"version":1,"checkpoint":{…}}
+//! client  {"version":1,"checkpoint":{…}}                    or  {"version":1,"give_way":{}}
 //! server  {"progress":{"total":1073741824,"done":4096}}     again and again, also while others have their turn
-//! server  {"taken":{…}}  or  {"failed":{…}}
+//! server  {"taken":{…}}  or  {"failed":{…}}                or  {"gives_way":{}}
 //! ```
+//!
+//! Who keeps snapshots of a job asks that its checkpoints give way: only one can follow what a program writes. From then on each of them
+//! saves all.
 
 pub mod client;
 pub mod server;
@@ -34,12 +37,23 @@ const LONGEST: u64 = 1 << 20;
 #[derive(Debug, Serialize, Deserialize)]
 struct Request {
     version: u32,
-    checkpoint: Asked,
+    #[serde(flatten)]
+    wish: Wish,
+}
+
+/// What it wants.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Wish {
+    /// A checkpoint.
+    Checkpoint(Asked),
+    /// That nobody follows what the job writes until the next checkpoint.
+    GiveWay {},
 }
 
 /// What the server says.
 #[derive(Debug, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[serde(rename_all = "snake_case")]
 enum Word {
     /// At once: somebody is there.
     Hello { version: u32 },
@@ -47,6 +61,8 @@ enum Word {
     Progress { total: u64, done: u64 },
     /// The checkpoint is in the store.
     Taken(Taken),
+    /// Nobody follows what it writes.
+    GivesWay {},
     /// There is no checkpoint.
     Failed(Failure),
 }

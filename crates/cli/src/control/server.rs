@@ -1,11 +1,12 @@
-//! Answering those who ask for a checkpoint: each on a thread of its own, so that a client that is slow, hangs or goes
+//! Answering those who ask for a checkpoint, or for way: each on a thread of its own, so that a client that is slow, hangs or goes
 //! away is nobody else's trouble.
 
-use super::{Line, Request, VERSION, Word};
+use super::{Line, Request, VERSION, Wish, Word};
 use crate::checkpointer::desk::{Desk, Ticket};
 use crate::failure::{Failure, Result};
 use crate::taken::Asked;
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -57,9 +58,9 @@ fn serve(stream: UnixStream, desk: &Desk, waiting: &Weak<()>) -> std::io::Result
     }
     let mut line = Line::new(stream);
     line.say(&Word::Hello { version: VERSION })?;
-    let asked = match line.hear::<Request>() {
+    let wish = match line.hear::<Request>() {
         Ok(None) => return Ok(()), // only wanted to know whether we live
-        Ok(Some(Request { version: VERSION, checkpoint })) => checkpoint,
+        Ok(Some(Request { version: VERSION, wish })) => wish,
         Ok(Some(_)) | Err(_) => {
             let what =
                 "the supervisor of this job does not understand what it is asked: it is of another version";
@@ -67,7 +68,10 @@ fn serve(stream: UnixStream, desk: &Desk, waiting: &Weak<()>) -> std::io::Result
         }
     };
     let _waiting = waiting.upgrade();
-    follow(&line, asked, desk)
+    match wish {
+        Wish::Checkpoint(asked) => follow(&line, asked, desk),
+        Wish::GiveWay {} => give_way(&line, desk),
+    }
 }
 
 /// Only the owner of the store may ask, and root; the permissions of folder and socket say the same.
@@ -76,6 +80,24 @@ pub fn check_peer(stream: &UnixStream) -> Result<()> {
     match user == 0 || user == rustix::process::geteuid().as_raw() {
         true => Ok(()),
         false => Err(Failure::usage("the job belongs to another user")),
+    }
+}
+
+/// Waits until nobody follows the job, behind what was asked for before.
+fn give_way(line: &Line, desk: &Desk) -> std::io::Result<()> {
+    let way = desk.give_way();
+    loop {
+        match way.recv_timeout(PERIOD) {
+            Ok(true) => return line.say(&Word::GivesWay {}),
+            Ok(false) => {
+                let why = "its checkpoints cannot give way";
+                return line.say(&Word::Failed(Failure::refused(why)));
+            }
+            Err(RecvTimeoutError::Timeout) => line.say(&Word::Progress { total: 0, done: 0 })?,
+            Err(RecvTimeoutError::Disconnected) => {
+                return line.say(&Word::Failed(Failure::failed("nobody takes checkpoints any more")));
+            }
+        }
     }
 }
 
