@@ -31,6 +31,8 @@ use stillpoint_restore::FilesPolicy;
 const TRIES: usize = 20;
 /// How long it is waited before it is tried again.
 const PAUSE: Duration = Duration::from_millis(2);
+/// How long another of us may take who has stopped the program.
+const BUSY: Duration = Duration::from_secs(10);
 /// For so long, and as often as [`TRIES`] tells, it is tried again while all that stands in the way is something that passes: on a
 /// busy machine one try may take all of that time.
 const PASSING: Duration = Duration::from_millis(300);
@@ -236,7 +238,7 @@ impl Program {
                     return Err(Error::Failed(why.into()));
                 }
                 Ok(None) => {}
-                Err(Error::Refused(all)) if may_pass(began, tries) && all.iter().all(Refusal::will_pass) => {}
+                Err(e) if may_pass(began, tries) && will_pass(&e) => {}
                 Err(e @ (Error::Refused(_) | Error::Killed(_))) => return Err(e),
                 Err(e @ Error::Capture(stillpoint_capture::Error::Followed(_))) => return Err(e),
                 Err(e) if tries >= TRIES || has_ended(self.pid) => return Err(e),
@@ -461,17 +463,28 @@ fn owe(members: &[Member], together: &Together) {
     }
 }
 
-/// Tries something again while all that stands in its way is something that passes.
+/// Tries something again while all that stands in its way is something that passes: a checkpoint that is being taken, say.
 fn until_it_has_passed<T>(mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
     let (began, mut tries) = (Instant::now(), 0);
     loop {
         tries += 1;
         match attempt() {
-            Err(Error::Refused(all)) if may_pass(began, tries) && all.iter().all(Refusal::will_pass) => {
+            Err(Error::Capture(stillpoint_capture::Error::Busy(_))) if began.elapsed() < BUSY => {
                 std::thread::sleep(PAUSE);
             }
+            Err(e) if may_pass(began, tries) && will_pass(&e) => std::thread::sleep(PAUSE),
             done => return done,
         }
+    }
+}
+
+/// Whether an error is about a moment, and nothing else.
+fn will_pass(error: &Error) -> bool {
+    match error {
+        Error::Refused(all) | Error::Capture(stillpoint_capture::Error::Refused(all)) => {
+            all.iter().all(Refusal::will_pass)
+        }
+        _ => false,
     }
 }
 
