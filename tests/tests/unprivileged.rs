@@ -388,7 +388,11 @@ fn jobs_of_others_are_left_aside() {
     stillpoint.run(&["checkpoint", "closed"]).fails(1, &["Permission denied"]);
     kernel::kill(own, kernel::SIGKILL);
     kernel::wait_gone(own, PATIENCE);
-    stillpoint.run(&["rm", "own"]).ok();
+    // Its supervisor may still be writing that down.
+    wait_for("the job to be removed", PATIENCE, || {
+        let output = stillpoint.run(&["rm", "own"]);
+        (!output.stderr.contains("already running")).then(|| output.ok())
+    });
     fs::set_permissions(&folder, open).expect("chmod");
     let list = stillpoint.run(&["ls", "--json"]).ok().json();
     let left = list[0]["running"]["pid"].as_u64().expect("it runs") as u32;

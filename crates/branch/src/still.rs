@@ -255,7 +255,7 @@ impl Still {
         Self::get_ready(target, memory, &mut builder, &mut known, look.is_some())?;
         let hurry = Hurry::begin();
         let frozen = target.freeze()?;
-        let maps = Self::stopped(target, memory, &mut builder, &mut known)?;
+        let maps = Self::stopped(target, memory, &mut builder, &mut known, frozen.since)?;
         if let Some((tracking, how)) = look {
             Self::ask(target, memory, tracking, &maps, how);
         }
@@ -305,8 +305,9 @@ impl Still {
         memory: &Recalled,
         builder: &mut Builder,
         known: &mut Known,
+        since: Instant,
     ) -> Result<Vec<Vma>> {
-        known.stopped(&memory.earlier, target.clocks().0);
+        known.stopped(&memory.earlier, target.clocks().0, since.elapsed());
         target.stamp(&mut builder.image.meta);
         builder.image.meta.host.boot_id = host::boot_id();
         Ok(target.process.maps()?)
@@ -470,7 +471,7 @@ impl Together {
             let (target, pid) = (guest.target, guest.target.pid);
             let own = frozen.remove(&pid).filter(|_| !target.is_replaced());
             let own = own.ok_or_else(|| just_ended(pid))?;
-            let maps = Still::stopped(target, guest.memory, &mut builder, &mut known)?;
+            let maps = Still::stopped(target, guest.memory, &mut builder, &mut known, own.since)?;
             at_rest.push((builder, known, own, maps));
         }
         for (guest, (.., maps)) in guests.iter_mut().zip(&at_rest) {

@@ -41,10 +41,14 @@ pub struct Earlier {
 }
 
 impl Earlier {
-    /// The calls with the time that is left at `now_ns`.
+    /// So much may be wrong with what was told of a call, nanoseconds: of one that goes on some time was left.
+    const ERROR: u64 = 20_000_000;
+
+    /// The calls with the time that is left at `now_ns`; not known of those that would be over since long: others have been made then.
     pub fn calls_at(&self, now_ns: i64) -> HashMap<u32, BlockedCall> {
         let since = now_ns.saturating_sub(self.at_ns).max(0) as u64;
-        let later = |call: &BlockedCall| call.remaining_ns.and_then(|left| left.checked_sub(since));
+        let left = |left: u64| (left + Self::ERROR >= since).then_some(left.saturating_sub(since));
+        let later = |call: &BlockedCall| call.remaining_ns.and_then(left);
         self.calls.iter().map(|(&tid, c)| (tid, BlockedCall { remaining_ns: later(c), ..*c })).collect()
     }
 }
@@ -292,6 +296,17 @@ mod tests {
         }
         let signalled = after(libc::SYS_epoll_wait, eintr, u64::MAX);
         assert_eq!(unbroken(&signalled, true), signalled);
+    }
+
+    /// Of a call that goes on some time was left, whatever was told before.
+    #[test]
+    fn a_call_that_should_be_over_ends_at_once() {
+        let call = |left: u64| BlockedCall { nr: libc::SYS_nanosleep as u64, remaining_ns: Some(left) };
+        let earlier = Earlier { at_ns: 1_000, calls: [(1, call(50_000_000))].into() };
+        let left = |now_ns: i64| earlier.calls_at(now_ns)[&1].remaining_ns;
+        assert_eq!(left(20_001_000), Some(30_000_000));
+        assert_eq!(left(60_001_000), Some(0), "what was told is not that exact");
+        assert_eq!(left(600_001_000), None, "it is another one by now");
     }
 
     /// One that was stopped again before it had come to sleep is known by the stop before.

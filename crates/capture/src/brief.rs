@@ -22,7 +22,10 @@ pub fn stop_briefly<T>(
     let waiting = blocked::observe(folders, &mut Clocks::default());
     let _hurry = Hurry::begin();
     let mut frozen = target.freeze()?;
-    let (now, stopped_ns) = (target.clocks().0, blocked::monotonic_ns());
+    // As of the moment when the first of them stopped: what was left then is not over.
+    let ago = frozen.since.elapsed().as_nanos() as u64;
+    let now = target.clocks().0.saturating_sub_unsigned(ago);
+    let stopped_ns = blocked::monotonic_ns().saturating_sub(ago);
     let known = earlier.calls_at(now);
     let mut calls: HashMap<u32, BlockedCall> = HashMap::new();
     let mut unbroken = Vec::new();

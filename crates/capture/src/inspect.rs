@@ -18,6 +18,7 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::hint::black_box;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 use stillpoint_image::{
     AddressSpace, Backing, BlockedCall, Bytes, Image, Mapping, MappingFlags, PathFile, Process, Rseq, Thread,
     Usage,
@@ -271,11 +272,14 @@ impl Known {
         self.target.process.maps().is_ok_and(|now| mappings.carried_over(&now).is_some())
     }
 
-    /// The program has just been stopped. `earlier` is what was found at an earlier stop; `now_ns` the time on the
-    /// program's own monotonic clock.
-    pub fn stopped(&mut self, earlier: &Earlier, now_ns: i64) {
-        self.stopped_ns = blocked::monotonic_ns();
-        self.earlier = earlier.calls_at(now_ns);
+    /// The program has been stopped; the first of its threads so long ago. `earlier` is what was found at an earlier stop; `now_ns` the
+    /// time on the program's own monotonic clock.
+    ///
+    /// A thread may have stopped right then, and what was left of its sleep have passed since: on a busy machine a stop takes long.
+    pub fn stopped(&mut self, earlier: &Earlier, now_ns: i64, ago: Duration) {
+        let ago = ago.as_nanos() as u64;
+        self.stopped_ns = blocked::monotonic_ns().saturating_sub(ago);
+        self.earlier = earlier.calls_at(now_ns.saturating_sub_unsigned(ago));
     }
 
     /// Looks again who shares something with processes.

@@ -632,7 +632,7 @@ impl<'a> Work<'a> {
         }
         self.share_at_rest()?;
         for (member, known) in self.members.iter().zip(&mut in_order) {
-            known.stopped(&member.earlier, member.target.clocks().0);
+            known.stopped(&member.earlier, member.target.clocks().0, tree.since.elapsed());
         }
         Ok(in_order)
     }
