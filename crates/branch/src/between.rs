@@ -193,7 +193,12 @@ impl Between {
         for (ino, socket) in &self.sockets {
             // One that was closed since is a reason by itself.
             let Some(now) = now.sockets.get(ino) else { continue };
-            let why = socket.why_not(&self.sockets, now);
+            let why = match socket.why_not(&self.sockets, now) {
+                None if now.unread != socket.unread && !socket.is_stream() && !may_be_filled(views, now) => {
+                    Some("what was in it cannot pass the packet filter that is attached to it")
+                }
+                why => why,
+            };
             reasons.extend(why.map(|why| (socket.own, u64::from(*ino), why.into(), "")));
         }
         refused.extend(refusals(views, reasons));
@@ -222,8 +227,7 @@ impl Between {
                 continue;
             }
             let Some(peer) = socket.peer.and_then(|peer| self.sockets.get(&peer)) else { continue };
-            drain(&end(socket.own)?, socket.is_stream())?;
-            send_again(&end(peer.own)?, &socket.unread, socket.is_stream())?;
+            replace(&end(socket.own)?, &end(peer.own)?, &socket.unread, socket.is_stream())?;
         }
         self.connections.put_back(&now.connections, end)
     }
@@ -405,6 +409,20 @@ fn sockets_of(views: &[View<'_>], refuse: &mut Vec<Reason>) -> Result<BTreeMap<u
     Ok(all)
 }
 
+/// Whether a filter of a socket lets us put messages into it.
+fn may_be_filled(views: &[View<'_>], socket: &Socket) -> bool {
+    duplicate(views, socket.own).is_ok_and(|fd| sockets::may_be_without_filter(fd).unwrap_or(false))
+}
+
+/// Has a socket have these unread, and nothing else.
+fn replace(socket: &OwnedFd, peer: &OwnedFd, unread: &[Vec<u8>], is_stream: bool) -> Result<()> {
+    drain(socket, is_stream)?;
+    match is_stream {
+        true => send_again(peer, unread, is_stream),
+        false => sockets::without_filter(socket, || send_again(peer, unread, is_stream))?,
+    }
+}
+
 /// Throws away what a socket has not read.
 fn drain(socket: &OwnedFd, is_stream: bool) -> Result<()> {
     let mut buf = vec![0u8; 64 << 10];
@@ -443,5 +461,31 @@ fn resend(peer: &OwnedFd, message: &[u8], is_stream: bool) -> Result<()> {
         if !is_stream {
             return Err(Error::Failed("fill a socket: a message was cut".into()));
         }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use std::os::unix::net::UnixDatagram;
+
+    #[test]
+    fn a_filter_takes_nothing_of_what_is_put_back() {
+        /// `BPF_RET` with no bytes: nothing passes. (`struct sock_filter`)
+        const NOTHING: [u8; 8] = [6, 0, 0, 0, 0, 0, 0, 0];
+        let (from, to) = UnixDatagram::pair().unwrap();
+        from.send(b"later").unwrap();
+        sockets::attach_filter(&to, &NOTHING).unwrap();
+        assert!(sockets::may_be_without_filter(&to).unwrap());
+        let (from, to) = (OwnedFd::from(from), OwnedFd::from(to));
+        replace(&to, &from, &[b"one".to_vec(), b"three".to_vec()], false).unwrap();
+        let unread = messages::peek_all(&to, false).unwrap();
+        let unread: Vec<&[u8]> = unread.iter().map(|message| &*message.data).collect();
+        assert_eq!(unread, [&b"one"[..], b"three"]);
+        assert!(sockets::has_filter(&to).unwrap());
+        let locked = 1i32.to_ne_bytes();
+        sockets::set_option(&to, libc::SOL_SOCKET as u32, libc::SO_LOCK_FILTER as u32, &locked).unwrap();
+        assert!(!sockets::may_be_without_filter(&to).unwrap());
     }
 }

@@ -156,6 +156,29 @@ pub fn attach_filter(socket: impl AsFd, program: &[u8]) -> Result<()> {
     check(|| "attach a packet filter".into(), r.into()).map(drop)
 }
 
+/// Has what is sent to a socket pass its packet filter, while `act` sends it: what lies in its queue has passed it, or came before it was there.
+///
+/// # Errors
+/// That the filter cannot be put by: it is locked (`SO_LOCK_FILTER`), or not a classic one.
+pub fn without_filter<T>(socket: impl AsFd, act: impl FnOnce() -> T) -> Result<T> {
+    if !has_filter(&socket)? {
+        return Ok(act());
+    }
+    let program = filter(&socket)?;
+    let program = program.ok_or_else(|| Error::Other("its packet filter cannot be read".into()))?;
+    let nothing = 0i32.to_ne_bytes();
+    set_option(&socket, libc::SOL_SOCKET as u32, libc::SO_DETACH_FILTER as u32, &nothing)?;
+    let done = act();
+    attach_filter(&socket, &program)?;
+    Ok(done)
+}
+
+/// Whether a packet filter can be put by for a moment ([`without_filter`]), or there is none.
+pub fn may_be_without_filter(socket: impl AsFd) -> Result<bool> {
+    let locked = || int_option(&socket, libc::SOL_SOCKET as u32, libc::SO_LOCK_FILTER as u32);
+    Ok(!has_filter(&socket)? || filter(&socket)?.is_some() && locked()? != Some(1))
+}
+
 /// Sets an option.
 pub fn set_option(socket: impl AsFd, level: u32, name: u32, value: &[u8]) -> Result<()> {
     // SAFETY: the kernel reads `value.len()` bytes.
@@ -234,6 +257,32 @@ pub fn connect(socket: impl AsFd, address: &[u8]) -> Result<(), std::io::Error> 
     if r < 0 { Err(std::io::Error::last_os_error()) } else { Ok(()) }
 }
 
+/// Binds a socket to an address of the loopback device, with any port; gives it.
+pub fn bind_to_loopback(socket: impl AsFd, family: i32) -> Result<Vec<u8>> {
+    let mut last = None;
+    for address in loopback(family) {
+        match bind(&socket, &address) {
+            Ok(()) => return local_address(&socket),
+            Err(e) => last = Some(e),
+        }
+    }
+    Err(Error::call("bind to the loopback device", last.unwrap_or(std::io::ErrorKind::Unsupported.into())))
+}
+
+/// Addresses of the loopback device with any port: `sockaddr_in`, or `sockaddr_in6` of IPv6 and of IPv4.
+fn loopback(family: i32) -> Vec<Vec<u8>> {
+    const V4: [u8; 4] = [127, 0, 0, 1];
+    let head = (family as u16).to_ne_bytes();
+    if family == libc::AF_INET {
+        return vec![[&head[..], &[0; 2], &V4, &[0; 8]].concat()];
+    }
+    let (mut v6, mut mapped) = ([0; 16], [0; 16]);
+    v6[15] = 1;
+    mapped[10..12].copy_from_slice(&[0xff; 2]);
+    mapped[12..].copy_from_slice(&V4);
+    [v6, mapped].iter().map(|ip| [&head[..], &[0; 6], ip, &[0; 4]].concat()).collect()
+}
+
 /// Sends one message without waiting and without raising `SIGPIPE`; returns the bytes taken.
 pub fn send(socket: impl AsFd, message: &[u8]) -> Result<usize, std::io::Error> {
     // SAFETY: the kernel reads `message.len()` bytes.
@@ -256,12 +305,19 @@ pub fn with_room<T>(socket: impl AsFd, bytes: usize, act: impl FnOnce() -> T) ->
     Ok(done)
 }
 
-/// Makes room for so many bytes more among those that were sent.
-pub fn enlarge(socket: impl AsFd, bytes: usize) -> Result<()> {
+/// Makes room for so many bytes more among those that were sent, or as many as it may have; gives how much there is.
+pub fn enlarge(socket: impl AsFd, bytes: usize) -> Result<i32> {
     const SPARE: i32 = 1 << 16;
     let more = i32::try_from(bytes).unwrap_or(i32::MAX / 4) + SPARE;
-    let wanted = (send_buffer(&socket)? / 2).saturating_add(more);
-    set_send_buffer(socket, wanted)
+    let before = send_buffer(&socket)?;
+    let wanted = (before / 2).saturating_add(more);
+    // What the kernel has given may be more than what those without `CAP_NET_ADMIN` get by asking.
+    let probe = self::socket(libc::AF_UNIX, libc::SOCK_DGRAM, 0)?;
+    set_send_buffer(&probe, wanted)?;
+    if send_buffer(&probe)? > before {
+        set_send_buffer(&socket, wanted)?;
+    }
+    send_buffer(socket)
 }
 
 fn send_buffer(socket: impl AsFd) -> Result<i32> {
