@@ -72,7 +72,7 @@ impl Connections {
                 by_addresses.entry(addresses).or_default().push(at);
             }
         }
-        let mut guard = None;
+        let (mut guard, mut may_see) = (None, true);
         for one in &found {
             let others = one.addresses.and_then(|(local, peer)| by_addresses.get(&(peer, local)));
             let peer = others.into_iter().flatten().map(|&at| &found[at]);
@@ -102,11 +102,14 @@ impl Connections {
             let ended = [one, peer].map(|end| tcp::has_ended_ours(end.info.state));
             let (from, to) = (peer.socket.as_fd(), one.socket.as_fd());
             // What is replaced need not be known, but for whether it has to be.
-            let is_asked = then || ended[1] || tcp::has_arrived(from, to).unwrap_or(false);
+            let is_asked = may_see && (then || ended[1] || tcp::has_arrived(from, to).unwrap_or(false));
             let flow = is_asked.then(|| tcp::flow(from, to, || watched(&mut guard, &found)));
-            if let (true, Some(Err(e))) = (then, &flow) {
+            if let Some(Err(e)) = &flow {
+                // For those without CAP_NET_ADMIN, who have waited for it. To know of another one might take as long.
+                may_see = e.errno() != Some(libc::EPERM);
                 let why = format!("what is on its way in it, within the program, cannot be told: {e}");
-                refuse.push((one.own, one.ino, why, AGAIN));
+                let hint = if may_see { AGAIN } else { "do it as root, or when less is on its way" };
+                refuse.extend(then.then_some((one.own, one.ino, why, hint)));
             }
             let flow = flow.and_then(Result::ok);
             let incoming = Incoming { own: one.own, peer: peer.ino, ended: ended.into(), flow };

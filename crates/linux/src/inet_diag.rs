@@ -69,6 +69,27 @@ pub fn forget(port: [u8; 2]) -> Result<usize> {
     Ok(forgotten)
 }
 
+/// Whether there are such, which everybody may ask.
+///
+/// # Errors
+/// That the kernel does not tell.
+pub fn is_remembered(port: [u8; 2]) -> Result<bool> {
+    is_any(|family| remembered(family, port))
+}
+
+/// Whether a socket of whoever it may be waits for connections at a local port.
+///
+/// # Errors
+/// That the kernel does not tell.
+pub fn is_listened_to(port: [u8; 2]) -> Result<bool> {
+    const LISTEN: u32 = 1 << 10;
+    is_any(|family| at_port(family, LISTEN, port, |_| true))
+}
+
+fn is_any(found: impl Fn(i32) -> Result<Vec<Vec<u8>>>) -> Result<bool> {
+    Ok(!found(libc::AF_INET)?.is_empty() || !found(libc::AF_INET6)?.is_empty())
+}
+
 /// `struct inet_diag_req_v2`
 fn about(family: i32, states: u32, id: &[u8]) -> Vec<u8> {
     let mut body = vec![family as u8, libc::IPPROTO_TCP as u8, 0, 0];
@@ -124,14 +145,19 @@ fn request(kind: u16, flags: u16, body: &[u8]) -> Request<'_> {
 
 /// Connections of a port that are over and belong to nobody: `struct inet_diag_sockid` each.
 fn remembered(family: i32, port: [u8; 2]) -> Result<Vec<Vec<u8>>> {
+    at_port(family, OVER, port, |body| u32_at(body, INODE) == Some(0))
+}
+
+/// Ids of the sockets in these states at a local port that `pick` picks by their `struct inet_diag_msg`.
+fn at_port(family: i32, states: u32, port: [u8; 2], pick: impl Fn(&[u8]) -> bool) -> Result<Vec<Vec<u8>>> {
     let mut id = vec![0; ID];
     id[..2].copy_from_slice(&port);
-    let body = about(family, OVER, &id);
+    let body = about(family, states, &id);
     let request = request(netlink::SOCK_DIAG_BY_FAMILY, netlink::DUMP, &body);
     let mut found = Vec::new();
     request.answers(&request.send()?, &mut found, |body| {
         let id = body.get(4..4 + ID)?;
-        Some((u32_at(body, INODE) == Some(0) && id[..2] == port).then(|| id.to_vec()))
+        Some((pick(body) && id[..2] == port).then(|| id.to_vec()))
     })?;
     Ok(found.into_iter().flatten().collect())
 }
@@ -222,7 +248,9 @@ mod tests {
         half.shutdown(std::net::Shutdown::Write).unwrap();
         let mut end = [0];
         assert_eq!(clients[1].read(&mut end).unwrap(), 0);
+        assert!(is_remembered(port.to_be_bytes()).unwrap());
         assert_eq!(forget(port.to_be_bytes()).unwrap(), 1);
+        assert!(!is_remembered(port.to_be_bytes()).unwrap());
         assert_eq!(forget(port.to_be_bytes()).unwrap(), 0);
         std::io::Write::write_all(&mut clients[1], b"x").unwrap();
         assert_eq!(half.read(&mut end).unwrap(), 1);

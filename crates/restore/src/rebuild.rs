@@ -171,7 +171,7 @@ pub fn restore(
     let contents = Stored { checkpoint, pace: &pace };
     // Before namespaces are made: other clocks are told by what they differ from these.
     let mut notes = Vec::from_iter(clock::continue_clocks(&image.meta)?);
-    let mut open = files::open(image, &contents, options)?;
+    let mut open = files::open(image, &contents, options, &|why| progress.waits(why))?;
     let own = Proc::process(std::process::id())?.maps()?;
     let room = space::find_room(&image.spaces, &own)?;
     let memories: Vec<OnceCell<Memory>> = (0..family::room_for(image)).map(|_| OnceCell::new()).collect();

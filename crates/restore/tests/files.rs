@@ -31,6 +31,15 @@ impl Drop for Program {
     }
 }
 
+/// As the restore does, and nobody hears what takes long.
+fn open_files(
+    image: &Image,
+    contents: &dyn files::Contents,
+    options: &Options,
+) -> stillpoint_restore::Result<files::OpenFiles> {
+    files::open(image, contents, options, &|_| {})
+}
+
 fn take_digests(builder: &mut stillpoint_capture::Builder) {
     use stillpoint_capture::files::{Moment, take_digests_of};
     for usage in [stillpoint_image::Usage::Write, stillpoint_image::Usage::Read] {
@@ -141,7 +150,7 @@ fn helper() {
     image.processes.push(process);
     let _ = rustix::process::setsid(); // as a program that had a terminal of its own did
     let open =
-        files::open(&image, &Folder(dir.clone()), &options(FilesPolicy::Refuse, Stdio::Current)).unwrap();
+        open_files(&image, &Folder(dir.clone()), &options(FilesPolicy::Refuse, Stdio::Current)).unwrap();
     let mut open = std::mem::ManuallyDrop::new(open); // install closes its descriptors: we are both sides
     open.cut_back(&mut |_, _, _| Ok(())).unwrap();
     open.settle(&image).unwrap();
@@ -566,7 +575,7 @@ fn after(change: impl Fn(&Path), policy: FilesPolicy) -> (Result<files::OpenFile
     assert_eq!(builder.refusals, []);
     drop(program);
     change(dir.path());
-    (files::open(&builder.image, &Folder(dir.path().into()), &options(policy, Stdio::Null)), dir)
+    (open_files(&builder.image, &Folder(dir.path().into()), &options(policy, Stdio::Null)), dir)
 }
 
 fn options(files: FilesPolicy, stdio: Stdio) -> Options {
@@ -665,7 +674,7 @@ signal.signal(signal.SIGUSR1, check)
     let builder = capture(program.0.id());
     assert_eq!(builder.refusals, []);
     let open = || {
-        files::open(&builder.image, &Folder(dir.path().into()), &options(FilesPolicy::Rollback, Stdio::Null))
+        open_files(&builder.image, &Folder(dir.path().into()), &options(FilesPolicy::Rollback, Stdio::Null))
     };
     assert_says(open(), "another program uses this socket");
     program.is_undisturbed();
@@ -691,7 +700,7 @@ fn unread_standard_input_goes_first() {
     assert_eq!(builder.refusals, []);
     assert_eq!(builder.image.files[0].kind, FileKind::Stdio(0));
     assert_eq!(builder.image.pipes[0].data[0].0, b"unread");
-    let mut open = files::open(
+    let mut open = open_files(
         &builder.image,
         &Folder(dir.path().into()),
         &options(FilesPolicy::Rollback, Stdio::Current),
@@ -788,7 +797,7 @@ g = open("gone", "w+b"); g.write(b"g" * 5000); g.flush(); b = mmap.mmap(g.fileno
     File::options().write(true).open(&shared).unwrap().write_all_at(b"later", 4000).unwrap();
     let contents = Folder(dir.path().into());
     let mut open =
-        files::open(&builder.image, &contents, &options(FilesPolicy::Rollback, Stdio::Null)).unwrap();
+        open_files(&builder.image, &contents, &options(FilesPolicy::Rollback, Stdio::Null)).unwrap();
     open.write_back(&builder.image, &contents).unwrap();
     open.cut_back(&mut |_, _, _| Ok(())).unwrap();
     let mut expected = vec![b's'; 10000];

@@ -169,7 +169,18 @@ fn complete_all(builder: &mut Builder, found: &mut [Found], defaults: &mut Defau
         }
         for (from, to) in [(a, b), (b, a)] {
             let flow =
-                tcp::flow(found[from].file.as_fd(), found[to].file.as_fd(), || watched(&mut guard, found))?;
+                tcp::flow(found[from].file.as_fd(), found[to].file.as_fd(), || watched(&mut guard, found));
+            let flow = match flow {
+                Err(e) if e.errno() == Some(libc::EPERM) => {
+                    let why =
+                        "what it has sent and its other end has no room for is shown to CAP_NET_ADMIN alone";
+                    let hint = "checkpoint it as root, or when less is on its way";
+                    builder.refuse(&found[from].name, why, hint);
+                    // To know of another one might take as long.
+                    return Ok(());
+                }
+                flow => flow?,
+            };
             let (from, to) = (found[from].row as usize, found[to].row as usize);
             builder.image.sockets[to].queue = queue(flow.unread);
             if let Some(connection) = &mut builder.image.sockets[from].connection {

@@ -7,6 +7,7 @@
 //! | when all threads stand | [`OpenFiles::finish`]: what belongs to processes: epoll watches, POSIX locks, owners of signals, timers, files about themselves |
 //! | at the very end | [`OpenFiles::write_back`], [`OpenFiles::cut_back`], [`OpenFiles::settle`]; then drop it |
 
+mod addresses;
 mod check;
 mod clones;
 mod connections;
@@ -135,7 +136,13 @@ pub fn check_streams(image: &Image, options: &Options) -> Result<()> {
 }
 
 /// Opens everything, after [`check_streams`]. Nothing that exists is changed, and all reasons against it are found before anything is made.
-pub fn open(image: &Image, contents: &dyn Contents, options: &Options) -> Result<OpenFiles> {
+/// `waits` hears what takes long.
+pub fn open(
+    image: &Image,
+    contents: &dyn Contents,
+    options: &Options,
+    waits: &dyn Fn(&str),
+) -> Result<OpenFiles> {
     let policy = options.files;
     let mut namespaces = Namespaces::make(image, contents)?;
     let (called, reached) = (image, namespaces.have_mounts().then(|| namespaces.reached(image)));
@@ -150,7 +157,7 @@ pub fn open(image: &Image, contents: &dyn Contents, options: &Options) -> Result
     }
     namespaces.make_of_groups(image)?;
     descriptors::raise_descriptor_limit()?;
-    let mut opening = Opening::new(image, namespaces, contents, options)?;
+    let mut opening = Opening::new(image, namespaces, contents, options, waits)?;
     let (shared, cut) = cutback::shared(image, &findings.grown, options.own_output);
     opening.files.cuts = cutback::cuts(called, image, &cut);
     opening.files.shared = cutback::moved_on(image, &shared);
@@ -195,6 +202,7 @@ struct Opening<'a> {
     stdio: Stdio,
     streams: &'a Streams,
     joins: bool,
+    waits: &'a dyn Fn(&str),
     /// Deleted files, by row; they lose their names when this is dropped.
     deleted: HashMap<u32, Recreated>,
     began: Instant,
@@ -209,6 +217,7 @@ impl<'a> Opening<'a> {
         namespaces: Namespaces,
         contents: &'a dyn Contents,
         options: &'a Options,
+        waits: &'a dyn Fn(&str),
     ) -> Result<Self> {
         let files = OpenFiles {
             namespaces,
@@ -235,7 +244,7 @@ impl<'a> Opening<'a> {
         let began = Instant::now();
         let (deleted, detour) = (HashMap::new(), Detour::default());
         let Options { tcp, stdio, ref streams, joins, .. } = *options;
-        Ok(Opening { image, contents, tcp, stdio, streams, joins, deleted, began, detour, files })
+        Ok(Opening { image, contents, tcp, stdio, streams, joins, waits, deleted, began, detour, files })
     }
 
     /// Rows of open files for which `pick` gives something.

@@ -47,6 +47,20 @@ pub(super) fn apply_some(
     Ok(())
 }
 
+/// Sets those options of a socket that `pick` picks and that are not as they are to be.
+pub(super) fn apply_differing(
+    fd: impl AsFd,
+    socket: &Socket,
+    what: &str,
+    pick: impl Fn(u32, u32) -> bool,
+) -> Result<()> {
+    let is_so = |o: &&SocketOption| {
+        sockets::option(&fd, o.level, o.name).is_ok_and(|value| value.as_ref() == Some(&o.value.0))
+    };
+    let rest = socket.options.iter().filter(|o| !is_so(o)).cloned().collect();
+    apply_some(&fd, &Socket { options: rest, ..Socket::default() }, what, pick)
+}
+
 /// The kernel doubles the size it is given, and caps it for those without `CAP_NET_ADMIN`.
 fn set_buffer(fd: impl AsFd, option: &SocketOption, force: u32) -> stillpoint_linux::Result<()> {
     let bytes = option.value.0.get(..4).and_then(|b| b.try_into().ok()).map_or(0, i32::from_ne_bytes);

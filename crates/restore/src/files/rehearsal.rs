@@ -12,7 +12,7 @@ use stillpoint_image::{
 use stillpoint_linux::datagrams::{JOIN_GROUP, SOURCE_FILTER};
 use stillpoint_linux::proc::Proc;
 use stillpoint_linux::sockets as kernel;
-use stillpoint_linux::{Error as Kernel, descriptors, memfd, tcp};
+use stillpoint_linux::{Error as Kernel, descriptors, memfd};
 
 /// Tries whether files could be opened, and sockets and memory files be made. `is_still`: the program does not run, and its files are as
 /// the image tells. Nothing that can be seen is opened, and no name or address is taken; devices that keep nothing are opened, of which
@@ -205,14 +205,15 @@ fn make_socket(image: &Image, socket: &Socket, is_still: bool) -> Result<()> {
     let what = name(image, socket);
     let failed = |e: &dyn std::fmt::Display| Error::Refused(vec![format!("{what}: {e}")]);
     let fd = connections::new(socket).map_err(|e| failed(&e))?;
-    if socket.outside || socket.connection.is_some() && socket.peer.is_none() {
-        return Ok(()); // it is kept by whoever has it already, or is over
+    if socket.outside {
+        return Ok(()); // it is kept by whoever has it already
+    }
+    if socket.connection.is_some() && socket.peer.is_none() {
+        return connections::rehearse_ended(socket, &what);
     }
     if socket.connection.is_some() {
-        // Ends of connections within the program are made by repair.
-        connections::apply_early(&fd, socket, &what)?;
-        let repaired = tcp::may_repair(&fd);
-        return repaired.map_err(|e| failed(&format!("making its connection anew needs CAP_NET_ADMIN: {e}")));
+        connections::rehearse(image, socket, &what)?;
+        return if is_still { is_permitted_port(socket, &what) } else { Ok(()) };
     }
     options::apply_some(&fd, socket, &what, |level, name| !takes_part(socket, level, name))?;
     // A program that runs may just be about to bind to it once more.

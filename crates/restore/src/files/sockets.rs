@@ -1,5 +1,6 @@
 //! Sockets: listening and unconnected ones, unix pairs with the data in them.
 
+use super::addresses::{stays, when_free};
 use super::detour::Detour;
 use super::{OpenFiles, Opening, clones, connections, datagrams, messages, missing, options, peers};
 use crate::{Error, Result, TcpPolicy};
@@ -9,9 +10,9 @@ use std::ffi::OsStr;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use stillpoint_image::{Bytes, FileKind, Image, PathFile, Socket};
-use stillpoint_linux::{Error as Kernel, inet_diag, sockets};
+use stillpoint_linux::{Error as Kernel, sockets};
 
 pub(super) const UNIX: u32 = libc::AF_UNIX as u32;
 pub(super) const STREAM: u32 = libc::SOCK_STREAM as u32;
@@ -21,8 +22,6 @@ pub(super) const REUSE_PORT: (u32, u32) = (libc::SOL_SOCKET as u32, libc::SO_REU
 pub(super) const REUSE_ADDRESS: (u32, u32) = (libc::SOL_SOCKET as u32, libc::SO_REUSEADDR as u32);
 const FREE_BIND: (u32, u32) = (libc::IPPROTO_IP as u32, libc::IP_FREEBIND as u32);
 const FREE_BIND6: (u32, u32) = (libc::IPPROTO_IPV6 as u32, libc::IPV6_FREEBIND as u32);
-/// How long the addresses of a program that was killed may take to be free: its last files are closed behind its back.
-const RELEASED_LATE: Duration = Duration::from_secs(2);
 const IN_USE: &str = "another program uses this address";
 /// Longest `sun_path`, with its end.
 const SUN_PATH: usize = 108;
@@ -45,7 +44,7 @@ pub(super) fn check(image: &Image, refusals: &mut Vec<String>) {
         };
         if file.deleted || FileType::from_raw_mode(stat.st_mode) != FileType::Socket {
             refusals.push(format!("{}: is in the way of a socket of that name", file.path));
-        } else if !is_stale_by_now(path, socket.kind, began) {
+        } else if stays(began, || !is_stale(path, socket.kind)) {
             refusals.push(format!("{}: another program uses this socket", file.path));
         }
     }
@@ -53,25 +52,6 @@ pub(super) fn check(image: &Image, refusals: &mut Vec<String>) {
 
 fn file_of(image: &Image, row: Option<u32>) -> Option<&PathFile> {
     row.and_then(|row| image.paths.get(row as usize))
-}
-
-/// The same, some time after `began` at the latest.
-fn is_stale_by_now(path: &Path, kind: u32, began: Instant) -> bool {
-    loop {
-        if is_stale(path, kind) {
-            return true;
-        }
-        if began.elapsed() > RELEASED_LATE || let_go_of_circles().is_err() {
-            return false;
-        }
-    }
-}
-
-/// Sockets that lie in messages of one another go when the next one is closed; that, and all else, takes a moment.
-fn let_go_of_circles() -> Result<()> {
-    drop(sockets::socket(libc::AF_UNIX, libc::SOCK_DGRAM, 0)?);
-    std::thread::sleep(Duration::from_millis(10));
-    Ok(())
 }
 
 /// Nobody is behind a socket's name if a connection is refused. It is asked for with another type than the socket's: whoever is there
@@ -93,7 +73,9 @@ pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
     peers::note(opening, &kept);
     // Connections that were accepted under a name need the name while it is still free.
     accept_connections(opening, &mut made)?;
+    let connected = connections::open_without_repair(opening, &mut made)?;
     bind_all(opening, &mut made)?;
+    connections::settle(opening.image, &made, &connected)?;
     connections::open(opening, &mut made)?;
     if let Some(kept) = &mut opening.files.kept {
         kept.all_bound();
@@ -325,26 +307,6 @@ pub(super) fn needs_sharing(image: &Image, socket: &Socket) -> bool {
     sharers(image, socket).nth(1).is_some() && (by_port || !by_address)
 }
 
-/// Tries what needs an address until others have let go of it, for some time after the files are begun to be opened.
-fn when_free(opening: &Opening<'_>, socket: &Socket, attempt: impl Fn() -> Result<()>) -> Result<()> {
-    let mut may_forget = socket.family != UNIX && socket.kind == STREAM;
-    loop {
-        match attempt() {
-            Err(e) if is_in_use(&e) => {
-                // Unless the program has allowed it, connections that are over keep others from the port for a minute.
-                if std::mem::take(&mut may_forget) && forget(socket) {
-                    continue;
-                }
-                if opening.began.elapsed() > RELEASED_LATE {
-                    return Err(e);
-                }
-                let_go_of_circles()?;
-            }
-            other => return other,
-        }
-    }
-}
-
 fn bind(opening: &mut Opening<'_>, socket: &Socket, fd: &OwnedFd) -> Result<()> {
     let internet_stream = socket.family != UNIX && socket.kind == STREAM;
     if needs_sharing(opening.image, socket) {
@@ -375,12 +337,6 @@ fn bind(opening: &mut Opening<'_>, socket: &Socket, fd: &OwnedFd) -> Result<()> 
         listen(socket, fd, &name(opening.image, socket))?;
     }
     Ok(())
-}
-
-/// Makes the kernel forget connections of the socket's port that are over; whether there were any.
-pub(super) fn forget(socket: &Socket) -> bool {
-    let port = socket.local.0.get(2..4).map(|port| [port[0], port[1]]);
-    port.is_some_and(|port| inet_diag::forget(port).is_ok_and(|n| n > 0))
 }
 
 fn listen(socket: &Socket, fd: &OwnedFd, what: &str) -> Result<()> {
@@ -499,7 +455,7 @@ fn bind_where_it_was(
     }
 }
 
-fn is_in_use(e: &Error) -> bool {
+pub(super) fn is_in_use(e: &Error) -> bool {
     matches!(e, Error::Refused(lines) if lines.iter().any(|line| line.ends_with(IN_USE)))
 }
 
