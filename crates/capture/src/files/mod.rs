@@ -288,6 +288,12 @@ impl<'a> Scan<'a> {
         Some(self.builder.home.pid(&holder.process.status().ok()?))
     }
 
+    /// What we call the process of the target that calls itself so.
+    pub fn outer_pid(&self, inner: u32) -> Option<u32> {
+        let pids = self.target.holders.iter().map(|holder| holder.pid);
+        pids.into_iter().find(|pid| self.inner_pid(*pid) == Some(inner))
+    }
+
     /// Whether a terminal is the controlling one of some process of the target, by device number. In a devpts of the program's own
     /// there may be one of the same number, which is another one.
     pub fn controls(&self, device: u64) -> bool {

@@ -357,18 +357,22 @@ fn proc_file(scan: &mut Scan<'_>, d: &Description) -> Result<Option<FileKind>> {
     };
     // A name in `net` leads nowhere any more as soon as somebody looks it up, to the same file once more.
     let is_of_network = below.iter().any(|part| part == "net");
-    let is = match is_of_network {
-        true if scan.inner_pid(pid).is_some() => Of::Living,
-        true => Of::Another,
-        false => what_it_is_of(pid, name, deleted, &d.stat),
+    let Some(view) = ProcView::of(scan, &d.stat) else {
+        return scan.refuse(d, NOT_REACHED, CLOSE);
     };
-    let path = match is {
-        Of::Living if scan.inner_pid(pid).is_some() => described(&own_proc_path(scan, d, pid, below)),
-        Of::Living => {
+    let own = view.outer_pid(scan, pid);
+    let is = match is_of_network {
+        true if own.is_some() => Of::Living,
+        true => Of::Another,
+        false => what_it_is_of(&view, pid, name, deleted, &d.stat),
+    };
+    let path = match (is, own) {
+        (Of::Living, Some(own)) => described(&view.own_path(scan, d, own, below)),
+        (Of::Living, None) => {
             let why = format!("it is about process {pid}, which is not part of the program");
             return scan.refuse(d, why, CLOSE);
         }
-        Of::Ended if !is_dead(d, below) => {
+        (Of::Ended, _) if !is_dead(d, below) => {
             return scan.refuse(
                 d,
                 "it is about a process (or thread) that has ended, and tells of it still",
@@ -376,15 +380,57 @@ fn proc_file(scan: &mut Scan<'_>, d: &Description) -> Result<Option<FileKind>> {
             );
         }
         // Some of what it was read from may lie in the kernel, to be read on.
-        Of::Ended if d.info.pos != 0 && is_regular(&d.stat) && !below.ends_with("mem") => {
+        (Of::Ended, _) if d.info.pos != 0 && is_regular(&d.stat) && !below.ends_with("mem") => {
             return scan.refuse(d, "it is about a process that has ended, and was read in part", CLOSE);
         }
-        Of::Ended => return Ok(Some(FileKind::EndedProc(scan.builder.path(file).0))),
-        Of::Another => {
+        (Of::Ended, _) => return Ok(Some(FileKind::EndedProc(scan.builder.path(file).0))),
+        (Of::Another, _) => {
             return scan.refuse(d, NOT_REACHED, CLOSE);
         }
     };
     Ok(Some(FileKind::Proc(scan.builder.path(path).0)))
+}
+
+/// A procfs, and by what its files are reached.
+struct ProcView {
+    /// The root in which it is on `/proc`; nothing: ours.
+    root: String,
+}
+
+impl ProcView {
+    /// The one that a file is of: ours, or that of the pid namespace that a restore made for the program. `None` for any other.
+    fn of(scan: &Scan<'_>, stat: &Stat) -> Option<Self> {
+        let first = scan.builder.home.first.map(|first| format!("/proc/{first}/root"));
+        let mut roots = [Some(String::new()), first].into_iter().flatten();
+        let is_it = |root: &String| {
+            rustix::fs::stat(format!("{root}/proc")).is_ok_and(|there| there.st_dev == stat.st_dev)
+        };
+        roots.find(is_it).map(|root| ProcView { root })
+    }
+
+    fn is_ours(&self) -> bool {
+        self.root.is_empty()
+    }
+
+    /// What we call the process of the program that is called so there.
+    fn outer_pid(&self, scan: &Scan<'_>, pid: u32) -> Option<u32> {
+        match self.is_ours() {
+            true => scan.inner_pid(pid).map(|_| pid),
+            false => scan.outer_pid(pid),
+        }
+    }
+
+    /// The path as the program sees it, of a file about the process that we call so.
+    fn own_path(&self, scan: &Scan<'_>, d: &Description, pid: u32, below: &Path) -> String {
+        if self.is_ours() {
+            return own_proc_path(scan, d, pid, below);
+        }
+        let whose = match scan.inner_pid(pid).filter(|_| pid != d.pid()) {
+            Some(pid) => format!("/proc/{pid}"),
+            None => String::from("/proc/self"),
+        };
+        Path::new(&whose).join(below).to_string_lossy().into_owned()
+    }
 }
 
 /// Whom a file of procfs is about.
@@ -397,18 +443,19 @@ enum Of {
 
 /// Whom a file of procfs with the number of a process in its name is about: of one that has ended there is nothing by that name any more,
 /// or another file.
-fn what_it_is_of(pid: u32, name: &str, deleted: bool, stat: &Stat) -> Of {
+fn what_it_is_of(view: &ProcView, pid: u32, name: &str, deleted: bool, stat: &Stat) -> Of {
     let is_there = || {
-        rustix::process::Pid::from_raw(pid as i32)
-            .is_some_and(|pid| rustix::process::test_kill_process(pid) != Err(rustix::io::Errno::SRCH))
+        view.is_ours()
+            && rustix::process::Pid::from_raw(pid as i32)
+                .is_some_and(|pid| rustix::process::test_kill_process(pid) != Err(rustix::io::Errno::SRCH))
     };
-    match rustix::fs::lstat(name) {
+    match rustix::fs::lstat(format!("{}{name}", view.root)) {
         Ok(found) if found.st_dev != stat.st_dev => Of::Another,
         Ok(found) if found.st_ino == stat.st_ino && !deleted => Of::Living,
         Ok(_) => Of::Ended,
         // Whoever may not see a process finds nothing either.
         Err(rustix::io::Errno::NOENT | rustix::io::Errno::SRCH)
-            if !is_there() || Path::new(&format!("/proc/{pid}")).exists() =>
+            if !is_there() || Path::new(&format!("{}/proc/{pid}", view.root)).exists() =>
         {
             Of::Ended
         }
