@@ -66,6 +66,8 @@ pub struct Span {
     pub memory: Arc<Memory>,
     /// What of it the process has in its page tables: that is certainly there.
     pub present: Vec<stillpoint_image::Range>,
+    /// It is in no file: what is not in memory, or swapped out, is nowhere.
+    pub is_memory: bool,
 }
 
 impl Source {

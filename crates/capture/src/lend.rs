@@ -105,7 +105,7 @@ impl Lender<'_> {
         let gadgets = gadgets.ok_or_else(|| no("it has no way to make a system call"))?;
         let stack = find(b"[stack]").ok_or_else(|| no("its stack is unmapped"))?;
         let gate = self.gate(frozen, &maps, gadgets, calls)?;
-        let sp = leader.regs()?.sp();
+        let sp = self.lowest.map_or_else(|| leader.regs().map(|regs| regs.sp()), Ok)?;
         let stack = Stack { start: stack.start, end: stack.end, sp };
         let xstate = leader.xstate()?;
         let table = (CALLS + 1) * (batch::ENTRY + CALL_DATA);

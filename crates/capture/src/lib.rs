@@ -14,6 +14,7 @@ pub mod freeze;
 mod gate;
 mod groups;
 pub mod herd;
+mod holes;
 pub mod home;
 pub mod inspect;
 pub mod keeper;

@@ -17,7 +17,8 @@ use crate::keeper::Keeper;
 use crate::relations::{self, Relative};
 use crate::target::Target;
 use crate::{
-    Builder, Error, Options, Progress, Refusal, Result, attributes, files, groups, kin, names, namespaces,
+    Builder, Error, Options, Progress, Refusal, Result, attributes, files, groups, holes, kin, names,
+    namespaces,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Signal, pidfd_send_signal};
@@ -748,8 +749,11 @@ impl<'a> Work<'a> {
     /// All that is left to do once the instant is recoverable. An error tells which member could not, if it was one.
     fn complete(&mut self, held: Held) -> Result<Done, (Option<usize>, Error)> {
         let whole = |e| (None, e);
-        let Held { tree, mut builder, known, assumed, rehearsed, hurry, ready } = held;
+        let Held { mut tree, mut builder, known, assumed, rehearsed, hurry, ready } = held;
         builder.laps.end("memory is cut");
+        let targets = self.members.iter().map(|member| &*member.target);
+        let mut frozen: Vec<_> = targets.zip(&mut tree.processes).collect();
+        holes::find(&mut builder.contents, &builder.image, &mut frozen).map_err(whole)?;
         self.store_contents(&mut builder).map_err(whole)?;
         builder.laps.end("what descriptors hold");
         reuse_digests(&mut builder, Some(&rehearsed.image));

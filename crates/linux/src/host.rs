@@ -29,6 +29,12 @@ pub fn processors() -> usize {
     *COUNT.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from))
 }
 
+/// Whether anything of this machine's memory is in its swap space. (`/proc/meminfo` may be one of a container.) sysinfo(2)
+pub fn has_swapped() -> bool {
+    let told = rustix::system::sysinfo();
+    told.freeswap != told.totalswap
+}
+
 /// How many mappings a process may have (`vm.max_map_count`); without a limit if the kernel does not tell.
 pub fn most_mappings() -> usize {
     let text = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap_or_default();

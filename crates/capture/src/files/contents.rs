@@ -18,7 +18,7 @@ pub fn copy_content(
     // The file that is there at a restore may hold anything where pages of a shared mapping are to be written back:
     // zeros matter. Objects and deleted files are made anew.
     let zeros = if matches!(content.owner, Owner::File(_)) { Zeros::Record } else { Zeros::Omit };
-    if let Source::Mapped(spans) = &content.source {
+    if let (Source::Mapped(spans), None) = (&content.source, &content.ranges) {
         memory::check_empty(spans, &content.what)?;
     }
     let source = content.source.open()?;

@@ -150,7 +150,10 @@ pub(crate) fn mapped_object(
         times: None,
     });
     let range = Range { start: vma.offset, len: vma.len() };
-    let span = Span { range, address: vma.start, memory: Arc::new(memory), present: present(process, vma)? };
+    // Huge pages are on a device of their own, and asked of in a process's tables alone.
+    let is_memory = Some(vma.dev) == internal_device();
+    let (memory, present) = (Arc::new(memory), present(process, vma)?);
+    let span = Span { range, address: vma.start, memory, present, is_memory };
     let owner = Owner::Object(row);
     let known = builder.contents.iter_mut().find(|content| content.owner == owner);
     match known.map(|content| &mut content.source) {
@@ -181,7 +184,7 @@ fn present(process: &Proc, vma: &Vma) -> Result<Vec<Range>> {
 /// Of what is read where processes have it mapped, as much as this may be nowhere yet, bytes: to read it makes it.
 const EMPTY: u64 = 16 << 20;
 
-/// Refuses what cannot be read without making a lot of memory that the program has not.
+/// Where the program could not be asked what there is: refuses what cannot be read without making a lot of memory that the program has not.
 pub(super) fn check_empty(spans: &[Span], what: &str) -> Result<()> {
     let sum = |ranges: Vec<Range>| Range::joined(ranges).iter().map(|range| range.len).sum::<u64>();
     let all = sum(spans.iter().map(|span| span.range).collect());
