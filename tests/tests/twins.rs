@@ -276,7 +276,12 @@ fn who_may_have_twins() {
         command.current_dir(&directory).env("STILLPOINT_STORE", &store).env(MARK, scratch.path());
         Stillpoint::wait(command, scratch.path())
     };
-    fork(&[]).fails(3, &["CAP_CHECKPOINT_RESTORE"]);
+    // Without, a twin is an isolated one.
+    let told = fork(&[]).ok().json();
+    right_eq!(told["twins"][0]["private_pid"].as_u64(), Some(u64::from(running.pid)), "{told}");
+    let isolated = told["twins"][0]["pid"].as_u64().expect("a process id") as u32;
+    kernel::kill(isolated, kernel::SIGKILL);
+    kernel::wait_gone(isolated, PATIENCE);
     let told = fork(&["--inh-caps=+checkpoint_restore", "--ambient-caps=+checkpoint_restore"]).ok().json();
     let twin = told["twins"][0]["pid"].as_u64().expect("a process id") as u32;
     Original { scratch, stillpoint, directory, running }.all_are_good(&[twin]);

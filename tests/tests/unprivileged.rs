@@ -40,6 +40,18 @@ const FEATURES: [&str; 8] = [
     "unix::pending unix::in_flight unix::peers unix::clients waits::poll_timeout waits::futex_relative waits::epoll_endless",
 ];
 
+/// The same of connections, within the program and with clients outside.
+const CONNECTIONS: [&str; 4] = [
+    "kept::pair4 kept::pair6 kept::pair_mapped kept::two_families kept::no_door kept::half_closed kept::other_end_closed \
+     kept::with_options kept::corked kept::watched kept::busy kept::blocked kept::many",
+    "made_anew::pair4 made_anew::pair6 made_anew::pair_mapped made_anew::two_families made_anew::no_door made_anew::corked",
+    "made_anew::half_closed made_anew::other_end_closed made_anew::with_options made_anew::watched made_anew::busy \
+     made_anew::blocked made_anew::many",
+    "connections_that_ended_with_the_program_are_over clients_keep_their_connections_over_a_restore redis_keeps_its_client \
+     clients_come_back_to_a_server_whose_connections_were_closed a_connection_that_waits_to_be_accepted_is_kept \
+     memcached_keeps_its_client",
+];
+
 /// Whether this is root, who has done a test as an ordinary user instead. (Names are short: a socket's has room for 108 bytes.)
 fn done_as_nobody(tests: &[String]) -> bool {
     if !kernel::is_root() {
@@ -82,25 +94,32 @@ fn done_as_nobody(tests: &[String]) -> bool {
     true
 }
 
-/// What has its turn of some lines of features.
-fn turns(lines: &[&str]) -> Vec<String> {
+/// What has its turn of some lines of tests in a file.
+fn turns(file: &str, lines: &[&str]) -> Vec<String> {
     let turn = |line: &&str| {
         let all: Vec<&str> = line.split_whitespace().collect();
-        tier::turn(line, &all).into_iter().map(|name| format!("features::{name}")).collect::<Vec<_>>()
+        tier::turn(line, &all).into_iter().map(|name| format!("{file}::{name}")).collect::<Vec<_>>()
     };
     lines.iter().flat_map(turn).collect()
 }
 
 #[test]
 fn processes() {
-    if !done_as_nobody(&turns(&FEATURES[..4])) {
+    if !done_as_nobody(&turns("features", &FEATURES[..4])) {
         skipped("the scenarios are tests of their own");
     }
 }
 
 #[test]
 fn trees() {
-    if !done_as_nobody(&turns(&FEATURES[4..])) {
+    if !done_as_nobody(&turns("features", &FEATURES[4..])) {
+        skipped("the scenarios are tests of their own");
+    }
+}
+
+#[test]
+fn connections() {
+    if !done_as_nobody(&turns("connections", &CONNECTIONS)) {
         skipped("the scenarios are tests of their own");
     }
 }
@@ -116,12 +135,15 @@ lock, number = multiprocessing.Lock(), multiprocessing.Value('i', 0)
 children = [multiprocessing.Process(target=count, args=(lock, number)) for _ in range(2)]
 for child in children: child.start()
 threading.Thread(target=lambda: [time.sleep(1) for _ in range(10**6)], daemon=True).start()
+about = ['/proc/self/stat', f'/proc/self/task/{os.getpid()}/stat', f'/proc/{children[1].pid}/stat']
+about = [os.open(file, os.O_RDONLY) for file in about]
 tids = lambda: sorted(os.listdir('/proc/self/task'))
-ids = [os.getpid(), os.getppid() and 1, os.getuid(), os.getgid(), [c.pid for c in children], tids()]
+seen = lambda: [os.pread(file, 99, 0).split()[0] for file in about]
+ids = [os.getpid(), os.getppid() and 1, os.getuid(), os.getgid(), [c.pid for c in children], tids(), seen()]
 round = 0
 while not os.path.exists('end'):
     round += 1
-    now = [os.getpid(), os.getppid() and 1, os.getuid(), os.getgid(), [c.pid for c in children], tids()]
+    now = [os.getpid(), os.getppid() and 1, os.getuid(), os.getgid(), [c.pid for c in children], tids(), seen()]
     caps = [l.split()[1] for l in open('/proc/self/status') if l.startswith(('CapPrm', 'CapEff', 'CapAmb'))]
     with open('told.new', 'w') as told:
         print(round, number.value, 'same' if now == ids else now, set(caps), all(c.is_alive() for c in children), file=told)
@@ -177,13 +199,13 @@ fn a_program_goes_through_all_that_there_is() {
     }
     // Twins have what it has, by themselves; and so have clones of a checkpoint.
     let twins = wait_for("twins", PATIENCE, || {
-        let output = stillpoint.run(&["fork", "job", "--isolated", "--count", "2", "--json"]);
+        let output = stillpoint.run(&["fork", "job", "--count", "2", "--json"]);
         // It had the file open that it has renamed since.
         let passes = output.status.code() == Some(3) && output.stderr.contains("told.new: is gone");
         (!passes).then(|| output.ok().json())
     });
     right_eq!(twins["twins"].as_array().map(Vec::len), Some(2));
-    stillpoint.run(&["fork", "job"]).fails(3, &["--isolated"]);
+    assert!(twins["twins"][0]["notes"].to_string().contains("--isolated"), "{twins}");
     for twin in twins["twins"].as_array().expect("twins") {
         let pid = twin["pid"].as_u64().expect("pid") as u32;
         right_eq!(kernel::id_within(pid).map(u64::from), twin["private_pid"].as_u64());
@@ -193,6 +215,182 @@ fn a_program_goes_through_all_that_there_is() {
     // A crash is seen from outside, and so is the end.
     fs::write(directory.join("end"), "").expect("a file");
     right_eq!(supervisor.wait().expect("restore").code(), Some(7), "{so_far:?}");
+}
+
+/// The process of the only job that runs.
+fn process_of_the_job(stillpoint: &Stillpoint) -> u32 {
+    let jobs = stillpoint.run(&["ls", "--json"]).ok().json();
+    jobs[0]["running"]["pid"].as_u64().unwrap_or_else(|| panic!("no process in {jobs}")) as u32
+}
+
+/// Where Yama would keep its user from it, a job begins in a user namespace, and all is done to it as to any other.
+#[test]
+fn a_job_in_a_user_namespace_of_its_own() {
+    if done_as_nobody(&[test_name()]) {
+        return;
+    }
+    let Some(python) = installed(&["/usr/bin/python3"], "python3") else { return };
+    let scratch = Scratch::new();
+    let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("program"));
+    let python = python.to_str().expect("a path");
+    let mut run = stillpoint.command(&["run", "--detach", "--user-namespace", "always", "--name", "job"]);
+    run.args(["--", python, "-c", COUNTER]).current_dir(&directory);
+    Stillpoint::wait(run, scratch.path()).ok();
+    let pid = process_of_the_job(&stillpoint);
+    let counter = Counter::of(&directory);
+    counter.goes_on();
+    let map = fs::read_to_string(format!("/proc/{pid}/uid_map")).expect("uid_map");
+    let map: Vec<u32> = map.split_whitespace().filter_map(|word| word.parse().ok()).collect();
+    let user = rustix::process::geteuid().as_raw();
+    right_eq!(map, [user, user, 1]);
+    let has_none = |pid: u32| right_eq!(kernel::status(pid, "CapPrm").as_deref(), Some("0000000000000000"));
+    has_none(pid);
+    stillpoint.run(&["checkpoint", "job"]).ok();
+    stillpoint.run(&["snapshot", "job"]).ok();
+    counter.sees();
+    stillpoint.run(&["rollback", "job"]).ok();
+    right!(!counter.goes_on(), "it knows after its rollback what it has seen since the snapshot");
+    stillpoint.run(&["forget", "job"]).ok();
+    let twin = stillpoint.run(&["fork", "job", "--json"]).ok().json();
+    let twin = twin["twins"][0]["pid"].as_u64().expect("a twin") as u32;
+    kernel::kill(twin, kernel::SIGKILL);
+    counter.goes_on();
+    stillpoint.run(&["checkpoint", "job", "--kill"]).ok();
+    let pid = stillpoint.restore_detached("job", &[]);
+    counter.goes_on();
+    has_none(pid);
+    kernel::kill(pid, kernel::SIGKILL);
+    kernel::wait_gone(pid, PATIENCE);
+}
+
+/// Of a large piece of shared memory that is hardly used, the checkpoint has what somebody has written, and the program no more than before.
+#[test]
+fn what_nobody_has_written_is_nowhere() {
+    if done_as_nobody(&[test_name()]) {
+        return;
+    }
+    /// The child's pages are in no page table when it has ended.
+    const PROGRAM: &str = "import mmap, os, time
+m = mmap.mmap(-1, 256 << 20)
+m[0:5] = b'first'
+if os.fork() == 0: m[100 << 20:(100 << 20) + 5] = b'child'; m[-5:] = b'last.'; os._exit(0)
+os.wait()
+n = 0
+while True:
+    n += 1; open('new', 'w').write(f'{n} {m[0:5] + m[100 << 20:(100 << 20) + 5] + m[-5:]}\\n' if os.path.exists('tell') else '')
+    os.rename('new', 'n'); time.sleep(0.01)
+";
+    let Some(python) = installed(&["/usr/bin/python3"], "python3") else { return };
+    let scratch = Scratch::new();
+    let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("program"));
+    let mut run = stillpoint.command(&["run", "--detach", "--name", "job", "--"]);
+    run.arg(python).args(["-c", PROGRAM]).current_dir(&directory);
+    Stillpoint::wait(run, scratch.path()).ok();
+    let pid = process_of_the_job(&stillpoint);
+    wait_for("the program", PATIENCE, || directory.join("n").exists().then_some(()));
+    let resident = || {
+        let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).expect("smaps");
+        let of_it = smaps.split_once("/dev/zero (deleted)").expect("its memory").1;
+        let rss = of_it.lines().find_map(|line| line.strip_prefix("Rss:")).expect("Rss");
+        rss.trim_end_matches("kB").trim().parse::<u64>().expect("kB")
+    };
+    let before = resident();
+    if kernel::status_in("/proc/meminfo", "SwapTotal") != kernel::status_in("/proc/meminfo", "SwapFree") {
+        return skipped("something is swapped out");
+    }
+    stillpoint.run(&["checkpoint", "job"]).ok();
+    let after = resident();
+    right!(after < before + 64, "{before} KiB of it were there, and {after} are after a checkpoint");
+    stillpoint.run(&["checkpoint", "job", "--kill"]).ok();
+    let stored = stillpoint.run(&["ls", "--json"]).ok().json()[0]["stored_bytes"].as_u64().expect("bytes");
+    assert!(stored < 64 << 20, "{stored} bytes are stored");
+    let pid = stillpoint.restore_detached("job", &[]);
+    fs::write(directory.join("tell"), "").expect("a file");
+    let told = wait_for("the program", PATIENCE, || {
+        fs::read_to_string(directory.join("n")).ok()?.split_once(' ').map(|(_, told)| told.to_owned())
+    });
+    right_eq!(told, "b'firstchildlast.'\n");
+    kernel::kill(pid, kernel::SIGKILL);
+    kernel::wait_gone(pid, PATIENCE);
+}
+
+/// Of a removed file, pages that are not in memory are on its disk.
+#[test]
+fn a_removed_file_is_captured_from_its_disk() {
+    if done_as_nobody(&[test_name()]) {
+        return;
+    }
+    const PROGRAM: &str = "import mmap, os, time
+at = lambda n: n.to_bytes(4, 'little') * 1024
+f = os.open('removed', os.O_RDWR | os.O_CREAT, 0o600)
+for n in range(2048): os.write(f, at(n))
+os.fsync(f); os.posix_fadvise(f, 0, 0, os.POSIX_FADV_DONTNEED)
+m = mmap.mmap(f, 8 << 20); os.unlink('removed'); os.close(f)
+m[0:4096] = at(7777)
+open('ready', 'w').close()
+while not os.path.exists('tell'): time.sleep(0.01)
+same = m[0:4096] == at(7777) and all(m[n * 4096:(n + 1) * 4096] == at(n) for n in range(1, 2048))
+open('told.new', 'w').write(str(same)); os.rename('told.new', 'told')
+";
+    let Some(python) = installed(&["/usr/bin/python3"], "python3") else { return };
+    let scratch = Scratch::new();
+    let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("program"));
+    let mut run = stillpoint.command(&["run", "--detach", "--name", "job", "--"]);
+    run.arg(python).args(["-c", PROGRAM]).current_dir(&directory);
+    Stillpoint::wait(run, scratch.path()).ok();
+    wait_for("the program", PATIENCE, || directory.join("ready").exists().then_some(()));
+    stillpoint.run(&["checkpoint", "job", "--kill"]).ok();
+    let pid = stillpoint.restore_detached("job", &[]);
+    fs::write(directory.join("tell"), "").expect("a file");
+    let told = wait_for("the program", PATIENCE, || fs::read_to_string(directory.join("told")).ok());
+    right_eq!(told, "True");
+    kernel::wait_gone(pid, PATIENCE);
+}
+
+/// What a client has sent, and a server was far from reading, is there when their connection has ended with the server.
+#[test]
+fn megabytes_that_were_not_read_are_there_when_a_connection_is_over() {
+    if done_as_nobody(&[test_name()]) {
+        return;
+    }
+    const PROGRAM: &str = "import os, socket, time
+door = socket.create_server(('127.0.0.1', 0))
+open('port.new', 'w').write(str(door.getsockname()[1])); os.rename('port.new', 'port')
+c, _ = door.accept(); done = 0
+while done < 64 << 20: done += len(c.recv(1 << 20))
+open('ready', 'w').write(str(done))
+while not os.path.exists('tell'): time.sleep(0.01)
+more, how = 0, 'ended'
+try:
+    while data := c.recv(1 << 20): more += len(data)
+except ConnectionResetError: how = 'reset'
+open('told.new', 'w').write(f'{more} {how}'); os.rename('told.new', 'told')
+";
+    let Some(python) = installed(&["/usr/bin/python3"], "python3") else { return };
+    let scratch = Scratch::new();
+    let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("program"));
+    let mut run = stillpoint.command(&["run", "--detach", "--name", "job", "--"]);
+    run.arg(python).args(["-c", PROGRAM]).current_dir(&directory);
+    Stillpoint::wait(run, scratch.path()).ok();
+    let pid = process_of_the_job(&stillpoint);
+    let port = wait_for("the program", PATIENCE, || {
+        fs::read_to_string(directory.join("port")).ok()?.parse::<u16>().ok()
+    });
+    let mut client = std::net::TcpStream::connect(("127.0.0.1", port)).expect("a server");
+    client.set_write_timeout(Some(Duration::from_secs(1))).expect("a limit");
+    // It is read at first, so that the kernel gives it room, and then no more.
+    let piece = vec![7; 1 << 20];
+    while std::io::Write::write(&mut client, &piece).is_ok() {}
+    wait_for("the program", PATIENCE, || directory.join("ready").exists().then_some(()));
+    stillpoint.run(&["checkpoint", "job"]).ok();
+    kernel::kill(pid, kernel::SIGKILL);
+    kernel::wait_gone(pid, PATIENCE);
+    let pid = stillpoint.restore_detached("job", &[]);
+    fs::write(directory.join("tell"), "").expect("a file");
+    let told = wait_for("the program", PATIENCE, || fs::read_to_string(directory.join("told")).ok());
+    let more = told.strip_suffix(" reset").and_then(|more| more.parse::<u64>().ok());
+    right!(more.is_some_and(|more| more > 256 << 10), "{told}");
+    kernel::wait_gone(pid, PATIENCE);
 }
 
 /// Of a program that was restored, threads are found again at a rollback as whoever looks from outside calls them.
@@ -312,11 +510,10 @@ fn what_only_the_privileged_can_look_at_is_refused() {
     let Some(python) = installed(&["/usr/bin/python3"], "python3") else { return };
     let scratch = Scratch::new();
     let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("program"));
-    const LIBC: &str = "import ctypes, mmap, os, time\n\
+    const LIBC: &str = "import ctypes, os, time\n\
                         libc = ctypes.CDLL(None); libc.mmap.restype = ctypes.c_void_p\n\
                         libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]\n";
     let cases = [
-        ("m = mmap.mmap(-1, 256 << 20); m[0] = 1\n", "may be empty"),
         (
             "f = os.memfd_create('both'); os.ftruncate(f, 4096)\n\
              shared = libc.mmap(None, 4096, 3, 1, f, 0); own = libc.mmap(None, 4096, 3, 2, f, 0); os.close(f)\n\
@@ -352,6 +549,38 @@ fn what_only_the_privileged_can_look_at_is_refused() {
         let _ = program.kill();
         let _ = program.wait();
     }
+}
+
+/// What lies in the queue of a sender is shown to the privileged alone: nothing of it may be lost.
+#[test]
+fn a_connection_that_is_full_is_refused() {
+    if done_as_nobody(&[test_name()]) {
+        return;
+    }
+    const PROGRAM: &str = "import socket, time
+door = socket.create_server(('127.0.0.1', 0))
+client = socket.create_connection(door.getsockname()); server, _ = door.accept()
+client.setblocking(False)
+try:
+    while True: client.send(b'x' * 65536)
+except BlockingIOError: pass
+open('ready', 'w').close()
+time.sleep(1000)
+";
+    let Some(python) = installed(&["/usr/bin/python3"], "python3") else { return };
+    let scratch = Scratch::new();
+    let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("program"));
+    let mut run = stillpoint.command(&["run", "--detach", "--name", "job", "--"]);
+    run.arg(python).args(["-c", PROGRAM]).current_dir(&directory);
+    Stillpoint::wait(run, scratch.path()).ok();
+    let pid = process_of_the_job(&stillpoint);
+    wait_for("the program", PATIENCE, || directory.join("ready").exists().then_some(()));
+    for what in [&["checkpoint", "job"][..], &["checkpoint", "job", "--kill"], &["snapshot", "job"]] {
+        stillpoint.run(what).fails(3, &["when less is on its way"]);
+    }
+    right!(kernel::alive(pid), "it was killed");
+    kernel::kill(pid, kernel::SIGKILL);
+    kernel::wait_gone(pid, PATIENCE);
 }
 
 /// A job in the store that is another user's (made by `sudo`, say) is told of, and keeps nobody from his own.

@@ -1,8 +1,9 @@
-//! Where the ids of an image are told: in our own pid namespace, or in one that a restore of ours made because ids were taken.
+//! Where the ids of an image are told: in our own pid namespace, or in one that a restore of ours made because ids were taken. And what is
+//! around a program that is not its own.
 
 use crate::Result;
-use stillpoint_linux::namespaces;
 use stillpoint_linux::proc::{Namespace, NamespaceKind, Proc, Status};
+use stillpoint_linux::{namespaces, rootless};
 
 /// The pid namespace around a program.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -10,7 +11,7 @@ pub struct Home {
     /// Place of its ids among those that a process has, of which the first are ours.
     pub level: usize,
     /// Where it is not ours: it, the mount namespace that belongs to it, and the user namespace around it, if an ordinary user's restore
-    /// made one.
+    /// made one; that alone, if the program was started in one.
     pub private: Vec<Namespace>,
     /// Its process 1 then, as we see it.
     pub first: Option<u32>,
@@ -27,7 +28,11 @@ impl Home {
     pub fn of(root: &Proc) -> Result<Self> {
         let own = Proc::process(std::process::id())?;
         let level = own.status()?.ns_tgid.len().saturating_sub(1);
-        Ok(restored_privately(&own, root)?.unwrap_or(Home { level, ..Home::default() }))
+        let home = match restored_privately(&own, root)? {
+            None => started_apart(&own, root)?,
+            restored => restored,
+        };
+        Ok(home.unwrap_or(Home { level, ..Home::default() }))
     }
 
     /// Id of a process there.
@@ -78,6 +83,21 @@ fn restored_privately(own: &Proc, root: &Proc) -> Result<Option<Home>> {
         pid = status.ppid;
     }
     Ok(None)
+}
+
+/// Whether the program lives in a user namespace that was made for it when it was started ([`rootless::Apart`]), with all else that we have.
+fn started_apart(own: &Proc, root: &Proc) -> Result<Option<Home>> {
+    if !rootless::is_apart(root)? {
+        return Ok(None);
+    }
+    let users = |of: &Proc| of.namespaces_of(&[NamespaceKind::User]);
+    let (ours, private) = (users(own)?, users(root)?);
+    if ours == private || !is_of_a_restore(root, &ours)? {
+        return Ok(None);
+    }
+    let most = Some(most(own, &root.status()?)?);
+    let level = own.status()?.ns_tgid.len().saturating_sub(1);
+    Ok(Some(Home { level, private, first: None, most }))
 }
 
 /// The name of what a process executes, also of one that has been put in its place meanwhile.

@@ -122,9 +122,23 @@ pub struct Run {
     /// Keep what it has in memory within this size: 2GiB, 512MiB. The rest is in the store
     #[arg(long, value_name = "SIZE", value_parser = crate::units::memory)]
     pub memory_limit: Option<u64>,
+    /// Whether it begins in a user namespace of its own, where nothing keeps its user from checkpointing it
+    #[arg(long, value_name = "WHEN", default_value = "auto")]
+    pub user_namespace: UserNamespace,
     /// The program and its arguments
     #[arg(value_name = "COMMAND", required = true, trailing_var_arg = true, allow_hyphen_values = true)]
     pub command: Vec<OsString>,
+}
+
+/// `run --user-namespace`
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum UserNamespace {
+    /// If the system keeps users from their own programs otherwise (Yama)
+    Auto,
+    /// In any case
+    Always,
+    /// In none
+    Never,
 }
 
 /// `stillpoint checkpoint`

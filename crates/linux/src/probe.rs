@@ -1,5 +1,6 @@
 //! What this kernel and these privileges allow, found by trying each thing on a process made for it.
 
+use crate::rootless::Apart;
 use crate::supervise::check;
 use crate::{Error, Result};
 use linux_raw_sys::general::{clone_args, pm_scan_arg};
@@ -21,14 +22,18 @@ pub struct Subject {
 const LIFE: u32 = 30;
 
 impl Subject {
-    /// Starts one. To be called while this process has one thread.
-    pub fn start() -> Result<Self> {
+    /// Starts one; `apart`, in a user namespace of its own. To be called while this process has one thread.
+    pub fn start(apart: Option<&Apart>) -> Result<Self> {
         let (mut reader, writer) = std::io::pipe().map_err(|e| Error::call("pipe", e))?;
         // SAFETY: the children only make calls that are safe after fork and leave by _exit or a signal.
         unsafe {
             let middle = libc::fork();
             check("fork", middle)?;
             if middle == 0 {
+                if let Some(Err(errno)) = apart.map(|apart| apart.enter()) {
+                    let _ = (&writer).write_all(&(-errno).to_ne_bytes());
+                    libc::_exit(1);
+                }
                 let pid = libc::fork();
                 if pid == 0 {
                     libc::alarm(LIFE);
@@ -45,7 +50,9 @@ impl Subject {
         let mut pid = [0; 4];
         reader.read_exact(&mut pid).map_err(|e| Error::call("fork", e))?;
         let pid = i32::from_ne_bytes(pid);
-        check("fork", pid)?;
+        if pid < 0 {
+            return Err(Error::call("start a process", std::io::Error::from_raw_os_error(-pid)));
+        }
         // SAFETY: pidfd_open(2) takes no pointers and returns a descriptor that nobody else owns.
         let pidfd = unsafe {
             let fd = libc::syscall(libc::SYS_pidfd_open, pid, 0) as i32;

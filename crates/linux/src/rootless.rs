@@ -6,6 +6,7 @@
 use crate::proc::Proc;
 use crate::supervise::{check, show_own_processes};
 use crate::{Error, Result, probe};
+use std::ffi::CString;
 use std::sync::OnceLock;
 
 const CAP_SYS_ADMIN: u64 = 1 << 21;
@@ -71,6 +72,89 @@ impl Before {
         let _ = BEFORE.set(self);
         Ok(())
     }
+}
+
+/// Whether the system keeps this process from looking into those that are not its children, unless they live in a user namespace of its own:
+/// Yama (`kernel.yama.ptrace_scope`, Documentation/admin-guide/LSM/Yama.rst), and no `CAP_SYS_PTRACE`.
+///
+/// # Errors
+/// That our status cannot be read.
+pub fn is_kept_off() -> Result<bool> {
+    const CAP_SYS_PTRACE: u64 = 1 << 19;
+    let scope = std::fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").unwrap_or_default();
+    let before = before()?;
+    // Root has all capabilities in any namespace.
+    let may_be_let_in = matches!(scope.trim(), "1" | "2") && before.uid != 0;
+    Ok(may_be_let_in && before.caps[2] & CAP_SYS_PTRACE == 0)
+}
+
+/// How a command comes to be in a user namespace of its own: its user and group are called as outside, it may have no more capabilities than
+/// before, and the namespace is marked as one that we made.
+#[derive(Clone, Debug)]
+pub struct Apart {
+    /// What is written to which file.
+    names: Vec<(CString, String)>,
+    bounding: u64,
+}
+
+/// Maps a project id to itself. Nobody needs a privilege for that, and nobody has a use for it.
+const MARK: [&str; 3] = ["5709", "5709", "1"];
+
+impl Apart {
+    /// For our user.
+    ///
+    /// # Errors
+    /// That such a namespace is not to be had.
+    pub fn new() -> Result<Self> {
+        let before = before()?;
+        let own = |id: u32| format!("{id} {id} 1");
+        let maps = [
+            ("setgroups", "deny".to_owned()),
+            ("uid_map", own(before.uid)),
+            ("gid_map", own(before.gid)),
+            ("projid_map", MARK.join(" ")),
+        ];
+        let path = |name: &str| CString::new(format!("/proc/self/{name}")).unwrap_or_default();
+        let names = maps.into_iter().map(|(name, text)| (path(name), text)).collect();
+        let apart = Apart { names, bounding: before.caps[3] };
+        let tried = apart.clone();
+        // SAFETY: the copy of this process has one thread, and leaves at once.
+        probe::in_child("a user namespace", move || unsafe { tried.enter() }.err().unwrap_or(0))?;
+        Ok(apart)
+    }
+
+    /// Goes there. An error is what the kernel says.
+    ///
+    /// # Safety
+    /// The process has one thread. (It may have been forked by one that has more: nothing is allocated, and no lock taken.)
+    pub(crate) unsafe fn enter(&self) -> std::result::Result<(), i32> {
+        // SAFETY: the kernel reads as many bytes as there are; what is opened is closed.
+        unsafe {
+            let told =
+                |result: i64| if result < 0 { Err(*libc::__errno_location()) } else { Ok(result as i32) };
+            told(libc::unshare(libc::CLONE_NEWUSER).into())?;
+            for (path, text) in &self.names {
+                let fd = told(libc::open(path.as_ptr(), libc::O_WRONLY | libc::O_CLOEXEC).into())?;
+                let written = told(libc::write(fd, text.as_ptr().cast(), text.len()) as i64);
+                libc::close(fd);
+                written?;
+            }
+            for capability in (0..64u64).filter(|n| self.bounding & 1 << n == 0) {
+                // There are fewer of them than that.
+                libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether a process lives in a user namespace that was made for it by [`Apart`].
+///
+/// # Errors
+/// That it cannot be looked at.
+pub fn is_apart(process: &Proc) -> Result<bool> {
+    let map = process.read_optional("projid_map")?.unwrap_or_default();
+    Ok(String::from_utf8_lossy(&map).split_whitespace().eq(MARK))
 }
 
 /// Whether this user can have such a namespace, with pids and a `/proc` of its own; otherwise what stands against it.

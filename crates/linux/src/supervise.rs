@@ -1,7 +1,8 @@
 //! What the supervisor of a job needs from the kernel: to start the job exactly as it would have been started without
 //! a supervisor, to hear of signals, stops and its end, and to end the way the job ended.
 
-use crate::{Error, Result, rootless};
+use crate::rootless::{self, Apart};
+use crate::{Error, Result};
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use rustix::io::{FdFlags, fcntl_getfd};
 use rustix::process::{WaitId, WaitIdOptions, waitid};
@@ -199,15 +200,17 @@ pub struct Child {
 }
 
 /// Starts a command (looked up in `PATH`) with our descriptors, process group, session and environment, and with the
-/// signal mask and dispositions that were in force before `signals` was taken. It does not die with us.
+/// signal mask and dispositions that were in force before `signals` was taken; `apart`, in a user namespace of its own. It does not die
+/// with us.
 ///
 /// `ready` is told its process id before the command begins; if it fails, there is no command.
 pub fn spawn<E: From<SpawnError>>(
     argv: &[OsString],
     signals: &Signals,
+    apart: Option<&Apart>,
     ready: impl FnOnce(u32) -> Result<(), E>,
 ) -> Result<Child, E> {
-    let waiting = fork_waiting(argv, signals)?;
+    let waiting = fork_waiting(argv, signals, apart)?;
     match ready(waiting.child.pid) {
         Ok(()) => Ok(waiting.go()?),
         Err(e) => {
@@ -247,7 +250,7 @@ impl Waiting {
     }
 }
 
-fn fork_waiting(argv: &[OsString], signals: &Signals) -> Result<Waiting, SpawnError> {
+fn fork_waiting(argv: &[OsString], signals: &Signals, apart: Option<&Apart>) -> Result<Waiting, SpawnError> {
     let name = argv.first().map(|a| a.to_string_lossy().into_owned()).unwrap_or_default();
     let exec_error = |e| SpawnError::Exec(name.clone(), e);
     let strings: Vec<CString> = argv
@@ -268,8 +271,13 @@ fn fork_waiting(argv: &[OsString], signals: &Signals) -> Result<Waiting, SpawnEr
                 libc::_exit(127);
             }
             give_back_signals(signals);
-            libc::execvp(pointers[0], pointers.as_ptr());
-            let errno = *libc::__errno_location();
+            let errno = match apart.map_or(Ok(()), |apart| apart.enter()) {
+                Ok(()) => {
+                    libc::execvp(pointers[0], pointers.as_ptr());
+                    *libc::__errno_location()
+                }
+                Err(errno) => errno,
+            };
             let _ = say.write_all(&errno.to_ne_bytes());
             libc::_exit(127);
         }

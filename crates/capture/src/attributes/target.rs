@@ -85,7 +85,7 @@ fn check_access(target: &Proc, name: &str, status: &Status) -> Result<()> {
         format!("belongs to user {}; only that user or one with CAP_SYS_PTRACE may capture it", status.uid[1])
     } else {
         "does not let itself be traced (it is not dumpable, has more capabilities than we have, or Yama's \
-         kernel.yama.ptrace_scope forbids it); CAP_SYS_PTRACE is needed"
+         kernel.yama.ptrace_scope forbids it, as it does not of what `stillpoint run` starts); CAP_SYS_PTRACE is needed"
             .into()
     };
     Err(Error::Target(format!("{name} {why}")))
@@ -571,7 +571,7 @@ fn thread(builder: &mut Builder, target: &Proc, tid: u32, stat: &Stat, status: &
     if let Some(most) = builder.home.most {
         let [inheritable, permitted, effective, bounding, ambient] = status.caps;
         if inheritable | permitted | effective | ambient | bounding & !most != 0 {
-            let why = "it has capabilities in the user namespace in which it was restored, which would be others elsewhere";
+            let why = "it has capabilities in the user namespace that was made for it, which would be others elsewhere";
             builder.refuse(what(), why, "let it give them up");
         }
     }

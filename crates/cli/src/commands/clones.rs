@@ -363,8 +363,13 @@ impl Flock {
         let (checkpoint, stand_ins) = load(&store, name)?;
         let origin = Origin::of(&checkpoint.image.meta);
         let mut flock = Self::rebuild(store, checkpoint, origin, (args, Ids::Same), stdio, relay)?;
-        flock.clones.iter_mut().for_each(|clone| clone.back.notes.extend(stand_ins.clone()));
+        flock.remark(stand_ins.as_ref());
         Ok(flock)
+    }
+
+    /// Has the answer tell something more of each.
+    pub(super) fn remark(&mut self, note: Option<&String>) {
+        self.clones.iter_mut().for_each(|clone| clone.back.notes.extend(note.cloned()));
     }
 
     /// Brings all clones back, or none; they become jobs of the store. While they are not complete, a signal (or the end of whoever

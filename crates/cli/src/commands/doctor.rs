@@ -8,7 +8,8 @@ use serde_json::json;
 use std::path::Path;
 use std::process::ExitCode;
 use stillpoint_linux::probe::{self, Protection, Subject};
-use stillpoint_linux::{Error, features, rootless};
+use stillpoint_linux::rootless::{self, Apart};
+use stillpoint_linux::{Error, features};
 
 /// How much depends on a feature.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -166,7 +167,9 @@ fn own_features() -> Vec<Feature> {
 
 /// What may be done to another process.
 fn process_features() -> Vec<Feature> {
-    let subject = match Subject::start() {
+    // As `run` starts a job.
+    let apart = rootless::is_kept_off().unwrap_or(false).then(|| Apart::new().ok()).flatten();
+    let subject = match Subject::start(apart.as_ref()) {
         Ok(subject) => subject,
         Err(e) => {
             let hint = "raise the limit on processes (ulimit -u)";
@@ -176,6 +179,17 @@ fn process_features() -> Vec<Feature> {
     use Need::{Optional, Required};
     let attach = "run as root, or with CAP_SYS_PTRACE, or set the sysctl kernel.yama.ptrace_scope to 0";
     let mut features = vec![
+        feature(
+            "programs of other parents",
+            Optional,
+            "what was not started by stillpoint run",
+            "start it with stillpoint run, or run as root, or with CAP_SYS_PTRACE, or set the sysctl kernel.yama.ptrace_scope to 0",
+            match rootless::is_kept_off() {
+                Ok(false) => Ok(String::new()),
+                Ok(true) => Err("kernel.yama.ptrace_scope forbids it".into()),
+                Err(e) => Err(e.to_string()),
+            },
+        ),
         tried("pidfd_getfd", Required, "descriptors of the program", attach, subject.pidfd_getfd()),
         tried("process_vm_readv", Required, "memory of the program", attach, subject.process_vm_readv()),
         tried(

@@ -34,18 +34,11 @@ use stillpoint_store::{Checkpoint, Store};
 /// Runs the command.
 pub fn run(common: &Common, args: &Fork) -> Result<ExitCode> {
     args.periodic.check()?;
-    let ids = if args.isolated { Ids::Same } else { Ids::New };
     let began = Instant::now();
     let store = jobs::open_store(common.store.as_deref())?;
     let target = jobs::target(&store, &args.target)?;
     // Before the program is stopped.
-    match ids {
-        Ids::Same => rootless::probe_private().map_err(|e| not_to_be_had("isolated twins", &e))?,
-        Ids::New => probe::set_executable().map_err(|e| {
-            Failure::refused(format!("a twin cannot be given the executable of the program: {e}"))
-                .hint("ask for --isolated, or run as root, or give stillpoint CAP_CHECKPOINT_RESTORE")
-        })?,
-    }
+    let (ids, remark) = ids(args)?;
     let plain = Restore::plain(NAME, &args.periodic)?;
     let (count, streams) = (args.count, args.streams.clone());
     let clones = Restore { detach: true, clone: true, count, files: Files::Keep, streams, ..plain };
@@ -61,10 +54,31 @@ pub fn run(common: &Common, args: &Fork) -> Result<ExitCode> {
             let origin = Origin::Program { job, pause, began, made: Duration::ZERO };
             speak_like(&target, &program)?;
             drop(program);
-            Flock::rebuild(store, checkpoint, origin, (&clones, ids), Stdio::Current, Some(relay))
+            let mut flock =
+                Flock::rebuild(store, checkpoint, origin, (&clones, ids), Stdio::Current, Some(relay))?;
+            flock.remark(remark.map(str::to_owned).as_ref());
+            Ok(flock)
         },
         |flock, tell| flock.supervise(None, common.json, tell),
     )
+}
+
+/// Which ids twins are to have, and a remark if that was not asked for. Executables are for the privileged to choose, in a user namespace for
+/// everybody.
+fn ids(args: &Fork) -> Result<(Ids, Option<&'static str>)> {
+    let own = rootless::probe_private();
+    if args.isolated {
+        own.map_err(|e| not_to_be_had("isolated twins", &e))?;
+        return Ok((Ids::Same, None));
+    }
+    match probe::set_executable() {
+        Ok(()) => Ok((Ids::New, None)),
+        Err(_) if own.is_ok() => {
+            Ok((Ids::Same, Some("without privileges a twin is as with --isolated: it has the ids of the program")))
+        }
+        Err(e) => Err(Failure::refused(format!("a twin cannot be given the executable of the program: {e}"))
+            .hint("run as root, or give stillpoint CAP_CHECKPOINT_RESTORE; stillpoint doctor tells what else is missing")),
+    }
 }
 
 /// The only job of the store of one instant. Nobody can name it: to people, a number is a process id.

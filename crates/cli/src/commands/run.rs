@@ -1,6 +1,6 @@
 //! `stillpoint run`: a program becomes a job.
 
-use crate::args::{Common, Periodic, Run};
+use crate::args::{Common, Periodic, Run, UserNamespace};
 use crate::checkpointer::{Beside, Errand};
 use crate::detach::{Answer, Detached, Relay, background_stdio, detach, stays};
 use crate::failure::{Failure, Result};
@@ -16,6 +16,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use stillpoint_image::Bytes;
 use stillpoint_linux::host;
+use stillpoint_linux::rootless::{self, Apart};
 use stillpoint_linux::supervise::{Child, Signals, die_of, spawn};
 use stillpoint_restore::Stdio;
 use stillpoint_store::history::What;
@@ -70,9 +71,10 @@ impl Started {
         // An earlier run's, if its supervisor was killed.
         store.clear_paging(claim.job()).map_err(jobs::store_failure)?;
         let terms = Terms { restart: args.restart, memory_limit: args.memory_limit, ..terms };
+        let (apart, remark) = apart(args)?;
         let mut record = None;
         // Whoever hears of the job by something it does finds it in the store.
-        let child = spawn(&args.command, &signals, |pid| {
+        let child = spawn(&args.command, &signals, apart.as_ref(), |pid| {
             let running = jobs::running_record(pid, command, None, &args.periodic)?;
             let written = store.set_terms(claim.job(), &terms);
             record = Some((Record::write(store, claim, running)?.with_control(), written));
@@ -85,7 +87,8 @@ impl Started {
         let begun = chronicle::started(record.running());
         let mut record = record.with_event(begun);
         let paging = args.memory_limit.and_then(|limit| record.page(child.pid, limit));
-        let record = record.keeps(written);
+        let mut record = record.keeps(written);
+        record.notes.extend(remark);
         Ok(Self { record, child, signals, periodic: args.periodic.clone(), lives, paging })
     }
 
@@ -113,6 +116,34 @@ impl Started {
         };
         drop(self.record);
         end?.follow()
+    }
+}
+
+/// The user namespace that the job is to begin in, if it is to be in one of its own, and what is to be said of that.
+fn apart(args: &Run) -> Result<(Option<Apart>, Option<String>)> {
+    match (args.user_namespace, rootless::is_kept_off()?) {
+        (UserNamespace::Never, _) | (UserNamespace::Auto, false) => Ok((None, None)),
+        (UserNamespace::Always, _) => {
+            let apart = Apart::new().map_err(|e| {
+                Failure::refused(format!("a user namespace of its own is not to be had: {e}"))
+                    .hint("stillpoint doctor tells what is missing")
+            })?;
+            Ok((Some(apart), None))
+        }
+        (UserNamespace::Auto, true) => {
+            let yama = "kernel.yama.ptrace_scope keeps you from programs of your own";
+            Ok(match Apart::new() {
+                Ok(apart) => {
+                    let why = "so it lives in a user namespace, in which sudo and its like do not work, and root's files are nobody's (see \
+                               --user-namespace)";
+                    (Some(apart), Some(format!("{yama}, {why}")))
+                }
+                Err(e) => {
+                    let why = "which is not to be had: it cannot be checkpointed";
+                    (None, Some(format!("{yama}, unless they live in a user namespace, {why} ({e})")))
+                }
+            })
+        }
     }
 }
 
