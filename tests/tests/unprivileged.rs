@@ -142,6 +142,8 @@ seen = lambda: [os.pread(file, 99, 0).split()[0] for file in about]
 ids = [os.getpid(), os.getppid() and 1, os.getuid(), os.getgid(), [c.pid for c in children], tids(), seen()]
 round = 0
 while not os.path.exists('end'):
+    if os.path.exists('quiet'):
+        open('is_quiet', 'w').close(); time.sleep(0.02); continue
     round += 1
     now = [os.getpid(), os.getppid() and 1, os.getuid(), os.getgid(), [c.pid for c in children], tids(), seen()]
     caps = [l.split()[1] for l in open('/proc/self/status') if l.startswith(('CapPrm', 'CapEff', 'CapAmb'))]
@@ -197,20 +199,20 @@ fn a_program_goes_through_all_that_there_is() {
         right!(now.0 < numbers[0] + 1000, "life {life}: {now:?} after {numbers:?}");
         so_far = now;
     }
-    // Twins have what it has, by themselves; and so have clones of a checkpoint.
-    let twins = wait_for("twins", PATIENCE, || {
-        let output = stillpoint.run(&["fork", "job", "--count", "2", "--json"]);
-        // It had the file open that it has renamed since.
-        let passes = output.status.code() == Some(3) && output.stderr.contains("told.new: is gone");
-        (!passes).then(|| output.ok().json())
-    });
+    // Twins have what it has, by themselves; and so have clones of a checkpoint. They would write to the same file as it does.
+    let quiet = directory.join("quiet");
+    fs::write(&quiet, "").expect("a file");
+    wait_for("it to be quiet", PATIENCE, || directory.join("is_quiet").exists().then_some(()));
+    let twins = stillpoint.run(&["fork", "job", "--count", "2", "--json"]).ok().json();
     right_eq!(twins["twins"].as_array().map(Vec::len), Some(2));
     assert!(twins["twins"][0]["notes"].to_string().contains("--isolated"), "{twins}");
     for twin in twins["twins"].as_array().expect("twins") {
         let pid = twin["pid"].as_u64().expect("pid") as u32;
         right_eq!(kernel::id_within(pid).map(u64::from), twin["private_pid"].as_u64());
         kernel::kill(pid, kernel::SIGKILL);
+        kernel::wait_gone(pid, PATIENCE);
     }
+    fs::remove_file(&quiet).expect("the file");
     so_far = told(&directory, so_far);
     // A crash is seen from outside, and so is the end.
     fs::write(directory.join("end"), "").expect("a file");
@@ -254,6 +256,7 @@ fn a_job_in_a_user_namespace_of_its_own() {
     let twin = stillpoint.run(&["fork", "job", "--json"]).ok().json();
     let twin = twin["twins"][0]["pid"].as_u64().expect("a twin") as u32;
     kernel::kill(twin, kernel::SIGKILL);
+    kernel::wait_gone(twin, PATIENCE);
     counter.goes_on();
     stillpoint.run(&["checkpoint", "job", "--kill"]).ok();
     let pid = stillpoint.restore_detached("job", &[]);
