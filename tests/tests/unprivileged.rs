@@ -219,10 +219,41 @@ fn a_program_goes_through_all_that_there_is() {
     right_eq!(supervisor.wait().expect("restore").code(), Some(7), "{so_far:?}");
 }
 
-/// The process of the only job that runs.
-fn process_of_the_job(stillpoint: &Stillpoint) -> u32 {
-    let jobs = stillpoint.run(&["ls", "--json"]).ok().json();
-    jobs[0]["running"]["pid"].as_u64().unwrap_or_else(|| panic!("no process in {jobs}")) as u32
+/// A program for Python that is a job, with a directory of its own.
+struct Job {
+    stillpoint: Stillpoint,
+    directory: PathBuf,
+    /// Where that is, as long as it is needed.
+    _scratch: Scratch,
+}
+
+impl Job {
+    /// Started with these options of `run`; nothing where there is no Python.
+    fn start(options: &[&str], program: &str) -> Option<Self> {
+        let python = installed(&["/usr/bin/python3"], "python3")?;
+        let scratch = Scratch::new();
+        let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("program"));
+        let mut run = stillpoint.command(&["run", "--detach", "--name", "job"]);
+        run.args(options).arg("--").arg(python).args(["-c", program]).current_dir(&directory);
+        Stillpoint::wait(run, scratch.path()).ok();
+        Some(Job { stillpoint, directory, _scratch: scratch })
+    }
+
+    /// Its process, while it has been neither killed nor restored.
+    fn pid(&self) -> u32 {
+        let jobs = self.stillpoint.run(&["ls", "--json"]).ok().json();
+        jobs[0]["running"]["pid"].as_u64().unwrap_or_else(|| panic!("no process in {jobs}")) as u32
+    }
+
+    /// Waits for a file that it writes; gives what is in it.
+    fn file(&self, name: &str) -> String {
+        wait_for("the program", PATIENCE, || fs::read_to_string(self.directory.join(name)).ok())
+    }
+}
+
+fn kill(pid: u32) {
+    kernel::kill(pid, kernel::SIGKILL);
+    kernel::wait_gone(pid, PATIENCE);
 }
 
 /// Where Yama would keep its user from it, a job begins in a user namespace, and all is done to it as to any other.
@@ -231,15 +262,9 @@ fn a_job_in_a_user_namespace_of_its_own() {
     if done_as_nobody(&[test_name()]) {
         return;
     }
-    let Some(python) = installed(&["/usr/bin/python3"], "python3") else { return };
-    let scratch = Scratch::new();
-    let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("program"));
-    let python = python.to_str().expect("a path");
-    let mut run = stillpoint.command(&["run", "--detach", "--user-namespace", "always", "--name", "job"]);
-    run.args(["--", python, "-c", COUNTER]).current_dir(&directory);
-    Stillpoint::wait(run, scratch.path()).ok();
-    let pid = process_of_the_job(&stillpoint);
-    let counter = Counter::of(&directory);
+    let Some(job) = Job::start(&["--user-namespace", "always"], COUNTER) else { return };
+    let (stillpoint, pid) = (&job.stillpoint, job.pid());
+    let counter = Counter::of(&job.directory);
     counter.goes_on();
     let map = fs::read_to_string(format!("/proc/{pid}/uid_map")).expect("uid_map");
     let map: Vec<u32> = map.split_whitespace().filter_map(|word| word.parse().ok()).collect();
@@ -255,15 +280,13 @@ fn a_job_in_a_user_namespace_of_its_own() {
     stillpoint.run(&["forget", "job"]).ok();
     let twin = stillpoint.run(&["fork", "job", "--json"]).ok().json();
     let twin = twin["twins"][0]["pid"].as_u64().expect("a twin") as u32;
-    kernel::kill(twin, kernel::SIGKILL);
-    kernel::wait_gone(twin, PATIENCE);
+    kill(twin);
     counter.goes_on();
     stillpoint.run(&["checkpoint", "job", "--kill"]).ok();
     let pid = stillpoint.restore_detached("job", &[]);
     counter.goes_on();
     has_none(pid);
-    kernel::kill(pid, kernel::SIGKILL);
-    kernel::wait_gone(pid, PATIENCE);
+    kill(pid);
 }
 
 /// Of a large piece of shared memory that is hardly used, the checkpoint has what somebody has written, and the program no more than before.
@@ -283,14 +306,9 @@ while True:
     n += 1; open('new', 'w').write(f'{n} {m[0:5] + m[100 << 20:(100 << 20) + 5] + m[-5:]}\\n' if os.path.exists('tell') else '')
     os.rename('new', 'n'); time.sleep(0.01)
 ";
-    let Some(python) = installed(&["/usr/bin/python3"], "python3") else { return };
-    let scratch = Scratch::new();
-    let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("program"));
-    let mut run = stillpoint.command(&["run", "--detach", "--name", "job", "--"]);
-    run.arg(python).args(["-c", PROGRAM]).current_dir(&directory);
-    Stillpoint::wait(run, scratch.path()).ok();
-    let pid = process_of_the_job(&stillpoint);
-    wait_for("the program", PATIENCE, || directory.join("n").exists().then_some(()));
+    let Some(job) = Job::start(&[], PROGRAM) else { return };
+    let (stillpoint, pid) = (&job.stillpoint, job.pid());
+    job.file("n");
     let resident = || {
         let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).expect("smaps");
         let of_it = smaps.split_once("/dev/zero (deleted)").expect("its memory").1;
@@ -308,13 +326,12 @@ while True:
     let stored = stillpoint.run(&["ls", "--json"]).ok().json()[0]["stored_bytes"].as_u64().expect("bytes");
     assert!(stored < 64 << 20, "{stored} bytes are stored");
     let pid = stillpoint.restore_detached("job", &[]);
-    fs::write(directory.join("tell"), "").expect("a file");
+    fs::write(job.directory.join("tell"), "").expect("a file");
     let told = wait_for("the program", PATIENCE, || {
-        fs::read_to_string(directory.join("n")).ok()?.split_once(' ').map(|(_, told)| told.to_owned())
+        fs::read_to_string(job.directory.join("n")).ok()?.split_once(' ').map(|(_, told)| told.to_owned())
     });
     right_eq!(told, "b'firstchildlast.'\n");
-    kernel::kill(pid, kernel::SIGKILL);
-    kernel::wait_gone(pid, PATIENCE);
+    kill(pid);
 }
 
 /// Of a removed file, pages that are not in memory are on its disk.
@@ -335,18 +352,12 @@ while not os.path.exists('tell'): time.sleep(0.01)
 same = m[0:4096] == at(7777) and all(m[n * 4096:(n + 1) * 4096] == at(n) for n in range(1, 2048))
 open('told.new', 'w').write(str(same)); os.rename('told.new', 'told')
 ";
-    let Some(python) = installed(&["/usr/bin/python3"], "python3") else { return };
-    let scratch = Scratch::new();
-    let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("program"));
-    let mut run = stillpoint.command(&["run", "--detach", "--name", "job", "--"]);
-    run.arg(python).args(["-c", PROGRAM]).current_dir(&directory);
-    Stillpoint::wait(run, scratch.path()).ok();
-    wait_for("the program", PATIENCE, || directory.join("ready").exists().then_some(()));
-    stillpoint.run(&["checkpoint", "job", "--kill"]).ok();
-    let pid = stillpoint.restore_detached("job", &[]);
-    fs::write(directory.join("tell"), "").expect("a file");
-    let told = wait_for("the program", PATIENCE, || fs::read_to_string(directory.join("told")).ok());
-    right_eq!(told, "True");
+    let Some(job) = Job::start(&[], PROGRAM) else { return };
+    job.file("ready");
+    job.stillpoint.run(&["checkpoint", "job", "--kill"]).ok();
+    let pid = job.stillpoint.restore_detached("job", &[]);
+    fs::write(job.directory.join("tell"), "").expect("a file");
+    right_eq!(job.file("told"), "True");
     kernel::wait_gone(pid, PATIENCE);
 }
 
@@ -369,28 +380,20 @@ try:
 except ConnectionResetError: how = 'reset'
 open('told.new', 'w').write(f'{more} {how}'); os.rename('told.new', 'told')
 ";
-    let Some(python) = installed(&["/usr/bin/python3"], "python3") else { return };
-    let scratch = Scratch::new();
-    let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("program"));
-    let mut run = stillpoint.command(&["run", "--detach", "--name", "job", "--"]);
-    run.arg(python).args(["-c", PROGRAM]).current_dir(&directory);
-    Stillpoint::wait(run, scratch.path()).ok();
-    let pid = process_of_the_job(&stillpoint);
-    let port = wait_for("the program", PATIENCE, || {
-        fs::read_to_string(directory.join("port")).ok()?.parse::<u16>().ok()
-    });
+    let Some(job) = Job::start(&[], PROGRAM) else { return };
+    let pid = job.pid();
+    let port: u16 = job.file("port").parse().expect("a port");
     let mut client = std::net::TcpStream::connect(("127.0.0.1", port)).expect("a server");
     client.set_write_timeout(Some(Duration::from_secs(1))).expect("a limit");
     // It is read at first, so that the kernel gives it room, and then no more.
     let piece = vec![7; 1 << 20];
     while std::io::Write::write(&mut client, &piece).is_ok() {}
-    wait_for("the program", PATIENCE, || directory.join("ready").exists().then_some(()));
-    stillpoint.run(&["checkpoint", "job"]).ok();
-    kernel::kill(pid, kernel::SIGKILL);
-    kernel::wait_gone(pid, PATIENCE);
-    let pid = stillpoint.restore_detached("job", &[]);
-    fs::write(directory.join("tell"), "").expect("a file");
-    let told = wait_for("the program", PATIENCE, || fs::read_to_string(directory.join("told")).ok());
+    job.file("ready");
+    job.stillpoint.run(&["checkpoint", "job"]).ok();
+    kill(pid);
+    let pid = job.stillpoint.restore_detached("job", &[]);
+    fs::write(job.directory.join("tell"), "").expect("a file");
+    let told = job.file("told");
     let more = told.strip_suffix(" reset").and_then(|more| more.parse::<u64>().ok());
     right!(more.is_some_and(|more| more > 256 << 10), "{told}");
     kernel::wait_gone(pid, PATIENCE);
@@ -402,14 +405,9 @@ fn a_restored_program_is_rolled_back() {
     if done_as_nobody(&[test_name()]) {
         return;
     }
-    let Some(python) = installed(&["/usr/bin/python3"], "python3") else { return };
-    let scratch = Scratch::new();
-    let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("program"));
-    let mut run =
-        stillpoint.command(&["run", "--detach", "--name", "job", "--", python.to_str().expect("a path")]);
-    run.args(["-c", COUNTER]).current_dir(&directory).stdout(Stdio::null()).stderr(Stdio::null());
-    assert!(run.status().expect("run").success());
-    let counter = Counter::of(&directory);
+    let Some(job) = Job::start(&[], COUNTER) else { return };
+    let stillpoint = &job.stillpoint;
+    let counter = Counter::of(&job.directory);
     counter.goes_on();
     stillpoint.run(&["checkpoint", "job", "--kill"]).ok();
     let pid = stillpoint.restore_detached("job", &[]);
@@ -422,8 +420,7 @@ fn a_restored_program_is_rolled_back() {
     right!(!counter.goes_on(), "it knows after its rollback what it has seen since the snapshot");
     right_eq!(kernel::threads(pid), tids, "none was made anew");
     counter.goes_on();
-    kernel::kill(pid, kernel::SIGKILL);
-    kernel::wait_gone(pid, PATIENCE);
+    kill(pid);
 }
 
 /// Where nobody may have a user namespace, no program is killed that could not be had back, and a restore says what is missing.
@@ -570,20 +567,14 @@ except BlockingIOError: pass
 open('ready', 'w').close()
 time.sleep(1000)
 ";
-    let Some(python) = installed(&["/usr/bin/python3"], "python3") else { return };
-    let scratch = Scratch::new();
-    let (stillpoint, directory) = (scratch.stillpoint(), scratch.directory("program"));
-    let mut run = stillpoint.command(&["run", "--detach", "--name", "job", "--"]);
-    run.arg(python).args(["-c", PROGRAM]).current_dir(&directory);
-    Stillpoint::wait(run, scratch.path()).ok();
-    let pid = process_of_the_job(&stillpoint);
-    wait_for("the program", PATIENCE, || directory.join("ready").exists().then_some(()));
+    let Some(job) = Job::start(&[], PROGRAM) else { return };
+    let pid = job.pid();
+    job.file("ready");
     for what in [&["checkpoint", "job"][..], &["checkpoint", "job", "--kill"], &["snapshot", "job"]] {
-        stillpoint.run(what).fails(3, &["when less is on its way"]);
+        job.stillpoint.run(what).fails(3, &["when less is on its way"]);
     }
     right!(kernel::alive(pid), "it was killed");
-    kernel::kill(pid, kernel::SIGKILL);
-    kernel::wait_gone(pid, PATIENCE);
+    kill(pid);
 }
 
 /// A job in the store that is another user's (made by `sudo`, say) is told of, and keeps nobody from his own.

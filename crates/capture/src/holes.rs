@@ -74,12 +74,12 @@ fn ask(lender: Lender<'_>, frozen: &mut Frozen, span: &Span, ranges: &[Range]) -
             .map(|start| Range { start, len: most.min(range.end() - start) })
     });
     let address = |at: u64| span.address + (at - span.range.start);
-    let calls: Vec<_> = pieces.collect();
+    let pieces: Vec<_> = pieces.collect();
     let arguments = |piece: &Range| (libc::SYS_mincore, [address(piece.start), piece.len, 0, 0, 0, 0]);
     let threads = frozen.threads.len();
-    let asked = lender.bench(frozen, &calls.iter().map(arguments).collect::<Vec<_>>(), |bench| {
+    let asked = lender.bench(frozen, &pieces.iter().map(arguments).collect::<Vec<_>>(), |bench| {
         let mut resident = Vec::new();
-        for piece in &calls {
+        for piece in &pieces {
             let pages = (piece.len / PAGE) as usize;
             let mut program = Program::new();
             let room = program.room(pages);

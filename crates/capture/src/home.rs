@@ -29,7 +29,7 @@ impl Home {
         let own = Proc::process(std::process::id())?;
         let level = own.status()?.ns_tgid.len().saturating_sub(1);
         let home = match restored_privately(&own, root)? {
-            None => started_apart(&own, root)?,
+            None => started_apart(&own, root, level)?,
             restored => restored,
         };
         Ok(home.unwrap_or(Home { level, ..Home::default() }))
@@ -86,7 +86,7 @@ fn restored_privately(own: &Proc, root: &Proc) -> Result<Option<Home>> {
 }
 
 /// Whether the program lives in a user namespace that was made for it when it was started ([`rootless::Apart`]), with all else that we have.
-fn started_apart(own: &Proc, root: &Proc) -> Result<Option<Home>> {
+fn started_apart(own: &Proc, root: &Proc, level: usize) -> Result<Option<Home>> {
     if !rootless::is_apart(root)? {
         return Ok(None);
     }
@@ -96,7 +96,6 @@ fn started_apart(own: &Proc, root: &Proc) -> Result<Option<Home>> {
         return Ok(None);
     }
     let most = Some(most(own, &root.status()?)?);
-    let level = own.status()?.ns_tgid.len().saturating_sub(1);
     Ok(Some(Home { level, private, first: None, most }))
 }
 

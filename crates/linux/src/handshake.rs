@@ -2,8 +2,8 @@
 //! `tcp(7)`, `ip(7)`.
 
 use crate::descriptors::readable;
-use crate::sockets::{self, BUFFER_LOCK, bind_to_loopback, endpoint, set_option};
-use crate::tcp::{CONNECT, End, Flow, PATIENCE, info, make_room, replace, state, too_late};
+use crate::sockets::{self, bind_to_loopback, endpoint, set_option};
+use crate::tcp::{CONNECT, End, Flow, PATIENCE, end_half, info, make_room, replace, state, too_late};
 use crate::{Error, Result, inet_diag};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::os::fd::{AsFd, OwnedFd};
@@ -148,11 +148,7 @@ pub fn complete(a: &End<'_>, b: &End<'_>) -> Result<()> {
         }
     }
     for end in [a, b] {
-        if end.ended {
-            rustix::net::shutdown(end.socket, rustix::net::Shutdown::Write)
-                .map_err(|e| Error::call("end one half of a connection", e))?;
-        }
-        set_option(end.socket, SOL_SOCKET, BUFFER_LOCK, &0i32.to_ne_bytes())?;
+        end.settle()?;
     }
     Ok(())
 }
@@ -176,8 +172,7 @@ pub fn make_ended(socket: &OwnedFd, family: i32, unread: &[u8], how: Over) -> Re
     let is_over = |wanted| wait_until("end a connection", || Ok(info(socket)?.state == wanted));
     is_over(if how == Over::Reset { state::CLOSE } else { state::CLOSE_WAIT })?;
     if how == Over::BothEnded {
-        rustix::net::shutdown(socket, rustix::net::Shutdown::Write)
-            .map_err(|e| Error::call("end one half of a connection", e))?;
+        end_half(socket)?;
         is_over(state::CLOSE)?;
     }
     Ok(())
@@ -217,22 +212,8 @@ pub enum Over {
 mod tests {
     use super::*;
     use crate::descriptors::poll_now;
-    use crate::sockets::int_option;
-
-    fn tcp(family: i32) -> OwnedFd {
-        sockets::socket(family, libc::SOCK_STREAM, TCP).unwrap()
-    }
-
-    fn drain(socket: &OwnedFd, bytes: usize) -> Vec<u8> {
-        let mut got = vec![0; bytes];
-        let mut so_far = 0;
-        while so_far < bytes {
-            let n = rustix::io::read(socket, &mut got[so_far..]).unwrap();
-            assert!(n > 0, "it ends after {so_far} of {bytes} bytes");
-            so_far += n;
-        }
-        got
-    }
+    use crate::sockets::{BUFFER_LOCK, int_option};
+    use crate::tcp::tests::{drain, tcp};
 
     /// What is on its way, with an end behind it; again at once, when the kernel still remembers the first connection.
     #[test]

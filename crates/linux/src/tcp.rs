@@ -438,14 +438,25 @@ pub fn connect_pair(a: &End<'_>, b: &End<'_>) -> Result<()> {
     }
     for end in [a, b] {
         put(end.socket, end.unsent)?;
-        if end.ended {
-            rustix::net::shutdown(end.socket, rustix::net::Shutdown::Write)
-                .map_err(|e| Error::call("end one half of a connection", e))?;
-        }
-        // From now on the kernel chooses sizes again.
-        set_option(end.socket, SOL_SOCKET, BUFFER_LOCK, &0i32.to_ne_bytes())?;
+        end.settle()?;
     }
     Ok(())
+}
+
+impl End<'_> {
+    /// Has it ended, if it has, behind all that was sent; and the kernel choose the sizes of its buffers again.
+    pub(crate) fn settle(&self) -> Result<()> {
+        if self.ended {
+            end_half(self.socket)?;
+        }
+        set_option(self.socket, SOL_SOCKET, BUFFER_LOCK, &0i32.to_ne_bytes())
+    }
+}
+
+/// Ends our half of a connection.
+pub(crate) fn end_half(socket: &OwnedFd) -> Result<()> {
+    rustix::net::shutdown(socket, rustix::net::Shutdown::Write)
+        .map_err(|e| Error::call("end one half of a connection", e))
 }
 
 /// Whether connections of such a socket may be made by repair.
@@ -538,11 +549,11 @@ fn put(socket: &OwnedFd, mut data: &[u8]) -> Result<()> {
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use crate::sockets::bind_to_loopback;
 
-    fn tcp(family: i32) -> OwnedFd {
+    pub(crate) fn tcp(family: i32) -> OwnedFd {
         sockets::socket(family, libc::SOCK_STREAM, libc::IPPROTO_TCP).unwrap()
     }
 
@@ -568,7 +579,7 @@ mod tests {
         }
     }
 
-    fn drain(socket: &OwnedFd, bytes: usize) -> Vec<u8> {
+    pub(crate) fn drain(socket: &OwnedFd, bytes: usize) -> Vec<u8> {
         let mut got = Vec::new();
         let mut buffer = vec![0; 1 << 16];
         while got.len() < bytes {

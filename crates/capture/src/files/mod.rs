@@ -290,8 +290,10 @@ impl<'a> Scan<'a> {
 
     /// What we call the process of the target that calls itself so.
     pub fn outer_pid(&self, inner: u32) -> Option<u32> {
-        let pids = self.target.holders.iter().map(|holder| holder.pid);
-        pids.into_iter().find(|pid| self.inner_pid(*pid) == Some(inner))
+        let is_it = |holder: &&Holder<'_>| {
+            holder.process.status().is_ok_and(|status| self.builder.home.pid(&status) == inner)
+        };
+        self.target.holders.iter().find(is_it).map(|holder| holder.pid)
     }
 
     /// Whether a terminal is the controlling one of some process of the target, by device number. In a devpts of the program's own

@@ -367,7 +367,7 @@ fn proc_file(scan: &mut Scan<'_>, d: &Description) -> Result<Option<FileKind>> {
         false => what_it_is_of(&view, pid, name, deleted, &d.stat),
     };
     let path = match (is, own) {
-        (Of::Living, Some(own)) => described(&view.own_path(scan, d, own, below)),
+        (Of::Living, Some(own)) => described(&own_proc_path(scan, &view, d, own, below)),
         (Of::Living, None) => {
             let why = format!("it is about process {pid}, which is not part of the program");
             return scan.refuse(d, why, CLOSE);
@@ -418,18 +418,6 @@ impl ProcView {
             true => scan.inner_pid(pid).map(|_| pid),
             false => scan.outer_pid(pid),
         }
-    }
-
-    /// The path as the program sees it, of a file about the process that we call so.
-    fn own_path(&self, scan: &Scan<'_>, d: &Description, pid: u32, below: &Path) -> String {
-        if self.is_ours() {
-            return own_proc_path(scan, d, pid, below);
-        }
-        let whose = match scan.inner_pid(pid).filter(|_| pid != d.pid()) {
-            Some(pid) => format!("/proc/{pid}"),
-            None => String::from("/proc/self"),
-        };
-        Path::new(&whose).join(below).to_string_lossy().into_owned()
     }
 }
 
@@ -520,16 +508,18 @@ fn is_regular(stat: &Stat) -> bool {
     FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
 }
 
-/// `/proc/PID/task/TID/…` with the ids as the program sees them; `/proc/self/…` is about the first process that holds the
-/// description, which opens it again.
-fn own_proc_path(scan: &Scan<'_>, d: &Description, pid: u32, below: &Path) -> String {
+/// `/proc/PID/task/TID/…` with the ids as the program sees them, of the process that we call so; `/proc/self/…` is about the first process
+/// that holds the description, which opens it again.
+fn own_proc_path(scan: &Scan<'_>, view: &ProcView, d: &Description, pid: u32, below: &Path) -> String {
     let mut path = match scan.inner_pid(pid).filter(|_| pid != d.pid()) {
         Some(pid) => format!("/proc/{pid}"),
         None => String::from("/proc/self"),
     };
     let mut after_task = false;
     for part in below.iter().filter_map(OsStr::to_str) {
-        let inner = part.parse().ok().and_then(|tid| scan.inner_id(tid));
+        // In a procfs of the program's own they are told so already.
+        let outer = part.parse().ok().filter(|_| view.is_ours());
+        let inner = outer.and_then(|tid| scan.inner_id(tid));
         match inner {
             Some(tid) if after_task => path.push_str(&format!("/{tid}")),
             _ => path.push_str(&format!("/{part}")),

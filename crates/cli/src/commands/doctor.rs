@@ -168,7 +168,8 @@ fn own_features() -> Vec<Feature> {
 /// What may be done to another process.
 fn process_features() -> Vec<Feature> {
     // As `run` starts a job.
-    let apart = rootless::is_kept_off().unwrap_or(false).then(|| Apart::new().ok()).flatten();
+    let kept_off = rootless::is_kept_off();
+    let apart = matches!(kept_off, Ok(true)).then(|| Apart::new().ok()).flatten();
     let subject = match Subject::start(apart.as_ref()) {
         Ok(subject) => subject,
         Err(e) => {
@@ -184,7 +185,7 @@ fn process_features() -> Vec<Feature> {
             Optional,
             "what was not started by stillpoint run",
             "start it with stillpoint run, or run as root, or with CAP_SYS_PTRACE, or set the sysctl kernel.yama.ptrace_scope to 0",
-            match rootless::is_kept_off() {
+            match kept_off {
                 Ok(false) => Ok(String::new()),
                 Ok(true) => Err("kernel.yama.ptrace_scope forbids it".into()),
                 Err(e) => Err(e.to_string()),

@@ -66,14 +66,13 @@ pub fn run(common: &Common, args: &Fork) -> Result<ExitCode> {
 /// Which ids twins are to have, and a remark if that was not asked for. Executables are for the privileged to choose, in a user namespace for
 /// everybody.
 fn ids(args: &Fork) -> Result<(Ids, Option<&'static str>)> {
-    let own = rootless::probe_private();
     if args.isolated {
-        own.map_err(|e| not_to_be_had("isolated twins", &e))?;
+        rootless::probe_private().map_err(|e| not_to_be_had("isolated twins", &e))?;
         return Ok((Ids::Same, None));
     }
     match probe::set_executable() {
         Ok(()) => Ok((Ids::New, None)),
-        Err(_) if own.is_ok() => {
+        Err(_) if rootless::probe_private().is_ok() => {
             Ok((Ids::Same, Some("without privileges a twin is as with --isolated: it has the ids of the program")))
         }
         Err(e) => Err(Failure::refused(format!("a twin cannot be given the executable of the program: {e}"))

@@ -121,16 +121,17 @@ impl Started {
 
 /// The user namespace that the job is to begin in, if it is to be in one of its own, and what is to be said of that.
 fn apart(args: &Run) -> Result<(Option<Apart>, Option<String>)> {
-    match (args.user_namespace, rootless::is_kept_off()?) {
-        (UserNamespace::Never, _) | (UserNamespace::Auto, false) => Ok((None, None)),
-        (UserNamespace::Always, _) => {
+    match args.user_namespace {
+        UserNamespace::Never => Ok((None, None)),
+        UserNamespace::Auto if !rootless::is_kept_off()? => Ok((None, None)),
+        UserNamespace::Always => {
             let apart = Apart::new().map_err(|e| {
                 Failure::refused(format!("a user namespace of its own is not to be had: {e}"))
                     .hint("stillpoint doctor tells what is missing")
             })?;
             Ok((Some(apart), None))
         }
-        (UserNamespace::Auto, true) => {
+        UserNamespace::Auto => {
             let yama = "kernel.yama.ptrace_scope keeps you from programs of your own";
             Ok(match Apart::new() {
                 Ok(apart) => {

@@ -54,11 +54,12 @@ pub(super) fn apply_differing(
     what: &str,
     pick: impl Fn(u32, u32) -> bool,
 ) -> Result<()> {
-    let is_so = |o: &&SocketOption| {
-        sockets::option(&fd, o.level, o.name).is_ok_and(|value| value.as_ref() == Some(&o.value.0))
+    let is_so = |option: &SocketOption| {
+        sockets::option(&fd, option.level, option.name).is_ok_and(|is| is.as_ref() == Some(&option.value.0))
     };
-    let rest = socket.options.iter().filter(|o| !is_so(o)).cloned().collect();
-    apply_some(&fd, &Socket { options: rest, ..Socket::default() }, what, pick)
+    apply_some(&fd, socket, what, |level, name| {
+        pick(level, name) && !socket.option((level, name)).is_some_and(is_so)
+    })
 }
 
 /// The kernel doubles the size it is given, and caps it for those without `CAP_NET_ADMIN`.
