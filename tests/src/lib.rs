@@ -18,6 +18,7 @@
 //! * `STILLPOINT_KEEP=1`: keep the directories of tests that pass, too.
 #![forbid(unsafe_code)]
 
+pub mod aimed;
 pub mod client;
 pub mod counter;
 pub mod cuts;
@@ -37,6 +38,7 @@ pub mod tmpfs;
 pub mod turn;
 pub mod verdict;
 
+pub use aimed::Aimed;
 pub use client::Client;
 pub use cuts::Cuts;
 pub use feature::Feature;

@@ -3,12 +3,15 @@
 
 use std::fs;
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
+use stillpoint_tests::aimed::{DEEDS, Shot};
 use stillpoint_tests::observe::{Facts, has_mapping_with, traces_of_us};
 use stillpoint_tests::target::Running;
 use stillpoint_tests::{
-    Build, Scratch, Stillpoint, Target, engine, kernel, right, right_eq, skipped, tier, undisturbed_only,
+    Aimed, Build, Scratch, Stillpoint, Target, engine, kernel, right, right_eq, skipped, tier,
+    undisturbed_only,
 };
 
 /// How often the tests kill: the restoring command half as often, the checkpointing one so often under all engines together.
@@ -124,6 +127,11 @@ macro_rules! under {
                 #[test]
                 fn during_checkpoint() {
                     crate::killing_us::with(stringify!($engine), crate::killing_us::during_checkpoint);
+                }
+
+                #[test]
+                fn at_a_deed() {
+                    crate::killing_us::with(stringify!($engine), crate::killing_us::at_a_deed);
                 }
 
                 #[test]
@@ -260,6 +268,32 @@ fn during_checkpoint_of(scenario: &str, engine: &str) {
     scratch.nothing_is_left("in the end");
 }
 
+/// Killed as it makes one of the system calls by which it does something to the target: some of them, or each in a soak.
+fn at_a_deed(engine: &str) {
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    let running = start(&scratch);
+    let before = first_facts(running.pid);
+    unharmed(&running, &before, "undisturbed");
+    let pid = running.pid.to_string();
+    let arguments = ["checkpoint", &pid, "--name", "job", "--engine", engine];
+    let checkpoint = |nth| Aimed::start(&stillpoint, scratch.path(), nth, DEEDS, &arguments).map(Aimed::wait);
+    let Some(Shot { calls, .. }) = checkpoint(0) else { return skipped("no C compiler") };
+    unharmed(&running, &before, "after a whole checkpoint");
+    let kills = tier::times("STILLPOINT_DEEDS", 5, calls).clamp(1, calls);
+    let first = scratch.random().below(calls / kills);
+    for n in (1 + first..=calls).step_by((calls / kills) as usize) {
+        let shot = checkpoint(n);
+        let what = format!("killed at call {n} of {calls}: {shot:?}");
+        unharmed(&running, &before, &what);
+        nothing_of_ours(running.pid, &what);
+    }
+    stillpoint.verified();
+    stillpoint.checkpoint(running.pid, "job", &["--engine", engine]);
+    unharmed(&running, &before, "after all");
+    running.finish("after all");
+}
+
 /// A process that follows the target from checkpoint to checkpoint dies between two of them, or in one.
 #[test]
 fn during_a_session() {
@@ -394,35 +428,10 @@ fn during_restore() {
             "kill {n} after {delay:?} of {typical:?}, {}",
             if foreground { "foreground" } else { "detached" }
         );
-        // Either nothing is there, or all of it: whoever is left takes a moment to notice.
-        let until = Instant::now() + PATIENCE;
-        loop {
-            let left = scratch.processes();
-            if left.is_empty() {
-                none += 1;
-                break;
-            }
-            let target = Running::restored(pid, &directory);
-            if left.iter().any(|&p| p != pid && own_id(p) == pid) {
-                // Of the life before somebody still had an id: it lives in a namespace of its own.
-                whole += 1;
-                break;
-            }
-            if left.contains(&pid) && before.differences(&facts(pid)).is_empty() {
-                // Whole. Whoever looks after it may still decide to end it, as nobody was told that it is back.
-                std::thread::sleep(Duration::from_millis(300));
-                if unharmed_or_dead(&target, &before, &what) {
-                    whole += 1;
-                    break;
-                }
-            }
-            right!(
-                Instant::now() < until,
-                "{what}: half a process is left: {}\n{}",
-                kernel::describe(&left),
-                before.differences(&facts(pid))
-            );
-            std::thread::sleep(Duration::from_millis(5));
+        if is_whole_or_gone(&scratch, pid, &directory, &before, &what) {
+            whole += 1;
+        } else {
+            none += 1;
         }
     }
     eprintln!("killed {} restores: {none} left nothing, {whole} a whole process", none + whole);
@@ -435,6 +444,78 @@ fn during_restore() {
     let running = Running::restored(restored, &directory);
     unharmed(&running, &before, "restored in the end");
     running.finish("restored in the end");
+}
+
+/// Either nothing is there, or all of it: whoever is left takes a moment to notice. Returns whether it is there.
+#[track_caller]
+fn is_whole_or_gone(scratch: &Scratch, pid: u32, directory: &Path, before: &Facts, what: &str) -> bool {
+    let until = Instant::now() + PATIENCE;
+    loop {
+        let left = scratch.processes();
+        if left.is_empty() {
+            return false;
+        }
+        let target = Running::restored(pid, directory);
+        if lives_apart(&left, pid) {
+            return true;
+        }
+        if left.contains(&pid) && before.differences(&facts(pid)).is_empty() {
+            // Whole. Whoever looks after it may still decide to end it, as nobody was told that it is back.
+            std::thread::sleep(Duration::from_millis(300));
+            if unharmed_or_dead(&target, before, what) {
+                return true;
+            }
+        }
+        right!(
+            Instant::now() < until,
+            "{what}: half a process is left: {}\n{}",
+            kernel::describe(&left),
+            before.differences(&facts(pid))
+        );
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Killed as it makes one of the system calls by which it does something to the program: some of them, or each in a soak.
+#[test]
+fn at_a_deed_of_a_restore() {
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    let mut running = start(&scratch);
+    let before = first_facts(running.pid);
+    let (pid, directory) = (running.pid, running.directory().to_owned());
+    stillpoint.checkpoint(pid, "job", &["--kill"]);
+    running.reap();
+    // How many calls it made, and whether the program is there. It ends with it.
+    let restore = |nth, what: &str| {
+        kernel::wait_free(pid);
+        let mut aimed = Aimed::start(&stillpoint, scratch.path(), nth, DEEDS, &["restore", "job"])?;
+        let runs = || kernel::status(pid, "TracerPid").is_some_and(|tracer| tracer == "0");
+        let is_whole = || runs() && before.differences(&facts(pid)).is_empty();
+        aimed.wait_or(|| is_whole() || lives_apart(&scratch.processes(), pid));
+        let whole = is_whole_or_gone(&scratch, pid, &directory, &before, what);
+        scratch.sweep();
+        Some((aimed.wait().calls, whole))
+    };
+    let Some((calls, true)) = restore(0, "not killed") else { return skipped("no C compiler") };
+    let kills = tier::times("STILLPOINT_DEEDS", 12, calls).clamp(1, calls);
+    let first = scratch.random().below(calls / kills);
+    let outcomes = (1 + first..=calls).step_by((calls / kills) as usize);
+    let whole =
+        outcomes.filter(|n| restore(*n, &format!("killed at call {n} of {calls}")).is_some_and(|o| o.1));
+    eprintln!("of {kills} restores {} left a whole process", whole.count());
+    stillpoint.verified();
+    let running = Running::restored(stillpoint.restore_detached("job", &[]), &directory);
+    unharmed(&running, &before, "restored in the end");
+    running.finish("restored in the end");
+}
+
+/// Whether somebody else had an id of the program when it came back: it lives in a pid namespace of its own.
+fn lives_apart(left: &[u32], pid: u32) -> bool {
+    left.iter().any(|&p| p != pid && own_id(p) == pid)
 }
 
 /// The process id that a process has in its own pid namespace.

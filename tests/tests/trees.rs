@@ -1,14 +1,16 @@
 //! Whole applications of several processes: what they compute and write must be what they write undisturbed; kills of the
 //! command while it takes checkpoints of them harm none of them.
 
+use std::collections::BTreeSet;
 use std::fs;
+use std::ops::RangeInclusive;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 use stillpoint_tests::observe::traces_of_us;
 use stillpoint_tests::programs::{Program, installed};
 use stillpoint_tests::target::Running;
 use stillpoint_tests::{
-    Build, Scratch, Target, engine, kernel, right, right_eq, skipped, tier, undisturbed_only, wait_for,
+    Aimed, Build, Scratch, Target, engine, kernel, right, right_eq, skipped, tier, undisturbed_only, wait_for,
 };
 
 fn shell(script: &str) -> Program {
@@ -678,17 +680,7 @@ fn restores_into_namespaces_that_fail() {
         std::thread::sleep(typical.mul_f64(scratch.random().fraction()));
         kernel::kill(child.id(), kernel::SIGKILL);
         child.wait().expect("wait");
-        stillpoint_tests::wait_for(
-            &format!("nothing, or all, to be there after kill {n}"),
-            Duration::from_secs(60),
-            || {
-                let left = scratch.processes();
-                (left.is_empty()
-                    || left.len() >= 7
-                        && left.iter().all(|&p| kernel::status(p, "TracerPid").is_some_and(|t| t == "0")))
-                .then_some(())
-            },
-        );
+        all_or_nothing(&scratch, 7..=usize::MAX, &format!("kill {n}"));
     }
     scratch.sweep();
     kernel::wait_free(pid);
@@ -703,6 +695,102 @@ fn restores_into_namespaces_that_fail() {
     let _ = blocker.wait();
     let pid = stillpoint.restore_detached("job", &[]);
     Running::restored(pid, &directory).finish("in the end");
+}
+
+/// Waits until nothing of a program is left after `what`, or all of it runs, which are `so_many` processes. Returns how many there are.
+#[track_caller]
+fn all_or_nothing(scratch: &Scratch, so_many: RangeInclusive<usize>, what: &str) -> usize {
+    let until = Instant::now() + Duration::from_secs(60);
+    loop {
+        let left = scratch.processes();
+        let runs = |&pid: &u32| kernel::status(pid, "TracerPid").is_some_and(|tracer| tracer == "0");
+        if left.is_empty() || so_many.contains(&left.len()) && left.iter().all(runs) {
+            return left.len();
+        }
+        right!(Instant::now() < until, "a part of the program is left after {what}: {left:?}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// A tree of shells, which only sleeps; its root and how many processes it has.
+fn sleeping(scratch: &Scratch) -> (std::process::Child, usize) {
+    const CHILDREN: usize = 5;
+    let directory = scratch.directory("tree");
+    let script = format!("for n in $(seq {CHILDREN}); do sleep 600 & done; touch ready; wait");
+    let mut command = stillpoint_tests::target::alone("sh");
+    command.args(["-c", &script]).current_dir(&directory);
+    command.env(stillpoint_tests::scratch::MARK, scratch.path());
+    let root = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("sh");
+    wait_for("the tree", Duration::from_secs(60), || directory.join("ready").exists().then_some(()));
+    (root, CHILDREN + 1)
+}
+
+/// Killed around the moment at which it lets the processes of a tree go: none of them ever runs, or all do.
+#[test]
+fn a_restore_that_is_killed_as_it_lets_go() {
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    let (mut root, all) = sleeping(&scratch);
+    let pid = root.id();
+    stillpoint.checkpoint(pid, "job", &["--kill"]);
+    root.wait().expect("wait");
+    let runs = |&pid: &u32| kernel::status(pid, "TracerPid").is_some_and(|tracer| tracer == "0");
+    let restore = |nth, what: &str| {
+        kernel::wait_free(pid);
+        let mut aimed = Aimed::start(&stillpoint, scratch.path(), nth, "ptrace", &["restore", "job"])?;
+        // The command is one more, as long as it is there.
+        aimed.wait_or(|| {
+            kernel::children(pid).len() == all - 1 && kernel::children(pid).iter().all(runs) && runs(&pid)
+        });
+        let left = match nth {
+            0 => all,
+            _ => all_or_nothing(&scratch, all..=all + 1, &format!("{what} {nth}")),
+        };
+        scratch.sweep();
+        Some((left, aimed.wait().calls))
+    };
+    let Some((_, calls)) = restore(0, "nothing") else { return skipped("no C compiler") };
+    // Two calls for each process, half of them in turn; and what comes before.
+    let last = calls.saturating_sub(2 * all as u64 + 3) + scratch.random().below(2);
+    let mut outcomes = BTreeSet::new();
+    for n in (last..=calls).step_by(if tier::soaks() { 1 } else { 2 }) {
+        let left = restore(n, &format!("of {calls} calls, a kill at"));
+        outcomes.extend(left.map(|(left, _)| left.min(all)));
+    }
+    assert_eq!(Vec::from_iter(outcomes), [0, all], "it was not killed around that moment");
+}
+
+/// Killed while it kills the processes of a tree: all are killed. Before, none is.
+#[test]
+fn a_checkpoint_that_is_killed_as_it_kills() {
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    for n in 1.. {
+        let (mut root, all) = sleeping(&scratch);
+        let arguments = ["checkpoint", &root.id().to_string(), "--name", "job", "--kill"];
+        let shot = Aimed::start(&stillpoint, scratch.path(), n, "pidfd_send_signal", &arguments);
+        let Some(shot) = shot.map(Aimed::wait) else { return skipped("no C compiler") };
+        let left = all_or_nothing(&scratch, all..=all, &format!("kill {n}: {shot:?}"));
+        scratch.sweep();
+        root.wait().expect("wait");
+        if !shot.hit {
+            assert!(n > all as u64, "it kills {all} processes by {} calls", shot.calls);
+            right_eq!(left, 0, "killed, and still there");
+            break;
+        }
+        if left == 0 {
+            // All that is left of it is the checkpoint.
+            let pid = stillpoint.restore_detached("job", &[]);
+            right_eq!(kernel::children(pid).len(), all - 1);
+            scratch.sweep();
+        }
+    }
 }
 
 /// Another process that has this id.

@@ -7,7 +7,6 @@ mod connections;
 mod descriptors;
 pub mod error;
 pub mod files;
-mod guard;
 pub mod history;
 pub mod layout;
 mod member;

@@ -8,7 +8,6 @@
 
 use crate::between::{Between, View};
 use crate::files::{Changed, Digests, Files, Holder, Keep, Plan, Systems};
-use crate::guard::Guard;
 use crate::history::{History, Id};
 use crate::member::{First, Member, Part, Returning, Way, bind, get_ready, kill_all, set_back, unbind};
 use crate::still::{Guest, MOST_SHARED, Recalled, Still, Together, just_ended, lock, of};
@@ -23,6 +22,7 @@ use stillpoint_capture::engine::tracking::{Found, Look};
 use stillpoint_capture::herd;
 use stillpoint_capture::target::Target;
 use stillpoint_image::Range;
+use stillpoint_linux::guard::Guard;
 use stillpoint_linux::proc::descendants;
 use stillpoint_linux::spawn;
 use stillpoint_restore::FilesPolicy;
@@ -688,10 +688,10 @@ fn go(
 fn watch(guard: Option<&mut Guard>, members: &[Member]) -> Result<()> {
     let Some(guard) = guard else { return Ok(()) };
     let pidfds: Vec<_> = members.iter().map(|member| member.target.pidfd.as_fd()).collect();
-    guard.begin(&pidfds).or_else(|_| {
+    Ok(guard.begin(&pidfds).or_else(|_| {
         *guard = Guard::start()?;
         guard.begin(&pidfds)
-    })
+    })?)
 }
 
 /// What leads each process back; what lies between them now; what becomes of files.

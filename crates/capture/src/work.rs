@@ -27,6 +27,7 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use stillpoint_image::{AddressSpace, Image, Namespace, Owner, PathFile, Process, Usage};
+use stillpoint_linux::guard::Guard;
 use stillpoint_linux::proc::{self, Proc, Vma};
 use stillpoint_linux::sharing::Shared;
 use stillpoint_linux::{host, spawn};
@@ -846,8 +847,14 @@ impl<'a> Work<'a> {
         files::take_digests_of(&mut builder, Usage::Write, Moment::Still(u64::MAX));
         self.rehearse(&builder.image, true).map_err(whole)?;
         let keeper = self.keep_open(&mut builder);
+        let guard = (self.members.len() > 1).then(Guard::start).transpose().map_err(|e| whole(e.into()))?;
         let done = self.commit(builder, tree.since.elapsed()).map_err(whole)?;
         self.progress.kills();
+        // Whoever kills us in the middle of it kills all of them, not some.
+        if let Some(guard) = &guard {
+            let pidfds: Vec<_> = self.members.iter().map(|member| member.target.pidfd.as_fd()).collect();
+            guard.begin(&pidfds).map_err(|e| whole(e.into()))?;
+        }
         // Children first: nobody is to be told of an end that it did not see.
         for member in self.members.iter().rev() {
             let pid = member.target.pid;
@@ -855,6 +862,9 @@ impl<'a> Work<'a> {
                 Ok(()) | Err(rustix::io::Errno::SRCH) => {}
                 Err(e) => return Err(whole(Error::Failed(format!("kill {pid}: {e}")))),
             }
+        }
+        if let Some(guard) = guard {
+            guard.end();
         }
         let pause = tree.thaw();
         if let Some(keeper) = keeper {

@@ -18,6 +18,7 @@ pub mod fanotify;
 pub mod fdinfo;
 pub mod features;
 pub mod filling;
+pub mod guard;
 pub mod handshake;
 pub mod headroom;
 pub mod hold;

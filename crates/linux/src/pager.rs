@@ -2,6 +2,8 @@
 
 use crate::fdinfo::Folders;
 use crate::proc::{Proc, processes};
+use crate::spawn;
+use std::ffi::CStr;
 
 /// What such a process does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,27 +20,26 @@ pub enum Role {
 
 impl Role {
     /// The name in `/proc/PID/comm`.
-    fn name(self) -> &'static [u8] {
+    fn name(self) -> &'static CStr {
         match self {
-            Role::Serves => b"stillpoint page",
-            Role::StandsBy => b"page keeper",
-            Role::Lacks => b"stillpoint lack",
-            Role::Pages => b"stillpoint swap",
+            Role::Serves => c"stillpoint page",
+            Role::StandsBy => c"page keeper",
+            Role::Lacks => c"stillpoint lack",
+            Role::Pages => c"stillpoint swap",
         }
     }
 }
 
 /// Tells by the name of this process what it does.
 pub fn take_role(role: Role) {
-    let mut name = [0; 16];
-    name[..role.name().len()].copy_from_slice(role.name());
-    // SAFETY: prctl(PR_SET_NAME) reads a string that ends with a zero.
-    unsafe { libc::prctl(libc::PR_SET_NAME, name.as_ptr()) };
+    spawn::take_name(role.name());
 }
 
 fn role_of(pid: u32) -> Option<Role> {
     let name = Proc::process(pid).and_then(|p| p.comm()).unwrap_or_default();
-    [Role::Serves, Role::StandsBy, Role::Lacks, Role::Pages].into_iter().find(|role| role.name() == name)
+    [Role::Serves, Role::StandsBy, Role::Lacks, Role::Pages]
+        .into_iter()
+        .find(|role| role.name().to_bytes() == name)
 }
 
 /// What those do that still put pages into this process, if there are any.

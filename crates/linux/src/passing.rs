@@ -12,7 +12,7 @@ use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 
 /// Most descriptors of one message.
-const MOST: usize = 4;
+pub const MOST: usize = 4;
 
 /// Sends bytes and, with the first of them, duplicates of descriptors.
 ///

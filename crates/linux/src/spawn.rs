@@ -2,6 +2,7 @@
 
 use crate::proc::own_time_offsets;
 use crate::{Error, Result};
+use std::ffi::CStr;
 use std::os::fd::{FromRawFd, OwnedFd};
 
 /// `struct clone_args`.
@@ -161,6 +162,12 @@ impl Drop for Doomed {
         // It is a child of ours that nobody has waited for, so the number is its own.
         let _ = kill(self.0.pid, libc::SIGKILL);
     }
+}
+
+/// The name that the calling thread has in `/proc/PID/comm`, of at most 15 bytes.
+pub fn take_name(name: &CStr) {
+    // SAFETY: prctl(PR_SET_NAME) reads a string that ends with a zero.
+    unsafe { libc::prctl(libc::PR_SET_NAME, name.as_ptr()) };
 }
 
 /// Ends so, without a core.

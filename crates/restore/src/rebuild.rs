@@ -17,7 +17,7 @@ use crate::{
 };
 use std::borrow::Cow;
 use std::cell::OnceCell;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 use stillpoint_image::anew::Renamed;
 use stillpoint_image::pids::{Pids, namespace_of};
@@ -26,6 +26,8 @@ use stillpoint_image::{
     AddressSpace, Dispatch, Extent, Image, Mapping, Namespace, Owner, Process, Range, Thread, Users,
 };
 use stillpoint_linux::arch::{self, Interrupted, Regs};
+use stillpoint_linux::descriptors::pidfd_open;
+use stillpoint_linux::guard::Guard;
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::proc::Proc;
 use stillpoint_linux::program::{Arg, Program, Run};
@@ -681,9 +683,13 @@ fn give_attributes<'a>(
     Ok(threads)
 }
 
-/// Lets all threads run, the root's first one first. What runs already may end the others, by `execve(2)` or as a whole: then
-/// it is for us, their tracer, to see their ends, which `execve` waits for.
+/// Lets all threads run, the root's first one first. If we are killed, none of them will ever have run, or all do: until all are unbound
+/// they die with us, and from then on the kernel lets go of whatever its tracer leaves behind.
+///
+/// What runs already may end the others, by `execve(2)` or as a whole: then it is for us, their tracer, to see their ends, which
+/// `execve` waits for.
 fn let_go(processes: Vec<Vec<Stopped>>) -> Result<()> {
+    let guard = unbind(&processes)?;
     let mut first = true;
     for thread in processes.into_iter().flatten() {
         let tid = thread.tid();
@@ -695,7 +701,32 @@ fn let_go(processes: Vec<Vec<Stopped>>) -> Result<()> {
         }
         first = false;
     }
+    drop(guard); // which waits for it
     Ok(())
+}
+
+/// From now on they do not die with us any more: all at once, as seen by whoever kills us. The threads of one process die together, so
+/// one process needs nobody for that.
+fn unbind(processes: &[Vec<Stopped>]) -> Result<Option<Guard>> {
+    let guard = match processes {
+        [_, _, ..] => Some(Guard::start()?),
+        _ => None,
+    };
+    if let Some(guard) = &guard {
+        let pidfds = processes.iter().map(|threads| pidfd_open(threads[0].tid(), 0));
+        let pidfds = pidfds.collect::<stillpoint_linux::Result<Vec<_>>>()?;
+        guard.begin(&pidfds.iter().map(|pidfd| pidfd.as_fd()).collect::<Vec<_>>())?;
+    }
+    for thread in processes.iter().flatten() {
+        match thread.set_options(0) {
+            Err(stillpoint_linux::Error::Gone(_)) => {} // somebody has killed it; its end will be seen
+            done => done?,
+        }
+    }
+    if let Some(guard) = &guard {
+        guard.end();
+    }
+    Ok(guard)
 }
 
 /// Gives every thread its own registers, and its calls back to it if it dispatches them; they are ready to run, and make no calls for us

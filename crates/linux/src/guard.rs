@@ -1,21 +1,22 @@
-//! Somebody who sees to it that nothing is left of a program if we are killed in the middle of its rollback.
+//! Somebody who sees to it that nothing is left of a program if we are killed while only some of its processes end with us.
 //!
-//! From the first change on each thread is traced with `PTRACE_O_EXITKILL`, and is until all are whole. Of a program of several processes that
-//! leaves the moments in which some are and some are not, at the beginning and at the end: whoever kills us then would kill a part of
-//! it. So another process of ours, which does nothing else, has its pidfds meanwhile, and kills all of it when we are gone.
+//! Threads that are traced with `PTRACE_O_EXITKILL` end with their tracer. To ask for that, or to ask no more, takes a call for each of
+//! them: whoever kills us in between would kill a part of the program. So another process of ours, which does nothing else, has the
+//! pidfds of all meanwhile, and kills all of them when we are gone.
 //!
-//! 1. It is given a pidfd of each process. If we end now, nothing has been changed, and it does nothing.
+//! 1. It is given a pidfd of each process. If we end now, it does nothing.
 //! 2. It is told that it begins. If we end now, it kills them.
 //! 3. It is told that it is over, and lets go of them.
 
+use crate::passing::{MOST, receive, send};
+use crate::spawn;
+use crate::split::{Split, close_all_but, copy, leave};
 use crate::{Error, Result};
+use rustix::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
-use stillpoint_linux::passing::{receive, send};
-use stillpoint_linux::spawn;
-use stillpoint_linux::split::{Split, close_all_but, copy, leave};
+use rustix::process::setsid;
 
-const ONE: u8 = b'p';
+const SOME: u8 = b'p';
 const BEGINS: u8 = b'b';
 const OVER: u8 = b'o';
 
@@ -28,18 +29,20 @@ pub struct Guard {
 }
 
 impl Guard {
-    /// Makes one. Other threads of ours do nothing meanwhile.
+    /// Makes one ([`copy`] says what other threads of ours may do meanwhile).
     ///
     /// # Errors
     /// That no process can be made.
     pub fn start() -> Result<Self> {
-        let failed = |e: rustix::io::Errno| Error::Failed(format!("socketpair: {e}"));
         let (ours, its) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
-            .map_err(failed)?;
+            .map_err(|e| Error::call("socketpair", e))?;
         match copy()? {
             Split::Original(child) => Ok(Guard { line: Some(ours), pid: child.pid }),
             Split::Copy => {
                 close_all_but(&[its.as_raw_fd()]);
+                // Signals for our group and the end of our terminal are not for it.
+                let _ = setsid();
+                spawn::take_name(c"tree keeper");
                 watch(&its);
                 leave(0)
             }
@@ -51,7 +54,7 @@ impl Guard {
     /// # Errors
     /// That it has been killed.
     pub fn begin(&self, pidfds: &[BorrowedFd<'_>]) -> Result<()> {
-        pidfds.iter().try_for_each(|pidfd| self.say(ONE, &[*pidfd]))?;
+        pidfds.chunks(MOST).try_for_each(|some| self.say(SOME, some))?;
         self.say(BEGINS, &[])
     }
 
@@ -61,8 +64,8 @@ impl Guard {
     }
 
     fn say(&self, word: u8, pidfds: &[BorrowedFd<'_>]) -> Result<()> {
-        let line = self.line.as_ref().ok_or_else(|| Error::Failed("nobody watches".into()))?;
-        Ok(send(line, &[word], pidfds)?)
+        let line = self.line.as_ref().ok_or_else(|| Error::Other("nobody watches".into()))?;
+        send(line, &[word], pidfds)
     }
 }
 
@@ -98,10 +101,10 @@ fn watch(line: &OwnedFd) {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use std::os::fd::AsFd;
+    use crate::descriptors::pidfd_open;
+    use rustix::fd::AsFd;
     use std::os::unix::process::ExitStatusExt;
     use std::process::Command;
-    use stillpoint_linux::descriptors::pidfd_open;
 
     /// Whether a process is killed by the end of a guard's line after this.
     fn is_killed(after: impl FnOnce(&Guard, BorrowedFd<'_>)) -> bool {
@@ -122,7 +125,7 @@ mod tests {
 
     #[test]
     fn they_end_with_us_only_in_between() {
-        assert!(!is_killed(|guard, pidfd| guard.say(ONE, &[pidfd]).unwrap()));
+        assert!(!is_killed(|guard, pidfd| guard.say(SOME, &[pidfd]).unwrap()));
         assert!(is_killed(|guard, pidfd| guard.begin(&[pidfd]).unwrap()));
         assert!(!is_killed(|guard, pidfd| {
             guard.begin(&[pidfd]).unwrap();
