@@ -534,6 +534,57 @@ fn what_its_user_could_not_make_again_is_not_killed() {
     kernel::wait_gone(program.id(), PATIENCE);
 }
 
+/// A program with more of something than whoever looks at it may have descriptors by default: the privileged may have more.
+#[test]
+fn more_shared_memory_than_descriptors() {
+    let Some(python) = installed(&["/usr/bin/python3"], "python3") else { return };
+    if undisturbed_only() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let stillpoint = scratch.stillpoint();
+    let text = "import mmap, time\nall = [mmap.mmap(-1, 4096) for n in range(700)]\nfor n, m in enumerate(all): m[0] = n % 251\n\
+                open('/proc/self/comm', 'w').write('prepared')\nwhile True: time.sleep(1)\n";
+    let mut program = alone(&python);
+    program.args(["-c", text]).env(MARK, scratch.path());
+    let program = program.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
+    let mut program = program.expect("python");
+    let pid = program.id();
+    let comm = format!("/proc/{pid}/comm");
+    wait_for("python", PATIENCE, || fs::read(&comm).is_ok_and(|name| name == b"prepared\n").then_some(()));
+    let limited = |arguments: &[&str]| {
+        let inner = stillpoint.command(arguments);
+        let mut command = Command::new("sh");
+        command
+            .args(["-c", "ulimit -n 400; exec \"$@\"", "sh"])
+            .arg(inner.get_program())
+            .args(inner.get_args());
+        command.envs(inner.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        command.stdin(Stdio::null()).output().expect("sh")
+    };
+    let taken = limited(&["checkpoint", &pid.to_string(), "--name", "job", "--kill"]);
+    const SYS_RESOURCE: u64 = 24;
+    let capabilities = kernel::status(std::process::id(), "CapEff").unwrap_or_default();
+    if u64::from_str_radix(&capabilities, 16).is_ok_and(|all| all & 1 << SYS_RESOURCE == 0) {
+        // It may not, and says so; the program runs on.
+        let said = String::from_utf8_lossy(&taken.stderr);
+        assert!(taken.status.code() == Some(1) && said.contains("than the 400 that"), "{taken:?}");
+        right!(kernel::alive(pid));
+        program.kill().and_then(|()| program.wait()).expect("killed");
+        return skipped("only with CAP_SYS_RESOURCE may limits be raised");
+    }
+    assert!(taken.status.success(), "{taken:?}");
+    program.wait().expect("killed");
+    let restored = limited(&["restore", "job", "--detach"]);
+    assert!(restored.status.success(), "{restored:?}");
+    let limit = fs::read_to_string(format!("/proc/{pid}/limits")).expect("limits");
+    let own = fs::read_to_string("/proc/self/limits").expect("limits");
+    let files = |limits: &str| limits.lines().find(|l| l.starts_with("Max open files")).map(str::to_owned);
+    right_eq!(files(&limit), files(&own), "its own limit");
+    kernel::kill(pid, kernel::SIGKILL);
+    kernel::wait_gone(pid, PATIENCE);
+}
+
 /// Where the command line and the environment of ours were there is room for a stack to grow, as one does for whoever reads there.
 #[test]
 fn whoever_looks_at_a_program_that_is_being_restored_changes_nothing() {

@@ -205,7 +205,8 @@ fn seize(process: &Proc, tid: u32) -> Result<Seized> {
         }
         tries += 1;
         if tries == TRIES {
-            return Err(error.into());
+            // Of an earlier try, from which it has not come to rest so far that it could be let go.
+            return Err(if is_ours(process, tid) { restless(process.pid(), tid) } else { error.into() });
         }
         std::thread::sleep(Duration::from_millis(1));
     }

@@ -63,9 +63,19 @@ impl Display for Failure {
 
 impl From<stillpoint_linux::Error> for Failure {
     fn from(error: stillpoint_linux::Error) -> Self {
-        let privilege = matches!(error.errno(), Some(1 | 13)); // EPERM, EACCES
+        let number = error.errno();
         let failure = Failure::failed(error);
-        if privilege { failure.hint("stillpoint doctor tells which privileges are missing") } else { failure }
+        match number {
+            Some(1 | 13) => failure.hint("stillpoint doctor tells which privileges are missing"), // EPERM, EACCES
+            Some(24) => match stillpoint_linux::descriptors::raise_descriptor_limit() {
+                // EMFILE
+                Ok((_, most)) => failure.hint(format!(
+                    "it takes more open files than the {most} that stillpoint may have here: ulimit -n, prlimit(1)"
+                )),
+                Err(_) => failure,
+            },
+            _ => failure,
+        }
     }
 }
 

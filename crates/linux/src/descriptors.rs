@@ -4,6 +4,7 @@ use crate::{Error, Result};
 use std::cmp::Ordering;
 use std::io::Error as IoError;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::sync::OnceLock;
 
 /// Turns the result of a libc call into a [`Result`].
 pub(crate) fn check(what: impl FnOnce() -> String, result: i64) -> Result<i64> {
@@ -222,13 +223,22 @@ pub fn make_room(count: usize) {
     }
 }
 
-/// The soft and the hard limit on descriptor numbers of this process; raises the soft one to the hard one.
+/// The soft and the hard limit on descriptor numbers of this process; raises the soft one to the hard one, and that as far as the
+/// kernel allows (`fs.nr_open`, with `CAP_SYS_RESOURCE`).
 pub fn raise_descriptor_limit() -> Result<(u64, u64)> {
+    static MOST: OnceLock<Option<u64>> = OnceLock::new();
+    let most = MOST.get_or_init(|| std::fs::read_to_string("/proc/sys/fs/nr_open").ok()?.trim().parse().ok());
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: reads and writes one valid rlimit.
+    // SAFETY: reads and writes valid rlimits.
     unsafe {
         check(|| "read RLIMIT_NOFILE".into(), libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit).into())?;
         let before = limit.rlim_cur;
+        if let Some(most) = most.filter(|most| *most > limit.rlim_max) {
+            let higher = libc::rlimit { rlim_cur: most, rlim_max: most };
+            if libc::setrlimit(libc::RLIMIT_NOFILE, &raw const higher) == 0 {
+                return Ok((before, most));
+            }
+        }
         limit.rlim_cur = limit.rlim_max;
         check(
             || "raise RLIMIT_NOFILE".into(),
