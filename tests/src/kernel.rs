@@ -1,6 +1,8 @@
 //! Processes, from outside.
 
-use rustix::process::{Pid, Signal};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open};
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
@@ -99,6 +101,28 @@ pub fn kill(pid: u32, signal: Signal) {
 /// Waits until a process is gone or a zombie; panics after `patience`.
 pub fn wait_gone(pid: u32, patience: Duration) {
     crate::wait_for(&format!("process {pid} to end"), patience, || (!alive(pid)).then_some(()));
+}
+
+/// A process, and not the one that has its id after it.
+#[derive(Debug)]
+pub struct Life(Option<OwnedFd>);
+
+impl Life {
+    /// That of the process that has the id now; one that is over if nobody has.
+    pub fn of(pid: u32) -> Self {
+        let named = Pid::from_raw(pid as i32);
+        Life(named.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok()))
+    }
+
+    /// Waits until it is over; panics after `patience`.
+    #[track_caller]
+    pub fn wait_over(&self, patience: Duration) {
+        let Some(handle) = &self.0 else { return };
+        crate::wait_for("a process to end", patience, || {
+            let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+            poll(&mut [PollFd::new(handle, PollFlags::IN)], Some(&now)).is_ok_and(|n| n > 0).then_some(())
+        });
+    }
 }
 
 /// Waits until all threads of a process are stopped, and looks whether they stay so. Each that somebody has stopped tracing has to run

@@ -12,10 +12,12 @@
 #include <sys/inotify.h>
 #include <sys/ioctl.h>
 #include <sys/mount.h>
+#include <sys/prctl.h>
 #include <sys/sem.h>
 #include <sys/shm.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
+#include <sys/sysmacros.h>
 #include <arpa/inet.h>
 #include <netinet/tcp.h>
 #include <sys/un.h>
@@ -746,6 +748,94 @@ static void local_descriptors(void) {
   CHECK(!memcmp(before, after, sizeof after));
 }
 
+enum { THREAD_KEYRING = -1, PROCESS_KEYRING = -2, READ_KEY = 11 };
+
+static long new_key(long keyring) {
+  return syscall(SYS_add_key, "user", "stillpoint", "x", 1, keyring);
+}
+
+static void is_there(long key) {
+  char byte = 0;
+  EQUAL(syscall(SYS_keyctl, READ_KEY, key, &byte, 1), 1);
+  EQUAL(byte, 'x');
+}
+
+static void process_keyring(void) {
+  long key = new_key(PROCESS_KEYRING);
+  if (key < 0)
+    SKIP("add_key: %s", strerror(errno));
+  cut();
+  is_there(key);
+}
+
+static void *has_a_key(void *ready) {
+  long key = new_key(THREAD_KEYRING);
+  MUST(key >= 0 || errno == ENOSYS);
+  *(volatile int *)ready = key < 0 ? -1 : 1;
+  while (*(volatile int *)ready != 2)
+    usleep(1000);
+  is_there(key);
+  return 0;
+}
+
+static void thread_keyring(void) { // not of the main one
+  volatile int ready = 0;
+  pthread_t thread;
+  MUST(!pthread_create(&thread, 0, has_a_key, (void *)&ready));
+  while (!ready)
+    usleep(1000);
+  if (ready < 0)
+    SKIP("this kernel has no keys");
+  cut();
+  ready = 2;
+  MUST(!pthread_join(thread, 0));
+}
+
+static int in_a_domain(void) { // in which block devices may not be made
+  enum { MAKE_BLOCK = 1 << 11 };
+  uint64_t handled = MAKE_BLOCK;
+  int rules = (int)syscall(444 /* landlock_create_ruleset */, &handled, sizeof handled, 0);
+  if (rules < 0)
+    return -1;
+  MUST(!prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0));
+  MUST(!syscall(446 /* landlock_restrict_self */, rules, 0));
+  close(rules);
+  return 0;
+}
+
+static void forbidden_block_device(void) {
+  unlink(path_of("block"));
+  EQUAL(mknod(path_of("block"), S_IFBLK | 0600, makedev(7, 0)), -1);
+}
+
+static void landlock(void) {
+  if (in_a_domain())
+    SKIP("landlock_create_ruleset: %s", strerror(errno));
+  cut();
+  forbidden_block_device();
+}
+
+static void *restricts_itself(void *ready) {
+  *(volatile int *)ready = in_a_domain() ? -1 : 1;
+  while (*(volatile int *)ready != 2)
+    usleep(1000);
+  forbidden_block_device();
+  return 0;
+}
+
+static void landlock_of_a_thread(void) {
+  volatile int ready = 0;
+  pthread_t thread;
+  MUST(!pthread_create(&thread, 0, restricts_itself, (void *)&ready));
+  while (!ready)
+    usleep(1000);
+  if (ready < 0)
+    SKIP("this kernel has no Landlock");
+  cut();
+  ready = 2;
+  MUST(!pthread_join(thread, 0));
+}
+
 static void two_names(void) { // lead to one socket
   int listener = socket(AF_UNIX, SOCK_STREAM, 0);
   struct sockaddr_un name = {.sun_family = AF_UNIX, .sun_path = "one"}, other = {.sun_family = AF_UNIX, .sun_path = "two"};
@@ -824,6 +914,6 @@ SCENARIOS({"fifo_reader", fifo_reader}, {"bound_through_proc", bound_through_pro
           {"own_directory", own_directory}, {"in_flight", in_flight}, {"lease", lease},
           {"broken_lease", broken_lease}, {"directory_notes", directory_notes},
           {"unread_inotify", unread_inotify}, {"watched_mapping", watched_mapping}, {"watched_and_gone", watched_and_gone}, {"bound_udp", bound_udp}, {"unbound_tcp", unbound_tcp},
-          {"no_room", no_room}, {"sealed_memory", sealed_memory}, {"local_descriptors", local_descriptors}, {"two_names", two_names}, {"signed_tcp", signed_tcp}, {"droppable_memory", droppable_memory}, {"own_mounts", own_mounts},
+          {"no_room", no_room}, {"sealed_memory", sealed_memory}, {"local_descriptors", local_descriptors}, {"process_keyring", process_keyring}, {"thread_keyring", thread_keyring}, {"landlock", landlock}, {"landlock_of_a_thread", landlock_of_a_thread}, {"two_names", two_names}, {"signed_tcp", signed_tcp}, {"droppable_memory", droppable_memory}, {"own_mounts", own_mounts},
           {"own_host_name", own_host_name}, {"told_queue", told_queue}, {"full_queue", full_queue},
           {"semaphore_undo", semaphore_undo}, {"out_of_band", out_of_band}, {"sent_ahead", sent_ahead}, {"epoll_in_flight", epoll_in_flight})

@@ -126,6 +126,10 @@ refused! {
     directory_notes: "F_NOTIFY",
     signed_tcp: "TCP_MD5SIG",
     local_descriptors: "modify_ldt",
+    process_keyring: "keyring of its own",
+    thread_keyring: "thread" "keyring of its own",
+    landlock: "Landlock domain",
+    landlock_of_a_thread: "thread" "Landlock domain",
     two_names: "another one beside it",
 }
 

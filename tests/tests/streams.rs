@@ -7,6 +7,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::Duration;
+use stillpoint_tests::kernel::Life;
 use stillpoint_tests::target::alone;
 use stillpoint_tests::{
     Build, Scratch, Stillpoint, Terminal, kernel, right, right_eq, skipped, undisturbed_only, wait_for,
@@ -113,8 +114,9 @@ fn forget_turns(directory: &Path, from: u32) {
 }
 
 fn kill(pid: u32) {
+    let life = Life::of(pid);
     kernel::kill(pid, kernel::SIGKILL);
-    kernel::wait_gone(pid, PATIENCE);
+    life.wait_over(PATIENCE);
 }
 
 /// A command as it is run by a shell with this text, in which it is `"$@"`.
@@ -149,10 +151,11 @@ fn job(stillpoint: &Stillpoint) -> u32 {
     wait_for("the job", PATIENCE, || running(stillpoint))
 }
 
-/// Kills a job at its checkpoint, and waits until its process is gone.
+/// Kills a job at its checkpoint, and waits until its process is gone. Somebody may have restored it by then.
 fn kill_at_checkpoint(stillpoint: &Stillpoint, name: &str, pid: u32) {
+    let life = Life::of(pid);
     stillpoint.run(&["checkpoint", name, "--kill"]).ok();
-    kernel::wait_gone(pid, PATIENCE);
+    life.wait_over(PATIENCE);
 }
 
 fn lines() -> Option<PathBuf> {
@@ -815,6 +818,7 @@ fn files_of_a_shell_are_still_its_own() {
         said(&directory, "1 2");
         let pid = running(&stillpoint).expect("it runs");
         let mut all = "1 2 3 4 5 6 after";
+        let life = Life::of(pid);
         match is_killed {
             true => drop(stillpoint.run(&["checkpoint", "job", "--kill"]).ok()),
             false => {
@@ -826,7 +830,7 @@ fn files_of_a_shell_are_still_its_own() {
                 kernel::kill(pid, kernel::SIGKILL);
             }
         }
-        kernel::wait_gone(pid, PATIENCE);
+        life.wait_over(PATIENCE);
         for number in 2..=6 {
             step(&directory, number);
         }

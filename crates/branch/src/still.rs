@@ -281,6 +281,7 @@ impl Still {
         known: &mut Known,
         looks: bool,
     ) -> Result<()> {
+        builder.stays = true;
         relations::refuse_sharers(builder, &[target.pid], false);
         builder.refuse_if_needed()?;
         let before = match memory.mappings.take() {

@@ -198,6 +198,8 @@ pub struct Builder {
     pub laps: Laps,
     /// The program does not go on.
     pub kills: bool,
+    /// It is described to be led back itself: what no restore could give it stays with it.
+    pub stays: bool,
     /// The image so far.
     pub image: Image,
     /// Contents still to be stored.

@@ -1,7 +1,7 @@
 //! Everything about a frozen process except the contents of its memory.
 
 use crate::attributes;
-use crate::attributes::inside::ThreadQuery;
+use crate::attributes::hidden;
 use crate::attributes::target::{self, Examined, Others, Seen};
 use crate::attributes::thread::{Look, ThreadFiles};
 use crate::blocked::{self, Clocks, Earlier, Waiting};
@@ -68,6 +68,8 @@ pub struct Known {
     described: Option<Mutex<Described>>,
     /// What it would have noticed when it was looked at first.
     noticed: Noticed,
+    /// Whether it may be asked whether it is in a Landlock domain ([`hidden::is_near`]).
+    pub(crate) is_near: bool,
 }
 
 /// What was described of a process at one stop, to be taken over at the next as long as the kernel tells the very same of it.
@@ -198,11 +200,12 @@ impl Known {
                 threads.insert(tid, files);
             }
         }
+        let is_near = hidden::is_near(&target.process);
         let (waiting, earlier, target) = (HashMap::new(), HashMap::new(), target.clone());
         #[rustfmt::skip]
         let known = Known {
             target, examined, threads, waiting, earlier, mappings: None, recalled: None, stopped_ns: 0, is_loading: false,
-            clocks: Clocks::default(), described: None, noticed: Noticed::default(),
+            clocks: Clocks::default(), described: None, noticed: Noticed::default(), is_near,
         };
         Ok(known)
     }
@@ -556,7 +559,6 @@ pub fn inspect(
         *before - 1
     };
     let turns: Vec<usize> = known.iter().map(turn_of).collect();
-    let of_thread = ThreadQuery::new();
     for turn in 0..=turns.iter().copied().max().unwrap_or(0) {
         let mut visits = Vec::with_capacity(known.len());
         for ((place, of_it), maps) in
@@ -568,7 +570,7 @@ pub fn inspect(
             let space = of_it.target.space;
             let sharers = portraits.iter().zip(known).filter(|(_, k)| k.target.space == space);
             let sharers: Vec<&Process> = sharers.map(|(portrait, _)| &portrait.process).collect();
-            let planned = Visits::plan(builder, of_it, maps, &portraits[place], &sharers, &of_thread)?;
+            let planned = Visits::plan(builder, of_it, maps, &portraits[place], &sharers)?;
             visits.extend(planned.map(|planned| (place, planned)));
         }
         builder.laps.end("calls are prepared");

@@ -5,6 +5,7 @@
 //! there to itself ([`crate::gate`]), is visited alone, with two stops for each call ([`stillpoint_linux::inject`]).
 
 use crate::attributes::expiries;
+use crate::attributes::hidden::Hidden;
 use crate::attributes::inside::{
     Asks, ChildrenQuery, ProcessQuery, ThreadQuery, page_to_lock, who_continued,
 };
@@ -42,7 +43,7 @@ enum Way {
 pub(crate) struct Visits<'a> {
     known: &'a Known,
     ways: Vec<Way>,
-    of_thread: &'a ThreadQuery,
+    of_thread: ThreadQuery,
     of_process: ProcessQuery,
     site: Site<'a>,
     planted: Option<Planted<'a>>,
@@ -59,7 +60,6 @@ impl<'a> Visits<'a> {
         maps: &[Vma],
         portrait: &Portrait,
         sharers: &[&Process],
-        of_thread: &'a ThreadQuery,
     ) -> Result<Option<Self>> {
         let Portrait { process, threads, .. } = portrait;
         let find = |name: &[u8]| maps.iter().find(|v| v.name == name);
@@ -103,7 +103,10 @@ impl<'a> Visits<'a> {
         let asks = Asks {
             children: child.is_some_and(|child| may_ask(None) && may_ask(Some(child.pid))),
             descriptors: may_call(libc::SYS_modify_ldt, [0; 6]),
+            // What stays as it is needs not be given back.
+            hidden: if builder.stays { Hidden::default() } else { hidden(known, portrait, &gates) },
         };
+        let of_thread = ThreadQuery::new(asks.hidden);
         let of_process = ProcessQuery::new(&threads[0].look.status, &timers, probed, asks);
         for (i, (thread, gate)) in process.threads.iter().zip(&gates).enumerate() {
             let program = if i == 0 { of_process.program() } else { of_thread.program() };
@@ -312,7 +315,7 @@ impl<'a> Round<'a> {
     fn note(&self, i: usize, outcome: &Outcome, builder: &mut Builder, portrait: &mut Portrait) {
         let Portrait { process, space, threads, has_continued_child, .. } = portrait;
         if i > 0 {
-            return self.visits.of_thread.decode(outcome, &mut process.threads[i]);
+            return self.visits.of_thread.decode(outcome, &mut process.threads[i], builder);
         }
         let ids: Vec<u32> = threads.iter().map(|seen| seen.tid).collect();
         self.visits.of_process.decode(outcome, &ids, builder, process, space);
@@ -442,6 +445,15 @@ fn may_ask_locking(
         builder.refuse(what, why, "allow these calls in the filter");
     }
     None
+}
+
+/// What all threads of a process may be asked of what nobody is told.
+fn hidden(known: &Known, portrait: &Portrait, gates: &[Gate]) -> Hidden {
+    let may_call = |nr, args| {
+        let mut threads = portrait.process.threads.iter().zip(gates);
+        threads.all(|(thread, gate)| allows(thread, &FilteredCall { nr, ip: gate.gadgets.call_ip(), args }))
+    };
+    Hidden::of(portrait.threads.iter().map(|seen| &seen.look.status), may_call, known.is_near)
 }
 
 /// Refuses a thread whose seccomp filters would not let it make these calls and come home: if we died while it is

@@ -1,6 +1,7 @@
 //! What this kernel and this process can do, asked of ourselves.
 
 use crate::{Error, Result};
+use std::sync::OnceLock;
 
 /// `PR_TIMER_CREATE_RESTORE_IDS` and its argument `GET`.
 const PR_TIMER_CREATE_RESTORE_IDS: (i32, u64) = (77, 2);
@@ -30,6 +31,17 @@ pub fn xfeatures_on_demand() -> u64 {
     // SAFETY: the kernel writes one word.
     let r = unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_GET_XCOMP_SUPP, &raw mut supported) };
     if r == 0 { supported & TILE_DATA } else { 0 }
+}
+
+/// Whether programs can put themselves into Landlock domains. `landlock_create_ruleset(2)`.
+pub fn landlock() -> bool {
+    static VERSION: OnceLock<i64> = OnceLock::new();
+    const VERSION_ONLY: u32 = 1;
+    // SAFETY: without attributes the kernel reads nothing, and tells the version of its interface.
+    let ask = || unsafe {
+        libc::syscall(libc::SYS_landlock_create_ruleset, std::ptr::null::<u8>(), 0usize, VERSION_ONLY)
+    };
+    *VERSION.get_or_init(ask) > 0
 }
 
 /// Whether programs can have the `cpuid` instruction fault (`ARCH_SET_CPUID`).

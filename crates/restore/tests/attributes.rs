@@ -4,6 +4,7 @@
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 use stillpoint_capture::Builder;
+use stillpoint_capture::attributes::hidden::Hidden;
 use stillpoint_capture::attributes::inside::{Asks, ProcessQuery, ThreadQuery};
 use stillpoint_capture::attributes::thread::ThreadFiles;
 use stillpoint_capture::attributes::{expiries, process as read_process, target, thread as read_thread};
@@ -100,13 +101,13 @@ fn read(still: &mut Still) -> (Process, AddressSpace) {
     let query = ProcessQuery::new(&folder.status().unwrap(), &timers, None, Asks::default());
     let outcome = still.run(0, query.program());
     query.decode(&outcome, &still.tids, &mut builder, &mut p, &mut space);
-    let query = ThreadQuery::new();
+    let query = ThreadQuery::new(Hidden::default());
     for (i, tid) in still.tids.clone().into_iter().enumerate() {
         let look = ThreadFiles::open(folder.sibling(tid).unwrap()).unwrap().look().unwrap();
         let mut t = read_thread::thread(tid, &home, &look).unwrap();
         read_thread::stopped(&mut builder, still.thread(i), look.status.seccomp, &mut t).unwrap();
         let outcome = still.run(i, query.program());
-        query.decode(&outcome, &mut t);
+        query.decode(&outcome, &mut t, &mut builder);
         t.pending = still.thread(i).pending(false).unwrap().into_iter().map(|s| Bytes(s.to_vec())).collect();
         p.threads.push(t);
     }

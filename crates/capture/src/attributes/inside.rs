@@ -2,6 +2,7 @@
 //!
 //! Where a thread is asked alone, each call costs two stops, so a program holds none that is not needed. All read only.
 
+use super::hidden::{Hidden, Questions};
 use crate::Builder;
 use linux_raw_sys::prctl::{
     PR_GET_CHILD_SUBREAPER, PR_GET_DUMPABLE, PR_GET_MDWE, PR_GET_MEMORY_MERGE, PR_GET_PDEATHSIG,
@@ -41,6 +42,7 @@ pub struct ProcessQuery {
     locking: Option<LockQuery>,
     continued: Option<Arg>,
     descriptors: Option<Step>,
+    hidden: Questions,
 }
 
 /// Entry of a local descriptor table, bytes.
@@ -53,6 +55,8 @@ pub struct Asks {
     pub children: bool,
     /// Whether there is a local descriptor table.
     pub descriptors: bool,
+    /// What nobody is told.
+    pub hidden: Hidden,
 }
 
 /// Whether future mappings are locked in memory (`mlockall(MCL_FUTURE)`), which only a new mapping shows.
@@ -112,11 +116,12 @@ impl ProcessQuery {
             let args = [0.into(), p.room(DESCRIPTOR), (DESCRIPTOR as u64).into()];
             p.attempt("modify_ldt", libc::SYS_modify_ldt, args)
         });
-        let of_thread = ThreadAnswers::ask(&mut p);
+        let hidden = asks.hidden.ask_process(&mut p);
+        let of_thread = ThreadAnswers::ask(&mut p, asks.hidden);
         #[rustfmt::skip]
         let query = ProcessQuery {
             program: p, of_thread, actions, itimers, timers, subreaper, xfeatures, cpuid, brk, dumpable, mdwe, thp_disable,
-            memory_merge, membarrier, locking, continued, descriptors,
+            memory_merge, membarrier, locking, continued, descriptors, hidden,
         };
         query
     }
@@ -141,7 +146,12 @@ impl ProcessQuery {
         space: &mut AddressSpace,
     ) {
         let number = |step| u32::try_from(outcome.result(step)).unwrap_or(0);
-        process.threads.first_mut().into_iter().for_each(|main| self.of_thread.decode(outcome, main));
+        process
+            .threads
+            .first_mut()
+            .into_iter()
+            .for_each(|main| self.of_thread.decode(outcome, main, builder));
+        self.hidden.decode(outcome, builder, || format!("process {}", process.pid));
         process.actions = self.actions.iter().map(|&(signal, at)| action(signal, outcome, at)).collect();
         process.actions.retain(|a| *a != SignalAction { signal: a.signal, ..SignalAction::default() });
         process.itimers = self.itimers.iter().map(|&at| interval_timer(outcome, at)).collect();
@@ -360,19 +370,14 @@ struct ThreadAnswers {
     tsc: Arg,
     securebits: Step,
     timer_slack: Step,
-}
-
-impl Default for ThreadQuery {
-    fn default() -> Self {
-        Self::new()
-    }
+    hidden: Questions,
 }
 
 impl ThreadQuery {
-    /// The questions: six calls, the same for every thread.
-    pub fn new() -> Self {
+    /// The questions: six calls, and what else may be asked of all of a process's threads.
+    pub fn new(hidden: Hidden) -> Self {
         let mut program = Program::new();
-        let answers = ThreadAnswers::ask(&mut program);
+        let answers = ThreadAnswers::ask(&mut program, hidden);
         ThreadQuery { program, answers }
     }
 
@@ -382,14 +387,14 @@ impl ThreadQuery {
     }
 
     /// Puts the answers where they belong.
-    pub fn decode(&self, outcome: &Outcome, thread: &mut Thread) {
-        self.answers.decode(outcome, thread);
+    pub fn decode(&self, outcome: &Outcome, thread: &mut Thread, builder: &mut Builder) {
+        self.answers.decode(outcome, thread, builder);
     }
 }
 
 impl ThreadAnswers {
     /// Adds the questions to a program.
-    fn ask(p: &mut Program) -> Self {
+    fn ask(p: &mut Program, hidden: Hidden) -> Self {
         let altstack = p.room(layout::STACK);
         p.call("sigaltstack", libc::SYS_sigaltstack, [0.into(), altstack]);
         let mut get = |what: &str, option: u32, len| {
@@ -405,10 +410,12 @@ impl ThreadAnswers {
         // /proc tells it to the privileged alone.
         let args = [u64::from(PR_GET_TIMERSLACK).into()];
         let timer_slack = p.call("prctl PR_GET_TIMERSLACK", libc::SYS_prctl, args);
-        ThreadAnswers { altstack, clear_child_tid, pdeath_signal, tsc, securebits, timer_slack }
+        let hidden = hidden.ask_thread(p);
+        ThreadAnswers { altstack, clear_child_tid, pdeath_signal, tsc, securebits, timer_slack, hidden }
     }
 
-    fn decode(&self, outcome: &Outcome, thread: &mut Thread) {
+    fn decode(&self, outcome: &Outcome, thread: &mut Thread, builder: &mut Builder) {
+        self.hidden.decode(outcome, builder, || format!("thread {} ({})", thread.tid, thread.name));
         let stack = outcome.bytes(self.altstack, layout::STACK);
         thread.altstack = AltStack {
             sp: layout::word(stack, 0),
