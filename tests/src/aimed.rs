@@ -54,11 +54,12 @@ impl Aimed {
         Some(Aimed { child: child.expect("kill_at"), report })
     }
 
-    /// Waits for its end, or for what makes it wait itself.
-    pub fn wait_or(&mut self, mut done: impl FnMut() -> bool) {
+    /// Waits for its end, or for what makes it wait itself. Returns whether it has ended.
+    pub fn wait_or(&mut self, mut done: impl FnMut() -> bool) -> bool {
         crate::wait_for("an end of the command", Duration::from_secs(120), || {
-            (self.child.try_wait().expect("wait").is_some() || done()).then_some(())
-        });
+            let has_ended = self.child.try_wait().expect("wait").is_some();
+            (has_ended || done()).then_some(has_ended)
+        })
     }
 
     /// Waits for its end.

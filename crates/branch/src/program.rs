@@ -688,9 +688,10 @@ fn go(
 fn watch(guard: Option<&mut Guard>, members: &[Member]) -> Result<()> {
     let Some(guard) = guard else { return Ok(()) };
     let pidfds: Vec<_> = members.iter().map(|member| member.target.pidfd.as_fd()).collect();
-    Ok(guard.begin(&pidfds).or_else(|_| {
+    let begin = |guard: &Guard| guard.know(&pidfds).and_then(|()| guard.begin());
+    Ok(begin(guard).or_else(|_| {
         *guard = Guard::start()?;
-        guard.begin(&pidfds)
+        begin(guard)
     })?)
 }
 

@@ -29,6 +29,7 @@ use std::time::{Duration, Instant};
 use stillpoint_image::{AddressSpace, Image, Namespace, Owner, PathFile, Process, Usage};
 use stillpoint_linux::guard::Guard;
 use stillpoint_linux::proc::{self, Proc, Vma};
+use stillpoint_linux::ptrace::options;
 use stillpoint_linux::sharing::Shared;
 use stillpoint_linux::{host, spawn};
 use stillpoint_store::{Committed, Writer};
@@ -847,13 +848,14 @@ impl<'a> Work<'a> {
         files::take_digests_of(&mut builder, Usage::Write, Moment::Still(u64::MAX));
         self.rehearse(&builder.image, true).map_err(whole)?;
         let keeper = self.keep_open(&mut builder);
-        let guard = (self.members.len() > 1).then(Guard::start).transpose().map_err(|e| whole(e.into()))?;
+        let guard = self.guarded().map_err(whole)?;
         let done = self.commit(builder, tree.since.elapsed()).map_err(whole)?;
         self.progress.kills();
-        // Whoever kills us in the middle of it kills all of them, not some.
+        // Whoever kills us in the middle of it kills all of them, not some: they end with us from here on.
         if let Some(guard) = &guard {
-            let pidfds: Vec<_> = self.members.iter().map(|member| member.target.pidfd.as_fd()).collect();
-            guard.begin(&pidfds).map_err(|e| whole(e.into()))?;
+            let _ = guard.begin(); // somebody may have killed it
+            let threads = tree.processes.iter().flat_map(|process| &process.threads);
+            threads.for_each(|thread| drop(thread.set_options(options::SYSCALL_GOOD | options::EXIT_KILL)));
         }
         // Children first: nobody is to be told of an end that it did not see.
         for member in self.members.iter().rev() {
@@ -872,6 +874,16 @@ impl<'a> Work<'a> {
         }
         wait_for_ends(self.members.iter().rev().map(|member| &*member.target).collect());
         Ok(Done { pause, ..done })
+    }
+
+    /// Who sees to it that all of several processes end together.
+    fn guarded(&self) -> Result<Option<Guard>> {
+        if self.members.len() == 1 {
+            return Ok(None);
+        }
+        let guard = Guard::start()?;
+        guard.know(&self.members.iter().map(|member| member.target.pidfd.as_fd()).collect::<Vec<_>>())?;
+        Ok(Some(guard))
     }
 
     /// From here on what leads from the program to others outlives it.

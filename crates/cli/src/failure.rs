@@ -63,11 +63,13 @@ impl Display for Failure {
 
 impl From<stillpoint_linux::Error> for Failure {
     fn from(error: stillpoint_linux::Error) -> Self {
+        // The program's own limits are told of by whoever met them.
+        let is_ours = !matches!(error, stillpoint_linux::Error::Remote { .. });
         let number = error.errno();
         let failure = Failure::failed(error);
         match number {
             Some(1 | 13) => failure.hint("stillpoint doctor tells which privileges are missing"), // EPERM, EACCES
-            Some(24) => match stillpoint_linux::descriptors::raise_descriptor_limit() {
+            Some(24) if is_ours => match stillpoint_linux::descriptors::raise_descriptor_limit() {
                 // EMFILE
                 Ok((_, most)) => failure.hint(format!(
                     "it takes more open files than the {most} that stillpoint may have here: ulimit -n, prlimit(1)"

@@ -223,9 +223,11 @@ pub fn make_room(count: usize) {
     }
 }
 
-/// The soft and the hard limit on descriptor numbers of this process; raises the soft one to the hard one, and that as far as the
-/// kernel allows (`fs.nr_open`, with `CAP_SYS_RESOURCE`).
+/// The soft and the hard limit on descriptor numbers of this process; raises the soft one to the hard one, and that to a million, as
+/// far as the kernel allows (`fs.nr_open`, with `CAP_SYS_RESOURCE`).
 pub fn raise_descriptor_limit() -> Result<(u64, u64)> {
+    /// Somebody who goes through all numbers there may be has an end of it.
+    const ENOUGH: u64 = 1 << 20;
     static MOST: OnceLock<Option<u64>> = OnceLock::new();
     let most = MOST.get_or_init(|| std::fs::read_to_string("/proc/sys/fs/nr_open").ok()?.trim().parse().ok());
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
@@ -233,7 +235,7 @@ pub fn raise_descriptor_limit() -> Result<(u64, u64)> {
     unsafe {
         check(|| "read RLIMIT_NOFILE".into(), libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit).into())?;
         let before = limit.rlim_cur;
-        if let Some(most) = most.filter(|most| *most > limit.rlim_max) {
+        if let Some(most) = most.map(|most| most.min(ENOUGH)).filter(|most| *most > limit.rlim_max) {
             let higher = libc::rlimit { rlim_cur: most, rlim_max: most };
             if libc::setrlimit(libc::RLIMIT_NOFILE, &raw const higher) == 0 {
                 return Ok((before, most));

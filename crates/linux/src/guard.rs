@@ -49,16 +49,23 @@ impl Guard {
         }
     }
 
-    /// From now on these processes end with us.
+    /// Gives it handles of these processes, too.
     ///
     /// # Errors
     /// That it has been killed.
-    pub fn begin(&self, pidfds: &[BorrowedFd<'_>]) -> Result<()> {
-        pidfds.chunks(MOST).try_for_each(|some| self.say(SOME, some))?;
+    pub fn know(&self, pidfds: &[BorrowedFd<'_>]) -> Result<()> {
+        pidfds.chunks(MOST).try_for_each(|some| self.say(SOME, some))
+    }
+
+    /// From now on those that it knows end with us, the last of them first.
+    ///
+    /// # Errors
+    /// That it has been killed.
+    pub fn begin(&self) -> Result<()> {
         self.say(BEGINS, &[])
     }
 
-    /// They do not any more. (Who has been killed needs not be told.)
+    /// They do not any more, and are not known any more. (Who has been killed needs not be told.)
     pub fn end(&self) {
         let _ = self.say(OVER, &[]);
     }
@@ -91,7 +98,7 @@ fn watch(line: &OwnedFd) {
         }
     }
     if begun {
-        for pidfd in &pidfds {
+        for pidfd in pidfds.iter().rev() {
             let _ = rustix::process::pidfd_send_signal(pidfd, rustix::process::Signal::KILL);
         }
     }
@@ -125,10 +132,10 @@ mod tests {
 
     #[test]
     fn they_end_with_us_only_in_between() {
-        assert!(!is_killed(|guard, pidfd| guard.say(SOME, &[pidfd]).unwrap()));
-        assert!(is_killed(|guard, pidfd| guard.begin(&[pidfd]).unwrap()));
+        assert!(!is_killed(|guard, pidfd| guard.know(&[pidfd]).unwrap()));
+        assert!(is_killed(|guard, pidfd| guard.know(&[pidfd]).and_then(|()| guard.begin()).unwrap()));
         assert!(!is_killed(|guard, pidfd| {
-            guard.begin(&[pidfd]).unwrap();
+            guard.know(&[pidfd]).and_then(|()| guard.begin()).unwrap();
             guard.end();
         }));
     }

@@ -280,6 +280,8 @@ pub fn restore(
         ready_to_run.push(job_control::stop(image, row.process, row.pid, threads)?);
     }
     ready_to_run.reverse();
+    // What may fail comes before files are changed.
+    let guard = guarded(&ready_to_run)?;
     open.write_back(image, &contents)?;
     open.cut_back(cut_tail)?;
     open.settle(image)?;
@@ -304,7 +306,7 @@ pub fn restore(
             let _ = spawn::tgkill(row.pid, row.pid, libc::SIGWINCH); // it goes on without
         }
     }
-    let_go(ready_to_run)?;
+    let_go(ready_to_run, guard)?;
     let running = start.elapsed();
     coming.iter().for_each(|coming: &Coming| coming.runs(running));
     let shell = nursery.leave().ok_or_else(|| Error::Failed("the process has been let go".into()))?;
@@ -683,13 +685,23 @@ fn give_attributes<'a>(
     Ok(threads)
 }
 
-/// Lets all threads run, the root's first one first. If we are killed, none of them will ever have run, or all do: until all are unbound
-/// they die with us, and from then on the kernel lets go of whatever its tracer leaves behind.
+/// Who sees to it that all of several processes are left, or none ([`unbind`]). The threads of one process end together anyway.
+fn guarded(processes: &[Vec<Stopped>]) -> Result<Option<Guard>> {
+    let [_, _, ..] = processes else { return Ok(None) };
+    let guard = Guard::start()?;
+    let pidfds = processes.iter().map(|threads| pidfd_open(threads[0].tid(), 0));
+    let pidfds = pidfds.collect::<stillpoint_linux::Result<Vec<_>>>()?;
+    guard.know(&pidfds.iter().map(|pidfd| pidfd.as_fd()).collect::<Vec<_>>())?;
+    Ok(Some(guard))
+}
+
+/// Lets all threads run, the root's first one first. If we are killed, none of them is left, or all are: until all are unbound they die
+/// with us, and from then on the kernel lets go of whatever its tracer leaves behind.
 ///
 /// What runs already may end the others, by `execve(2)` or as a whole: then it is for us, their tracer, to see their ends, which
 /// `execve` waits for.
-fn let_go(processes: Vec<Vec<Stopped>>) -> Result<()> {
-    let guard = unbind(&processes)?;
+fn let_go(processes: Vec<Vec<Stopped>>, guard: Option<Guard>) -> Result<()> {
+    unbind(&processes, guard.as_ref())?;
     let mut first = true;
     for thread in processes.into_iter().flatten() {
         let tid = thread.tid();
@@ -705,17 +717,10 @@ fn let_go(processes: Vec<Vec<Stopped>>) -> Result<()> {
     Ok(())
 }
 
-/// From now on they do not die with us any more: all at once, as seen by whoever kills us. The threads of one process die together, so
-/// one process needs nobody for that.
-fn unbind(processes: &[Vec<Stopped>]) -> Result<Option<Guard>> {
-    let guard = match processes {
-        [_, _, ..] => Some(Guard::start()?),
-        _ => None,
-    };
-    if let Some(guard) = &guard {
-        let pidfds = processes.iter().map(|threads| pidfd_open(threads[0].tid(), 0));
-        let pidfds = pidfds.collect::<stillpoint_linux::Result<Vec<_>>>()?;
-        guard.begin(&pidfds.iter().map(|pidfd| pidfd.as_fd()).collect::<Vec<_>>())?;
+/// From now on they do not die with us any more: all at once, as seen by whoever kills us.
+fn unbind(processes: &[Vec<Stopped>], guard: Option<&Guard>) -> Result<()> {
+    if let Some(guard) = guard {
+        let _ = guard.begin(); // somebody may have killed it
     }
     for thread in processes.iter().flatten() {
         match thread.set_options(0) {
@@ -723,10 +728,10 @@ fn unbind(processes: &[Vec<Stopped>]) -> Result<Option<Guard>> {
             done => done?,
         }
     }
-    if let Some(guard) = &guard {
+    if let Some(guard) = guard {
         guard.end();
     }
-    Ok(guard)
+    Ok(())
 }
 
 /// Gives every thread its own registers, and its calls back to it if it dispatches them; they are ready to run, and make no calls for us

@@ -33,14 +33,9 @@ pub(super) struct Questions {
 
 /// Whether a process is in our pid namespace and in our user namespace, where rights mean what they do for us.
 pub fn is_near(process: &Proc) -> bool {
-    let own = || Proc::process(std::process::id());
-    let users = |of: &Proc| of.namespaces_of(&[NamespaceKind::User]);
-    let levels = |of: &Proc| of.status().map(|status| status.ns_tgid.len());
-    features::landlock()
-        && own().is_ok_and(|own| {
-            users(&own).ok().zip(users(process).ok()).is_some_and(|(ours, theirs)| ours == theirs)
-                && levels(&own).ok().zip(levels(process).ok()).is_some_and(|(ours, theirs)| ours == theirs)
-        })
+    let spaces = |of: &Proc| of.namespaces_of(&[NamespaceKind::User, NamespaceKind::Pid]).ok();
+    let own = || Proc::process(std::process::id()).ok().and_then(|own| spaces(&own));
+    features::landlock() && own().zip(spaces(process)).is_some_and(|(ours, theirs)| ours == theirs)
 }
 
 impl Hidden {
