@@ -746,14 +746,23 @@ fn a_restore_that_is_killed_as_it_lets_go() {
     root.wait().expect("wait");
     let runs = |&pid: &u32| kernel::status(pid, "TracerPid").is_some_and(|tracer| tracer == "0");
     let restore = |nth, what: &str| {
-        kernel::wait_free(pid);
-        let mut aimed = Aimed::start(&stillpoint, scratch.path(), nth, "ptrace", &["restore", "job"])?;
-        let is_there = || kernel::children(pid).len() == all - 1 && kernel::children(pid).iter().all(runs);
-        let has_ended = aimed.wait_or(|| is_there() && runs(&pid));
-        let left =
-            if has_ended { all_or_nothing(&scratch, all..=all, &format!("{what} {nth}")) } else { all };
-        scratch.sweep();
-        Some((left, aimed.wait().calls))
+        // Somebody else may have one of its ids for the moment.
+        for _ in 0..20 {
+            kernel::wait_free(pid);
+            let arguments = ["restore", "job", "--pid", "same"];
+            let mut aimed = Aimed::start(&stillpoint, scratch.path(), nth, "ptrace", &arguments)?;
+            let is_there =
+                || kernel::children(pid).len() == all - 1 && kernel::children(pid).iter().all(runs);
+            let has_ended = aimed.wait_or(|| is_there() && runs(&pid));
+            let what = format!("{what} {nth}");
+            let left = if has_ended { all_or_nothing(&scratch, all..=all, &what) } else { all };
+            scratch.sweep();
+            let shot = aimed.wait();
+            if left > 0 || shot.hit {
+                return Some((left, shot.calls));
+            }
+        }
+        panic!("its ids are taken");
     };
     let Some((_, calls)) = restore(0, "nothing") else { return skipped("no C compiler") };
     // How many calls there are is not the same each time: from where all are left to where none is, and a bit further.
