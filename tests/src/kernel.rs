@@ -103,6 +103,11 @@ pub fn wait_gone(pid: u32, patience: Duration) {
     crate::wait_for(&format!("process {pid} to end"), patience, || (!alive(pid)).then_some(()));
 }
 
+/// Whether a process is there, and nobody traces it.
+pub fn is_untraced(pid: u32) -> bool {
+    status(pid, "TracerPid").is_some_and(|tracer| tracer == "0")
+}
+
 /// A process, and not the one that has its id after it.
 #[derive(Debug)]
 pub struct Life(Option<OwnedFd>);

@@ -768,27 +768,48 @@ static void process_keyring(void) {
   is_there(key);
 }
 
-static void *has_a_key(void *ready) {
-  long key = new_key(THREAD_KEYRING);
-  MUST(key >= 0 || errno == ENOSYS);
-  *(volatile int *)ready = key < 0 ? -1 : 1;
-  while (*(volatile int *)ready != 2)
+static struct { // what another thread than the main one has
+  int (*take)(void);
+  void (*keep)(void);
+  volatile int stage;
+} other;
+
+static void *has_it(void *unused) {
+  (void)unused;
+  other.stage = other.take() ? -1 : 1;
+  while (other.stage != 2)
     usleep(1000);
-  is_there(key);
+  other.keep();
   return 0;
 }
 
-static void thread_keyring(void) { // not of the main one
-  volatile int ready = 0;
+static void of_another_thread(int (*take)(void), void (*keep)(void)) {
   pthread_t thread;
-  MUST(!pthread_create(&thread, 0, has_a_key, (void *)&ready));
-  while (!ready)
+  other.take = take, other.keep = keep;
+  MUST(!pthread_create(&thread, 0, has_it, 0));
+  while (!other.stage)
     usleep(1000);
-  if (ready < 0)
-    SKIP("this kernel has no keys");
+  if (other.stage < 0)
+    SKIP("this kernel has none");
   cut();
-  ready = 2;
+  other.stage = 2;
   MUST(!pthread_join(thread, 0));
+}
+
+static long threads_key;
+
+static int has_a_key(void) {
+  threads_key = new_key(THREAD_KEYRING);
+  MUST(threads_key >= 0 || errno == ENOSYS);
+  return threads_key < 0;
+}
+
+static void its_key_is_there(void) {
+  is_there(threads_key);
+}
+
+static void thread_keyring(void) {
+  of_another_thread(has_a_key, its_key_is_there);
 }
 
 static int in_a_domain(void) { // in which block devices may not be made
@@ -815,25 +836,8 @@ static void landlock(void) {
   forbidden_block_device();
 }
 
-static void *restricts_itself(void *ready) {
-  *(volatile int *)ready = in_a_domain() ? -1 : 1;
-  while (*(volatile int *)ready != 2)
-    usleep(1000);
-  forbidden_block_device();
-  return 0;
-}
-
 static void landlock_of_a_thread(void) {
-  volatile int ready = 0;
-  pthread_t thread;
-  MUST(!pthread_create(&thread, 0, restricts_itself, (void *)&ready));
-  while (!ready)
-    usleep(1000);
-  if (ready < 0)
-    SKIP("this kernel has no Landlock");
-  cut();
-  ready = 2;
-  MUST(!pthread_join(thread, 0));
+  of_another_thread(in_a_domain, forbidden_block_device);
 }
 
 static void two_names(void) { // lead to one socket

@@ -460,6 +460,17 @@ fn with_capabilities_of_its_own_the_command_serves_those_who_are_not_root() {
     }
 }
 
+/// Starts a program, and waits until it calls itself `prepared`.
+fn prepared(program: &mut Command) -> Child {
+    let program = program.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
+    let program = program.expect("a program");
+    let comm = format!("/proc/{}/comm", program.id());
+    wait_for("the program", PATIENCE, || {
+        fs::read(&comm).is_ok_and(|name| name == b"prepared\n").then_some(())
+    });
+    program
+}
+
 /// What a program has from when it had more rights is no reason to kill it: files, ports and sockets that its user cannot have again.
 #[test]
 fn what_its_user_could_not_make_again_is_not_killed() {
@@ -481,14 +492,7 @@ fn what_its_user_could_not_make_again_is_not_killed() {
              assert ctypes.CDLL(None).prctl(4, 1, 0, 0, 0) == 0\nopen('/proc/self/comm', 'w').write('prepared')\nwhile True: time.sleep(1)\n"
         );
         let mut program = alone(&python);
-        program.args(["-c", &text]).current_dir(&directory);
-        program.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        let program = program.spawn().expect("python");
-        let comm = format!("/proc/{}/comm", program.id());
-        wait_for("python", PATIENCE, || {
-            fs::read(&comm).is_ok_and(|name| name == b"prepared\n").then_some(())
-        });
-        program
+        prepared(program.args(["-c", &text]).current_dir(&directory))
     };
     let cases = [
         ("f = open('private')", "private: we may not open it"),
@@ -546,12 +550,8 @@ fn more_shared_memory_than_descriptors() {
     let text = "import mmap, time\nall = [mmap.mmap(-1, 4096) for n in range(700)]\nfor n, m in enumerate(all): m[0] = n % 251\n\
                 open('/proc/self/comm', 'w').write('prepared')\nwhile True: time.sleep(1)\n";
     let mut program = alone(&python);
-    program.args(["-c", text]).env(MARK, scratch.path());
-    let program = program.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
-    let mut program = program.expect("python");
+    let mut program = prepared(program.args(["-c", text]).env(MARK, scratch.path()));
     let pid = program.id();
-    let comm = format!("/proc/{pid}/comm");
-    wait_for("python", PATIENCE, || fs::read(&comm).is_ok_and(|name| name == b"prepared\n").then_some(()));
     let limited = |arguments: &[&str]| {
         let inner = stillpoint.command(arguments);
         let mut command = Command::new("sh");

@@ -3,7 +3,7 @@
 
 use std::fs;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 use stillpoint_tests::aimed::{DEEDS, Shot};
@@ -392,12 +392,7 @@ fn during_restore() {
     }
     let scratch = Scratch::new();
     let stillpoint = scratch.stillpoint();
-    let mut running = start(&scratch);
-    let before = first_facts(running.pid);
-    let pid = running.pid;
-    stillpoint.checkpoint(pid, "job", &["--kill"]);
-    running.reap();
-    let directory = running.directory().to_owned();
+    let (pid, directory, before) = killed_at_its_checkpoint(&scratch, &stillpoint);
     let kept = scratch.directory("kept");
     for name in ["counters", "out"] {
         fs::copy(directory.join(name), kept.join(name)).expect("copy");
@@ -446,6 +441,15 @@ fn during_restore() {
     running.finish("restored in the end");
 }
 
+/// The process id, the directory and the looks of a target that is there only as the checkpoint `job`.
+fn killed_at_its_checkpoint(scratch: &Scratch, stillpoint: &Stillpoint) -> (u32, PathBuf, Facts) {
+    let mut running = start(scratch);
+    let before = first_facts(running.pid);
+    stillpoint.checkpoint(running.pid, "job", &["--kill"]);
+    running.reap();
+    (running.pid, running.directory().to_owned(), before)
+}
+
 /// Either nothing is there, or all of it: whoever is left takes a moment to notice. Returns whether it is there.
 #[track_caller]
 fn is_whole_or_gone(scratch: &Scratch, pid: u32, directory: &Path, before: &Facts, what: &str) -> bool {
@@ -484,17 +488,12 @@ fn at_a_deed_of_a_restore() {
     }
     let scratch = Scratch::new();
     let stillpoint = scratch.stillpoint();
-    let mut running = start(&scratch);
-    let before = first_facts(running.pid);
-    let (pid, directory) = (running.pid, running.directory().to_owned());
-    stillpoint.checkpoint(pid, "job", &["--kill"]);
-    running.reap();
+    let (pid, directory, before) = killed_at_its_checkpoint(&scratch, &stillpoint);
     // How many calls it made, and whether the program is there. It ends with it.
     let restore = |nth, what: &str| {
         kernel::wait_free(pid);
         let mut aimed = Aimed::start(&stillpoint, scratch.path(), nth, DEEDS, &["restore", "job"])?;
-        let runs = || kernel::status(pid, "TracerPid").is_some_and(|tracer| tracer == "0");
-        let is_whole = || runs() && before.differences(&facts(pid)).is_empty();
+        let is_whole = || kernel::is_untraced(pid) && before.differences(&facts(pid)).is_empty();
         aimed.wait_or(|| is_whole() || lives_apart(&scratch.processes(), pid));
         let whole = is_whole_or_gone(&scratch, pid, &directory, &before, what);
         scratch.sweep();

@@ -702,8 +702,8 @@ fn all_or_nothing(scratch: &Scratch, so_many: RangeInclusive<usize>, what: &str)
     let until = Instant::now() + Duration::from_secs(60);
     loop {
         let left = scratch.processes();
-        let runs = |&pid: &u32| kernel::status(pid, "TracerPid").is_some_and(|tracer| tracer == "0");
-        let is_whole = |left: &[u32]| so_many.contains(&left.len()) && left.iter().all(runs);
+        let is_whole =
+            |left: &[u32]| so_many.contains(&left.len()) && left.iter().all(|pid| kernel::is_untraced(*pid));
         if left.is_empty() {
             return 0;
         }
@@ -732,7 +732,7 @@ fn sleeping(scratch: &Scratch) -> (std::process::Child, usize) {
     (root, CHILDREN + 1)
 }
 
-/// Killed around the moment at which it lets the processes of a tree go: none of them ever runs, or all do.
+/// Killed around the moment at which it lets the processes of a tree go: none of them is left, or all are.
 #[test]
 fn a_restore_that_is_killed_as_it_lets_go() {
     if undisturbed_only() {
@@ -744,16 +744,16 @@ fn a_restore_that_is_killed_as_it_lets_go() {
     let pid = root.id();
     stillpoint.checkpoint(pid, "job", &["--kill"]);
     root.wait().expect("wait");
-    let runs = |&pid: &u32| kernel::status(pid, "TracerPid").is_some_and(|tracer| tracer == "0");
     let restore = |nth, what: &str| {
         // Somebody else may have one of its ids for the moment.
         for _ in 0..20 {
             kernel::wait_free(pid);
             let arguments = ["restore", "job", "--pid", "same"];
             let mut aimed = Aimed::start(&stillpoint, scratch.path(), nth, "ptrace", &arguments)?;
-            let is_there =
-                || kernel::children(pid).len() == all - 1 && kernel::children(pid).iter().all(runs);
-            let has_ended = aimed.wait_or(|| is_there() && runs(&pid));
+            let has_ended = aimed.wait_or(|| {
+                let children = kernel::children(pid);
+                children.len() == all - 1 && children.into_iter().chain([pid]).all(kernel::is_untraced)
+            });
             let what = format!("{what} {nth}");
             let left = if has_ended { all_or_nothing(&scratch, all..=all, &what) } else { all };
             scratch.sweep();

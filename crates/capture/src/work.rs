@@ -881,9 +881,8 @@ impl<'a> Work<'a> {
         if self.members.len() == 1 {
             return Ok(None);
         }
-        let guard = Guard::start()?;
-        guard.know(&self.members.iter().map(|member| member.target.pidfd.as_fd()).collect::<Vec<_>>())?;
-        Ok(Some(guard))
+        let pidfds: Vec<_> = self.members.iter().map(|member| member.target.pidfd.as_fd()).collect();
+        Ok(Some(Guard::over(&pidfds)?))
     }
 
     /// From here on what leads from the program to others outlives it.

@@ -49,6 +49,16 @@ impl Guard {
         }
     }
 
+    /// Makes one that knows these processes.
+    ///
+    /// # Errors
+    /// As [`Guard::start`] and [`Guard::know`].
+    pub fn over(pidfds: &[BorrowedFd<'_>]) -> Result<Self> {
+        let guard = Self::start()?;
+        guard.know(pidfds)?;
+        Ok(guard)
+    }
+
     /// Gives it handles of these processes, too.
     ///
     /// # Errors

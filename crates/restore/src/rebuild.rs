@@ -688,11 +688,9 @@ fn give_attributes<'a>(
 /// Who sees to it that all of several processes are left, or none ([`unbind`]). The threads of one process end together anyway.
 fn guarded(processes: &[Vec<Stopped>]) -> Result<Option<Guard>> {
     let [_, _, ..] = processes else { return Ok(None) };
-    let guard = Guard::start()?;
     let pidfds = processes.iter().map(|threads| pidfd_open(threads[0].tid(), 0));
     let pidfds = pidfds.collect::<stillpoint_linux::Result<Vec<_>>>()?;
-    guard.know(&pidfds.iter().map(|pidfd| pidfd.as_fd()).collect::<Vec<_>>())?;
-    Ok(Some(guard))
+    Ok(Some(Guard::over(&pidfds.iter().map(|pidfd| pidfd.as_fd()).collect::<Vec<_>>())?))
 }
 
 /// Lets all threads run, the root's first one first. If we are killed, none of them is left, or all are: until all are unbound they die

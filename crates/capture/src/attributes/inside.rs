@@ -146,11 +146,9 @@ impl ProcessQuery {
         space: &mut AddressSpace,
     ) {
         let number = |step| u32::try_from(outcome.result(step)).unwrap_or(0);
-        process
-            .threads
-            .first_mut()
-            .into_iter()
-            .for_each(|main| self.of_thread.decode(outcome, main, builder));
+        if let Some(main) = process.threads.first_mut() {
+            self.of_thread.decode(outcome, main, builder);
+        }
         self.hidden.decode(outcome, builder, || format!("process {}", process.pid));
         process.actions = self.actions.iter().map(|&(signal, at)| action(signal, outcome, at)).collect();
         process.actions.retain(|a| *a != SignalAction { signal: a.signal, ..SignalAction::default() });

@@ -319,7 +319,7 @@ impl Copied {
 
 /// Does work in a thread that gives way to the program, and so do threads that it starts. With a short slice of time,
 /// the program's threads do not wait long where processors are few (Linux 6.12; before, with nice alone). With the slice alone a
-/// program on both of two processors lost 23 % to a checkpoint every 10 ms instead of 17.
+/// program of one thread, on two processors, lost 23 % to a checkpoint every 10 ms instead of 17.
 pub(crate) fn politely<T: Send>(work: impl FnOnce() -> T + Send) -> T {
     const NICE: i32 = 10;
     const SLICE: u64 = 100_000; // nanoseconds, the shortest there is
