@@ -264,7 +264,13 @@ fn a_checkpointer_that_is_killed_is_replaced_or_done_without() {
     let job = Job::start(&scratch, "web", "large", &[]);
     for _ in 0..3 {
         job.checkpoint(&[]);
-        let Some(checkpointer) = job.checkpointer() else { break };
+        let Some(checkpointer) = job.checkpointer() else {
+            // It had ended soon after its start.
+            let listed = job.listed();
+            let why = listed["failing"]["what"].as_str().unwrap_or_default();
+            assert!(why.contains("ends as soon as it is started (signal: 9 (SIGKILL))"), "{listed}");
+            break;
+        };
         kernel::kill(checkpointer, kernel::SIGKILL);
         kernel::wait_gone(checkpointer, PATIENCE);
         wait_for("the job to be let go of", PATIENCE, || (!is_followed(job.pid)).then_some(()));
@@ -335,9 +341,9 @@ fn a_store_with_a_long_path() {
     job.finish("with a long path");
 }
 
-/// What is made for the job is not for its checkpoints.
-#[test]
-fn a_job_with_narrow_limits() {
+/// What is made for the job is not for its checkpoints: limits are raised, or whoever asks takes them.
+#[track_caller]
+fn narrow_limits(limits: &str, why: Option<&str>) {
     if undisturbed_only() {
         return;
     }
@@ -345,9 +351,11 @@ fn a_job_with_narrow_limits() {
     let stillpoint = scratch.stillpoint();
     let target = Target::new("files", "large", Build::Dynamic).expect("cc");
     let directory = scratch.directory("job");
-    let mut command = std::process::Command::new("bash");
+    // Root may raise what is hard, unless it may not.
+    let mut command = std::process::Command::new("setpriv");
     command
-        .args(["-c", "ulimit -f 100 -n 40; exec \"$@\"", "bash"])
+        .args(["--bounding-set", "-sys_resource", "bash", "-c"])
+        .args([&format!("{limits}; exec \"$@\""), "bash"])
         .arg(stillpoint_tests::stillpoint::binary());
     let prepared = stillpoint.command(&["run", "--detach", "--name", "web", "--"]);
     command.args(prepared.get_args()).arg(&target.program).arg("large").arg(&directory);
@@ -360,7 +368,26 @@ fn a_job_with_narrow_limits() {
     for _ in 0..2 {
         assert!(number(&stillpoint.checkpoint("web", "web", &[]).json["bytes"]) > 32 * MIB);
     }
+    let listed = listed(&stillpoint, "web");
+    let told = listed["failing"]["what"].as_str();
+    match why {
+        Some(why) => assert!(told.is_some_and(|told| told.contains(why)), "{told:?}"),
+        None => assert_eq!(told, None),
+    }
     running.finish("with narrow limits");
+}
+
+#[test]
+fn a_job_with_narrow_limits() {
+    narrow_limits("ulimit -S -f 100; ulimit -S -n 40", None);
+}
+
+#[test]
+fn a_job_with_narrow_limits_for_ever() {
+    narrow_limits(
+        "ulimit -f 100",
+        Some("(exit status: 1): the limits of the job are too narrow for its checkpoints"),
+    );
 }
 
 #[test]

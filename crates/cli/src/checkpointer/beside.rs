@@ -3,10 +3,13 @@
 use crate::args::Periodic;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
+use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use std::ffi::OsString;
+use std::fs::File;
 use std::io::ErrorKind;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixListener;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
@@ -46,6 +49,8 @@ struct Process {
     child: Child,
     pidfd: OwnedFd,
     started: Instant,
+    /// What it writes to its standard error: why it could not go on. Ours may be the job's, or lead nowhere.
+    said: File,
 }
 
 impl Beside {
@@ -72,13 +77,17 @@ impl Beside {
     /// Starts it if somebody calls, or if it was killed.
     pub fn attend(&mut self) {
         if let Some(process) = &mut self.process {
-            if matches!(process.child.try_wait(), Ok(None)) {
-                return;
-            }
+            let how = match process.child.try_wait() {
+                Ok(None) => return,
+                Ok(Some(status)) => format!(" ({status})"),
+                Err(_) => String::new(),
+            };
             let useless = process.started.elapsed() < WORTHWHILE;
+            let said = process.last_words().map(|said| format!(": {said}")).unwrap_or_default();
             self.process = None;
             if useless {
-                self.give_up("the process that takes checkpoints ends as soon as it is started");
+                let why = "the process that takes checkpoints ends as soon as it is started";
+                self.give_up(&format!("{why}{how}{said}"));
             } else if self.errand.periodic.every.is_some() {
                 self.start();
             }
@@ -138,16 +147,28 @@ impl Process {
         let mut command = Command::new("/proc/self/exe");
         command.arg0("stillpoint").args(errand.arguments());
         command.stdin(listener.map_or_else(Stdio::null, Stdio::from));
+        let said = File::from(memfd_create("last words", MemfdFlags::CLOEXEC)?);
+        command.stderr(said.try_clone()?);
         // A process group of its own: what the terminal sends to the job's is not for it.
         let mut child = command.process_group(0).spawn()?;
         let pid = Pid::from_raw(child.id() as i32);
         match pid.map(|pid| pidfd_open(pid, PidfdFlags::empty())) {
-            Some(Ok(pidfd)) => Ok(Self { child, pidfd, started: Instant::now() }),
+            Some(Ok(pidfd)) => Ok(Self { child, pidfd, started: Instant::now(), said }),
             failed => {
                 let _ = child.kill().and_then(|()| child.wait());
                 Err(failed.and_then(Result::err).map_or_else(|| ErrorKind::Other.into(), Into::into))
             }
         }
+    }
+
+    /// The first line of what it said, without our name.
+    fn last_words(&self) -> Option<String> {
+        const ENOUGH: usize = 1024;
+        let mut buffer = [0; ENOUGH];
+        let n = self.said.read_at(&mut buffer, 0).unwrap_or(0);
+        let text = String::from_utf8_lossy(&buffer[..n]);
+        let line = text.lines().next().map(|line| line.trim_start_matches("stillpoint: ").to_string());
+        line.filter(|line| !line.is_empty())
     }
 }
 
