@@ -725,6 +725,51 @@ static void over_both(void) {
   works_on_it("merged");
 }
 
+static ino_t number_of(int fd) {
+  struct stat s;
+  MUST(!fstat(fd, &s));
+  return s.st_ino;
+}
+
+// Directories of one over several file systems have numbers by the order in which somebody came to them first. A program that has
+// looked at some of them tells them from others by these.
+static void numbered_directories(void) {
+  enter_new(CLONE_NEWNS);
+  share(MS_PRIVATE);
+  makes_layers(directory);
+  has_memory();
+  makes("memory/upper"), makes("memory/work");
+  overlay("merged", "lowerdir=lower:be low\\,\\:er,upperdir=memory/upper,workdir=memory/work");
+  MUST(!chdir("merged"));
+  const char *paths[] = {".", "one", "one/within", "folder", "one/within/deep", "late"};
+  int fds[COUNT(paths)];
+  ino_t numbers[COUNT(paths)];
+  for (size_t i = 0; i < COUNT(paths); i++) {
+    for (size_t k = 0; k < 3 * i; k++)
+      MUST(!mkdir("passing", 0700) && !rmdir("passing"));
+    if (access(paths[i], F_OK))
+      makes(paths[i]);
+    fds[i] = open(paths[i], O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    MUST(fds[i] >= 0);
+    numbers[i] = number_of(fds[i]);
+  }
+  MUST(!mkdir("moved", 0700));
+  int moved = open("moved", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  MUST(moved >= 0 && !mkdir("later", 0700) && !rename("moved", "later/moved") && !chdir("one"));
+  int later = open("../later", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  MUST(later >= 0);
+  ino_t number_of_later = number_of(later);
+  cut();
+  for (size_t i = 0; i < COUNT(paths); i++)
+    EQUAL(number_of(fds[i]), numbers[i]);
+  EQUAL(number_of(later), number_of_later);
+  CHECK(!mkdir("new", 0700));
+  int fresh[] = {open("new", O_RDONLY | O_DIRECTORY | O_CLOEXEC), moved};
+  CHECK(fresh[0] >= 0 && number_of(fresh[0]) != number_of(moved));
+  for (size_t i = 0; i < COUNT(paths); i++)
+    CHECK(number_of(fresh[0]) != numbers[i] && number_of(moved) != numbers[i]);
+}
+
 static void over_read_only(void) {
   enter_new(CLONE_NEWNS);
   share(MS_PRIVATE);
@@ -929,7 +974,7 @@ SCENARIOS({"copied", copied}, {"entered", entered}, {"with_proc", with_proc},
           {"other_root_and_processes", other_root_and_processes}, {"changed_root", changed_root},
           {"passing_on", passing_on}, {"over_directories", over_directories}, {"over_memory", over_memory},
           {"over_both", over_both}, {"over_read_only", over_read_only}, {"over_the_root", over_the_root},
-          {"over_users", over_users}, {"volatile_overlay", volatile_overlay}, {"moved_overlay", moved_overlay},
+          {"over_users", over_users}, {"numbered_directories", numbered_directories}, {"volatile_overlay", volatile_overlay}, {"moved_overlay", moved_overlay},
           {"shows_what_was", shows_what_was}, {"marked", marked}, {"terminals", terminals},
           {"hidden", hidden}, {"large", large}, {"in_two", in_two}, {"lent", lent},
           {"in_its_own_proc", in_its_own_proc}, {"holds_another_proc", holds_another_proc})

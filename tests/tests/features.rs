@@ -235,6 +235,7 @@ mod mount_namespaces {
         passing_on,
         over_directories,
         over_memory,
+        numbered_directories,
         over_both,
         over_read_only,
         over_the_root,

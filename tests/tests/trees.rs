@@ -342,7 +342,7 @@ for n in range(150):
              mount -t overlay over -o lowerdir=lower:below,upperdir=memory/upper,workdir=memory/work merged; cd merged
              for n in $(seq 1 50); do
                echo $n >> numbers; sort -r numbers > sub/$((n % 7)); mv sub/$((n % 7)) $((n % 5)); rm -f sub/file; mkdir -p all/$n
-               echo "$n $(cat [0-9] numbers sub/* deep | md5sum) $(find . -type d | sort | md5sum)"
+               echo "$n $(cat [0-9] numbers sub/* deep | md5sum) $(find . -type d | sort | md5sum; tell=${{PIPESTATUS[*]}}; [ "$tell" = "0 0 0" ] || echo $n ended with $tell >&2)"
              done' > in_memory &
            wait; ls merged memory; cat on_disk in_memory based | md5sum"#,
         python = python.display()

@@ -11,7 +11,7 @@ use crate::overlays::{self, Anew};
 use crate::{Error, Result, tmpfs};
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use stillpoint_image::{
     Bytes, FileSystem, Image, Mounted, Mounts, Namespace, OVERLAY, Process, Propagation, Receives, Users,
 };
@@ -270,6 +270,16 @@ fn come_along(
     Ok(is_it.then_some(there))
 }
 
+/// The file system of its own that a path of a namespace leads to, and the path there.
+fn on(mounts: &Mounts, path: &Path) -> Option<(u32, PathBuf)> {
+    let around = mounts.all.iter().filter(|mount| path.starts_with(mount.point.as_path()));
+    // Of two in the same place, the later one covers the other.
+    let mount = around.max_by_key(|mount| mount.point.as_path().components().count())?;
+    let Mounted::System { row, root } = &mount.what else { return None };
+    let rest = path.strip_prefix(mount.point.as_path()).ok()?;
+    Some((*row, root.as_path().strip_prefix("/").ok()?.join(rest)))
+}
+
 impl Building {
     /// If a path leads to an overlay, what of that is made anew.
     pub fn overlay_at(&self, path: &Path) -> Option<Anew> {
@@ -278,6 +288,22 @@ impl Building {
         }
         let number = mounts::number(mounts::handle(rustix::fs::CWD, path).ok()?).ok()?;
         self.overlays.get(&number).copied()
+    }
+
+    /// Lets directories that the program holds have the inode numbers that they had, where an overlay gives them out: before anybody else
+    /// comes to one. `held`: paths in the namespace, and numbers.
+    pub fn number(&self, mounts: &Mounts, held: &[(&Path, u64)]) -> Result<()> {
+        let is_overlay = |row: &usize| mounts.systems[*row].kind == OVERLAY;
+        for row in (0..mounts.systems.len()).filter(is_overlay) {
+            let on_it = held.iter().filter_map(|(path, ino)| {
+                let (of, path) = on(mounts, path)?;
+                (of as usize == row).then_some((path, *ino))
+            });
+            if let Some(view) = &self.views[row] {
+                overlays::number(view, on_it.collect())?;
+            }
+        }
+        Ok(())
     }
 
     /// Makes what shows processes, and what is on it, and lets mounts share what they shared.

@@ -6,6 +6,7 @@ use crate::files::Contents;
 use crate::mounts::{Building, Systems, Within, build, procfs_of, received_from};
 use crate::overlays::Anew;
 use crate::{Error, Result, groups};
+use rustix::fs::FileType;
 use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -14,8 +15,8 @@ use std::path::Path;
 use stillpoint_image::pids::namespace_of;
 use stillpoint_image::users::{born_in, inherited, owner, users};
 use stillpoint_image::{
-    Credentials, FileSystem, IdRange, Image, Ipc, Mounts, Namespace, NetworkStep, Process, Propagation,
-    Setting, Socket, SystemV, Usage,
+    Credentials, FileSystem, IdRange, Image, Ipc, Mounts, Namespace, NetworkStep, PathFile, Process,
+    Propagation, Setting, Socket, SystemV, Usage,
 };
 use stillpoint_linux::cgroups::Group;
 use stillpoint_linux::messenger::{self, make_by, make_in};
@@ -35,6 +36,15 @@ pub struct Namespaces {
     building: HashMap<u32, Building>,
     /// How settings of the network that sockets are in become what they were, when those are made.
     later: Vec<network::Step>,
+}
+
+/// Directories that the program holds in a mount namespace of its own, with their inode numbers.
+fn directories(image: &Image, row: u32) -> Vec<(&Path, u64)> {
+    let is_held = |file: &&PathFile| {
+        let is_directory = FileType::from_raw_mode(file.mode) == FileType::Directory;
+        file.namespace == Some(row) && is_directory && !file.deleted
+    };
+    image.paths.iter().filter(is_held).map(|file| (file.path.as_path(), file.ino)).collect()
 }
 
 impl Namespaces {
@@ -121,7 +131,9 @@ impl Namespaces {
         let fill = || {
             match (mounts, systems) {
                 (Some(mounts), Some(systems)) => {
-                    building = Some(build(mounts, propagation, systems, around, within)?);
+                    let made = build(mounts, propagation, systems, around, within)?;
+                    made.number(mounts, &directories(image, row))?;
+                    building = Some(made);
                 }
                 _ => {
                     fill_mounts(propagation)?;

@@ -6,8 +6,8 @@
 
 use crate::mounts::{Making, Within, apart};
 use crate::{Error, Result};
-use rustix::fs::{AtFlags, CWD, Mode, OFlags, ResolveFlags};
-use std::collections::HashMap;
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, ResolveFlags, Timespec, Timestamps};
+use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -259,6 +259,67 @@ impl Stage<'_> {
         };
         self.on_it.get(&(row, path)).map(|(_, mount)| mount)
     }
+}
+
+/// An overlay over several file systems gives its directories inode numbers of its own, in ascending order, as somebody first comes to
+/// them; its root has one of the first. Those of one file system have the numbers that they have there.
+const FIRST: u64 = 8;
+/// So many numbers are passed over at most.
+const PASSED_OVER: u64 = 20_000;
+
+/// Lets directories of an overlay have the inode numbers that they had, as far as it gives them out itself: a program that knows some of
+/// them tells them apart by these. (`fts(3)` of `find` takes a directory with the number of one around it for a loop, and aborts.)
+/// Those that were nobody's are given to a directory that is made and removed. One that was moved into a later one gets a number that
+/// was nobody's. What is not written to cannot pass any over, and begins anew. `view`: a mount of the overlay to which nobody has come yet;
+/// `held`: paths in it, and numbers.
+pub(crate) fn number(view: &OwnedFd, mut held: Vec<(PathBuf, u64)>) -> Result<()> {
+    held.retain(|(path, _)| !path.as_os_str().is_empty());
+    let numbers: HashMap<PathBuf, u64> = held.iter().cloned().collect();
+    held.sort_by_key(|(path, _)| {
+        (path.ancestors().filter_map(|part| numbers.get(part)).max().copied(), path.components().count())
+    });
+    let stat = |path: &Path| rustix::fs::statat(view, path, AtFlags::SYMLINK_NOFOLLOW);
+    let root = stat(Path::new(".")).map_err(|e| Kernel::call("look at an overlay", e))?;
+    let Some(mut passed) = held.first().filter(|_| root.st_ino < FIRST).and_then(|_| pass_over(view)) else {
+        return Ok(());
+    };
+    let (mut known, mut left) = (HashSet::new(), PASSED_OVER);
+    for (path, ino) in &held {
+        // Who comes to it comes to those around it first.
+        let mut way: Vec<&Path> = path.ancestors().filter(|part| !part.as_os_str().is_empty()).collect();
+        way.retain(|part| !known.contains(*part));
+        while passed + (way.len() as u64) < *ino && left > 0 {
+            let Some(next) = pass_over(view).filter(|next| *next == passed + 1) else { break };
+            (passed, left) = (next, left - 1);
+        }
+        for part in way.into_iter().rev() {
+            passed = stat(part).map_or(passed, |found| found.st_ino.max(passed));
+            known.insert(part);
+        }
+    }
+    let time = |sec, nsec| Timespec { tv_sec: sec, tv_nsec: nsec as _ };
+    let times = Timestamps {
+        last_access: time(root.st_atime, root.st_atime_nsec),
+        last_modification: time(root.st_mtime, root.st_mtime_nsec),
+    };
+    let failed = |e| Kernel::call("set the times of an overlay's root", e);
+    rustix::fs::utimensat(view, ".", &times, AtFlags::empty()).map_err(failed)?;
+    Ok(())
+}
+
+/// Lets a number of an overlay be that of a directory which is no more; none if nobody may make one.
+fn pass_over(view: &OwnedFd) -> Option<u64> {
+    let (name, made) = (0..).find_map(|n| {
+        let name = format!(".stillpoint-{n}");
+        match rustix::fs::mkdirat(view, &name, Mode::RWXU) {
+            Err(rustix::io::Errno::EXIST) => None,
+            made => Some((name, made)),
+        }
+    })?;
+    made.ok()?;
+    let number = rustix::fs::statat(view, &name, AtFlags::SYMLINK_NOFOLLOW).map(|stat| stat.st_ino);
+    rustix::fs::unlinkat(view, &name, AtFlags::REMOVEDIR).ok()?;
+    number.ok()
 }
 
 /// Adds the calls by which whoever runs them has another root, and is there.
