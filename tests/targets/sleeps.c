@@ -75,6 +75,30 @@ static void absolute_clock_nanosleep(void) {
   check_absolute(deadline);
 }
 
+static volatile int is_awake;
+
+static void *sleep_by_work(void *unused) {
+  (void)unused;
+  struct timespec half = timespec_of(0.5);
+  EQUAL(clock_nanosleep(CLOCK_PROCESS_CPUTIME_ID, 0, &half, 0), 0);
+  is_awake = 1;
+  return 0;
+}
+
+static void relative_sleep_by_work(void) { // as long as it takes the process to have worked for half a second
+  pthread_t sleeper;
+  MUST(pthread_create(&sleeper, 0, sleep_by_work, 0) == 0);
+  nap(1);
+  cut();
+  double from = seconds(CLOCK_PROCESS_CPUTIME_ID);
+  nap(0.3);
+  while (!is_awake && seconds(CLOCK_PROCESS_CPUTIME_ID) < from + 60)
+    ;
+  CHECK(seconds(CLOCK_PROCESS_CPUTIME_ID) >= from + 0.3);
+  CHECK(is_awake);
+  MUST(pthread_join(sleeper, 0) == 0);
+}
+
 static void poll_timeout(void) {
   int ends[2];
   MUST(pipe(ends) == 0);
@@ -578,7 +602,7 @@ static void interrupted_after(void) {
 }
 
 SCENARIOS({"relative_nanosleep", relative_nanosleep}, {"relative_clock_nanosleep", relative_clock_nanosleep},
-          {"absolute_clock_nanosleep", absolute_clock_nanosleep}, {"poll_timeout", poll_timeout},
+          {"absolute_clock_nanosleep", absolute_clock_nanosleep}, {"relative_sleep_by_work", relative_sleep_by_work}, {"poll_timeout", poll_timeout},
           {"ppoll_timeout", ppoll_timeout}, {"select_timeout", select_timeout}, {"pselect_timeout", pselect_timeout},
           {"epoll_timeout", epoll_timeout}, {"futex_relative", futex_relative}, {"cond_timedwait", cond_timedwait},
           {"mutex_timedlock", mutex_timedlock}, {"sem_timed", sem_timed},

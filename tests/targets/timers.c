@@ -213,6 +213,66 @@ static void pending_timer(void) { // expired with its signal blocked: pending on
   EQUAL(sigtimedwait(&set, &info, &patience), SIGRTMIN + 1); // and it goes on
 }
 
+static int is_pending(int signal, int id) { // takes it
+  sigset_t set;
+  sigemptyset(&set);
+  sigaddset(&set, signal);
+  siginfo_t info;
+  struct timespec at_once = {0};
+  if (sigtimedwait(&set, &info, &at_once) < 0)
+    return 0;
+  EQUAL(info.si_code, SI_TIMER);
+  EQUAL(info.si_timerid, id);
+  return 1;
+}
+
+static void pending_timer_once(void) { // what a timer has sent is taken back when it is set anew, or deleted
+  const int signal = SIGRTMIN + 1;
+  int once[5];
+  sigset_t set;
+  sigemptyset(&set);
+  for (int i = 0; i < 5; i++) {
+    sigaddset(&set, signal + i);
+    once[i] = make(CLOCK_MONOTONIC, SIGEV_SIGNAL, signal + i, i, 0);
+  }
+  sigprocmask(SIG_BLOCK, &set, 0);
+  struct itimerspec soon = every(0.005, 0), far = every(1000, 0), never = {0};
+  for (int i = 0; i < 5; i++)
+    MUST(syscall(SYS_timer_settime, once[i], 0, &soon, 0) == 0);
+  nap(0.1);
+  MUST(syscall(SYS_timer_settime, once[4], 0, &never, 0) == 0);
+  int stays = is_pending(signal + 4, once[4]); // before Linux 6.13
+  cut();
+  EQUAL(syscall(SYS_timer_delete, once[0]), 0);
+  EQUAL(syscall(SYS_timer_settime, once[1], 0, &far, 0), 0);
+  EQUAL(syscall(SYS_timer_settime, once[2], 0, &never, 0), 0);
+  for (int i = 0; i < 3; i++)
+    EQUAL(is_pending(signal + i, once[i]), stays);
+  EQUAL(is_pending(signal + 3, once[3]), 1);
+  EQUAL(is_pending(signal + 3, once[3]), 0);
+}
+
+static void pending_timer_goes_on(void) { // by the time at which it expired, whenever that is learned
+  sigset_t set;
+  sigemptyset(&set);
+  sigaddset(&set, SIGRTMIN + 1);
+  sigprocmask(SIG_BLOCK, &set, 0);
+  watch_the_clock();
+  int id = make(CLOCK_MONOTONIC, SIGEV_SIGNAL, SIGRTMIN + 1, 9, 0);
+  struct itimerspec s = every(0.005, 1000);
+  MUST(syscall(SYS_timer_settime, id, 0, &s, 0) == 0);
+  nap(2);
+  double from = now();
+  MUST(syscall(SYS_timer_gettime, id, &s) == 0);
+  double before = left(&s);
+  cut();
+  EQUAL(is_pending(SIGRTMIN + 1, id), 1);
+  EQUAL(syscall(SYS_timer_getoverrun, id), 0);
+  EQUAL(syscall(SYS_timer_gettime, id, &s), 0);
+  PLAUSIBLE(left(&s), before, now() - from);
+  EQUAL(s.it_interval.tv_sec, 1000);
+}
+
 static volatile int notified;
 
 static void notify(union sigval v) {
@@ -279,5 +339,7 @@ static void timer_descriptors(void) {
 
 SCENARIOS({"interval_timers", interval_timers}, {"interval_fires", interval_fires},
           {"pending_alarm", pending_alarm}, {"pending_alarm_once", pending_alarm_once}, {"alarm_once", alarm_once},
-          {"posix_timers", posix_timers}, {"pending_timer", pending_timer}, {"timer_threads", timer_threads},
+          {"posix_timers", posix_timers}, {"pending_timer", pending_timer},
+          {"pending_timer_once", pending_timer_once}, {"pending_timer_goes_on", pending_timer_goes_on},
+          {"timer_threads", timer_threads},
           {"timer_descriptors", timer_descriptors})

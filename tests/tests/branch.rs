@@ -182,7 +182,7 @@ return_of! {
     descriptors: regular duplicates directories pipes eventfds epolls signalfds;
     attributes: seccomp_filters seccomp_no_mappings seccomp_per_thread limits directories odds capabilities;
     dispatch: within_libc within_a_page around as_wine always let_through several;
-    timers: interval_timers interval_fires pending_alarm pending_alarm_once posix_timers pending_timer timer_threads timer_descriptors;
+    timers: interval_timers interval_fires pending_alarm pending_alarm_once posix_timers pending_timer pending_timer_once pending_timer_goes_on timer_threads timer_descriptors;
     signals: masks actions queued_realtime_order delivered_once alternate_stacks handler_running storm faulting;
     registers: general sse avx x87 segment_bases red_zone small_stack;
     memory: anonymous stack_growth heap_growth guards no_access;

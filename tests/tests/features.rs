@@ -360,6 +360,8 @@ mod timers {
         pending_alarm_once,
         posix_timers,
         pending_timer,
+        pending_timer_once,
+        pending_timer_goes_on,
         timer_threads.ignoring(&["thread", "map"]),
         timer_descriptors,
     );
@@ -446,6 +448,7 @@ mod waits {
     }
 
     scenarios!("sleeps":
+        relative_sleep_by_work,
         pipe_read,
         socket_receive,
         pipe_write,

@@ -145,7 +145,8 @@ pub fn put_back(
             owed.pending = pending(&process.pending, std::mem::take(&mut of_process), now, undone);
         }
         let is_new = made.contains(&thread.tid);
-        if !is_new && owed.threads[index].pending.is_empty() && owed.pending.is_empty() {
+        let dies_with = was.is_some_and(|was| was.pdeath_signal == thread.pdeath_signal);
+        if !is_new && dies_with && owed.threads[index].pending.is_empty() && owed.pending.is_empty() {
             continue;
         }
         // Filters are inherited.
@@ -155,10 +156,7 @@ pub fn put_back(
         remote.run(&last::program(&owed, space, index, &conditions))?;
         last::verify(remote.tid(), &thread.creds)?;
     }
-    let arm = of_process::arm(process);
-    if !arm.is_empty() {
-        threads[0].run(&arm)?;
-    }
+    of_process::start_timers(process, |program| threads[0].run(program))?;
     Ok(())
 }
 

@@ -19,6 +19,7 @@ use stillpoint_linux::layout;
 use stillpoint_linux::memory::Memory;
 use stillpoint_linux::proc::{CurrentCall, Proc};
 use stillpoint_linux::sched::Pinned;
+use stillpoint_linux::sched::counts_work;
 
 /// What a thread was waiting for before it was stopped.
 #[derive(Clone, Debug, Default)]
@@ -189,9 +190,11 @@ fn first_call(waiting: &Waiting, args: [u64; 6]) -> Option<u64> {
         w if w.contains("poll") => libc::SYS_poll,
         w if w.contains("futex") => libc::SYS_futex,
         // All others sleep, in functions that the kernel does not name because they belong to its scheduler. The
-        // first argument of one is a small number (a clock), of the other a pointer.
+        // first argument of one is a clock: a small number, or a negative one made of a process id; of the other a pointer.
         _ => {
-            let is_clock = (args[0] as i32 as i64) < 4096 && args[0] as i64 == args[0] as i32 as i64;
+            const MOST_NEGATIVE: i32 = -(1 << 26); // process ids are less than 2^22, and take 3 bits more
+            let is_int = [args[0] as i32 as i64 as u64, u64::from(args[0] as u32)].contains(&args[0]);
+            let is_clock = is_int && (MOST_NEGATIVE..4096).contains(&(args[0] as i32));
             if is_clock { libc::SYS_clock_nanosleep } else { libc::SYS_nanosleep }
         }
     };
@@ -213,6 +216,8 @@ fn requested(memory: &Memory, nr: u64, args: [u64; 6]) -> Option<u64> {
     const FUTEX_WAIT: u64 = 0;
     match nr as i64 {
         libc::SYS_nanosleep => timespec(memory, args[0]),
+        // Of the time that somebody works, another clock does not tell how much has passed.
+        libc::SYS_clock_nanosleep if counts_work(args[0] as i32) => None,
         libc::SYS_clock_nanosleep => timespec(memory, args[2]),
         // Milliseconds; negative: for ever.
         libc::SYS_poll => Some(u64::try_from(args[2] as i32).ok()? * 1_000_000),

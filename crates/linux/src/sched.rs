@@ -1,4 +1,4 @@
-//! Scheduling of other threads: policy, priority, CPUs, I/O priority. sched(7), sched_setattr(2), ioprio_set(2).
+//! Scheduling of other threads: what counts as their work, policy, priority, CPUs, I/O priority. sched(7), sched_setattr(2), ioprio_set(2).
 
 use crate::{Error, Result};
 
@@ -34,6 +34,11 @@ const _: () = assert!(size_of::<SchedAttr>() == 56);
 pub const KEPT_FLAGS: u64 = 1 | 2 | 4;
 /// `SCHED_FLAG_UTIL_CLAMP_MIN | SCHED_FLAG_UTIL_CLAMP_MAX`: set the clamps too.
 pub const SET_UTIL: u64 = 0x20 | 0x40;
+
+/// Whether a clock counts the time that a process or thread works.
+pub fn counts_work(clock: i32) -> bool {
+    clock < 0 || matches!(clock, libc::CLOCK_PROCESS_CPUTIME_ID | libc::CLOCK_THREAD_CPUTIME_ID)
+}
 
 /// Policy and parameters of a thread (sched_getattr(2)).
 ///

@@ -8,7 +8,7 @@
 //! | before anything | | | [`outside::missing`] |
 //! | before memory is built | [`process::early`] | | |
 //! | memory and threads are there | [`process::layout`], [`process::settled`], [`process::Timers`] | [`thread::thread`] | [`outside::thread`] |
-//! | at the very end | [`process::arm`], then [`last::program`] | [`last::program`] | [`outside::process`], [`last::verify`] |
+//! | at the very end | [`process::start_timers`], then [`last::program`] | [`last::program`] | [`outside::process`], [`last::verify`] |
 //!
 //! In the end phase, other threads go before the main thread. What is left to the caller: registers, signal masks,
 //! [`last::late_signals`], and job control (`stopped`, `foreground`).

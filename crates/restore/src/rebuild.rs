@@ -671,7 +671,7 @@ fn give_attributes<'a>(
     }
     for (index, remote) in threads.iter_mut().enumerate().rev() {
         if index == 0 {
-            remote.run(&of_process::arm(process))?;
+            of_process::start_timers(process, |program| remote.run(program))?;
         }
         let want = &process.threads[index].creds;
         let (now, want) = match users {

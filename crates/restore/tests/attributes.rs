@@ -155,7 +155,8 @@ fn give(still: &mut Still, p: &Process, space: &AddressSpace) {
     for i in (0..p.threads.len()).rev() {
         let now = credentials::current(still.tids[i]).unwrap();
         if i == 0 {
-            still.run(0, &process::arm(p));
+            process::start_timers(p, |program| Ok::<_, std::convert::Infallible>(still.run(0, program)))
+                .unwrap();
         }
         let conditions = last::Conditions { now, want: p.threads[i].creds.clone(), seccomp_suspended: true };
         still.run(i, &last::program(p, space, i, &conditions));

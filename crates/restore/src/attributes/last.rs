@@ -1,7 +1,7 @@
 //! What comes last in each thread: it takes privileges away, or must not be disturbed any more.
 
 use super::credentials;
-use super::process::prctl;
+use super::process::{expires_anew, prctl};
 use linux_raw_sys::prctl::{
     PR_SET_DUMPABLE, PR_SET_MDWE, PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, PR_SET_SECCOMP,
 };
@@ -36,9 +36,9 @@ pub struct Conditions {
 ///    do. 6. Seccomp filters where they apply at once: nothing can be counted on after them. Without suspension they
 ///    need `no_new_privs` or that the program still has `CAP_SYS_ADMIN`.
 ///
-/// An expiry of a periodic timer (`SI_TIMER`) that was pending is not queued: [`super::process::arm`] lets the new timer
+/// An expiry of a timer (`SI_TIMER`) that was pending is not queued: [`super::process::start_timers`] lets the new timer
 /// expire at once instead, so that it counts overruns from there on. (Those before the cut are lost: the kernel adds
-/// them up only on delivery.) That of a timer that expires once is queued as its bare siginfo.
+/// them up only on delivery.) Others are queued as their bare siginfo.
 pub fn program(process: &Process, space: &AddressSpace, index: usize, conditions: &Conditions) -> Program {
     let mut p = Program::new();
     let Some(thread) = process.threads.get(index) else { return p };
@@ -96,7 +96,7 @@ fn queue(p: &mut Program, process: &Process, pending: &[Bytes], tid: Option<u32>
     let (pid, timers) = (process.own_pid(), &process.timers);
     for info in pending {
         let signal = layout::half(&info.0, 0);
-        if is_late(process, signal) || periodic(timers, info) {
+        if is_late(process, signal) || timers.iter().any(|t| expires_anew(t) && is_expiry_of(t, info)) {
             continue;
         }
         let mut info = info.0.clone();
@@ -117,11 +117,6 @@ fn queue(p: &mut Program, process: &Process, pending: &[Bytes], tid: Option<u32>
             }
         }
     }
-}
-
-/// Whether a pending signal is an expiry of a periodic POSIX timer.
-fn periodic(timers: &[PosixTimer], info: &Bytes) -> bool {
-    timers.iter().any(|t| t.interval_ns != 0 && is_expiry_of(t, info))
 }
 
 /// Whether a siginfo tells that this timer expired.

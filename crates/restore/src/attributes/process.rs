@@ -6,8 +6,10 @@ use linux_raw_sys::prctl::{
     PR_SET_CHILD_SUBREAPER, PR_SET_MEMORY_MERGE, PR_SET_MM, PR_SET_MM_MAP, PR_SET_THP_DISABLE,
     PR_TIMER_CREATE_RESTORE_IDS, PR_TIMER_CREATE_RESTORE_IDS_OFF, PR_TIMER_CREATE_RESTORE_IDS_ON,
 };
+use std::collections::HashMap;
 use stillpoint_image::{AddressSpace, Layout, PosixTimer, Process};
 use stillpoint_linux::program::{Arg, Outcome, Program};
+use stillpoint_linux::sched::counts_work;
 use stillpoint_linux::{features, layout as kernel};
 
 const ARCH_REQ_XCOMP_PERM: u64 = 0x1023;
@@ -204,8 +206,49 @@ impl Timers {
     }
 }
 
-/// Starts interval timers and POSIX timers with the time they had left. As late as can be: they run from here on.
-pub fn arm(process: &Process) -> Program {
+/// Starts interval timers and POSIX timers with the time they had left. As late as can be: they run from here on. `run` runs
+/// programs in the main thread.
+///
+/// # Errors
+/// Those of `run`.
+pub fn start_timers<E>(
+    process: &Process,
+    mut run: impl FnMut(&Program) -> std::result::Result<Outcome, E>,
+) -> std::result::Result<(), E> {
+    let (ask, clocks) = clocks(process);
+    let mut now = HashMap::new();
+    if !ask.is_empty() {
+        let told = run(&ask)?;
+        now.extend(clocks.iter().map(|&(clock, at)| {
+            let bytes = told.bytes(at, kernel::TIMESPEC);
+            (clock, kernel::word(bytes, 0) * NS + kernel::word(bytes, 1))
+        }));
+    }
+    let arm = arm(process, &now);
+    if !arm.is_empty() {
+        run(&arm)?;
+    }
+    Ok(())
+}
+
+/// Nanoseconds in a second.
+const NS: u64 = 1_000_000_000;
+
+/// Asks for the time of all clocks of which a periodic timer has an expiry pending.
+fn clocks(process: &Process) -> (Program, Vec<(i32, Arg)>) {
+    let (mut p, mut clocks) = (Program::new(), Vec::<(i32, Arg)>::new());
+    for timer in process.timers.iter().filter(|t| t.interval_ns != 0 && has_pending_expiry(process, t)) {
+        if expires_anew(timer) && !counts_work(timer.clock) && clocks.iter().all(|(c, _)| *c != timer.clock) {
+            let time = p.room(kernel::TIMESPEC);
+            let args = [(timer.clock as u64).into(), time];
+            p.call(format!("clock_gettime {}", timer.clock), libc::SYS_clock_gettime, args);
+            clocks.push((timer.clock, time));
+        }
+    }
+    (p, clocks)
+}
+
+fn arm(process: &Process, now: &HashMap<i32, u64>) -> Program {
     let mut p = Program::new();
     let alarm_is_pending =
         process.pending.iter().any(|info| kernel::half(&info.0, 0) == libc::SIGALRM as u32);
@@ -223,17 +266,35 @@ pub fn arm(process: &Process) -> Program {
         let data = p.data(&kernel::words(&[is, iu, vs, vu]));
         p.call(format!("setitimer {which}"), libc::SYS_setitimer, [(which as u64).into(), data]);
     }
-    let pending = || process.pending.iter().chain(process.threads.iter().flat_map(|t| &t.pending));
-    for t in process.timers.iter().filter(|t| t.remaining_ns != 0) {
-        const NS: u64 = 1_000_000_000;
-        let is_pending = t.interval_ns != 0 && pending().any(|info| is_expiry_of(t, info));
-        let first = if is_pending { 1 } else { t.remaining_ns };
+    for t in &process.timers {
+        let (flags, first) = match expires_anew(t) && has_pending_expiry(process, t) {
+            true => now.get(&t.clock).map_or((0, 1), |&now| (libc::TIMER_ABSTIME, expired(t, now))),
+            false if t.remaining_ns == 0 => continue,
+            false => (0, t.remaining_ns),
+        };
         let words = [t.interval_ns / NS, t.interval_ns % NS, first / NS, first % NS];
         let data = p.data(&kernel::words(&words));
-        let args = [u64::from(t.id).into(), 0.into(), data];
+        let args = [u64::from(t.id).into(), (flags as u64).into(), data];
         p.call(format!("timer_settime {}", t.id), libc::SYS_timer_settime, args);
     }
     p
+}
+
+/// When a periodic timer last expired, by its clock: from then on the kernel counts, once that expiry is taken.
+fn expired(timer: &PosixTimer, now: u64) -> u64 {
+    (now + timer.remaining_ns).saturating_sub(timer.interval_ns).max(1)
+}
+
+fn has_pending_expiry(process: &Process, timer: &PosixTimer) -> bool {
+    let pending = process.pending.iter().chain(process.threads.iter().flat_map(|t| &t.pending));
+    pending.into_iter().any(|info| is_expiry_of(timer, info))
+}
+
+/// Whether an expiry that is pending is the new timer's own, which is let expire at once: the kernel takes it back when the
+/// timer is set anew or deleted, and counts overruns and the time to the next from there on. Not if the timer has been set anew since
+/// (before Linux 6.13 the old expiry stays), nor where time passes only as the program works.
+pub(super) fn expires_anew(timer: &PosixTimer) -> bool {
+    timer.interval_ns != 0 || timer.remaining_ns == 0 && !counts_work(timer.clock)
 }
 
 /// A prctl(2) that must succeed.
