@@ -737,6 +737,22 @@ static void signed_tcp(void) { // packets without a signature are not for it
   cut();
 }
 
+static void own_segment(void) { // as programs have that run 32-bit code, and by a call of such
+  struct user_desc *entry = mmap(0, PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_32BIT, -1, 0);
+  MUST(entry != MAP_FAILED);
+  *entry = (struct user_desc){.entry_number = -1, .base_addr = (unsigned)(uintptr_t)entry, .limit = 0xfffff, .seg_32bit = 1,
+                              .limit_in_pages = 1, .useable = 1};
+  long done;
+  __asm__ volatile("int $0x80" : "=a"(done) : "a"(243), "b"(entry) : "memory", "r8", "r9", "r10", "r11");
+  if (done)
+    SKIP("set_thread_area: %s", strerror((int)-done));
+  __asm__ volatile("mov %0, %%gs" : : "r"(entry->entry_number * 8 + 3));
+  cut();
+  unsigned first;
+  __asm__ volatile("movl %%gs:0, %0" : "=r"(first));
+  EQUAL(first, entry->entry_number);
+}
+
 static void local_descriptors(void) {
   struct user_desc entry = {.base_addr = 0x12345000, .limit = 0xfffff, .seg_32bit = 1, .limit_in_pages = 1, .useable = 1};
   char before[8] = {0}, after[8] = {0};
@@ -918,6 +934,6 @@ SCENARIOS({"fifo_reader", fifo_reader}, {"bound_through_proc", bound_through_pro
           {"own_directory", own_directory}, {"in_flight", in_flight}, {"lease", lease},
           {"broken_lease", broken_lease}, {"directory_notes", directory_notes},
           {"unread_inotify", unread_inotify}, {"watched_mapping", watched_mapping}, {"watched_and_gone", watched_and_gone}, {"bound_udp", bound_udp}, {"unbound_tcp", unbound_tcp},
-          {"no_room", no_room}, {"sealed_memory", sealed_memory}, {"local_descriptors", local_descriptors}, {"process_keyring", process_keyring}, {"thread_keyring", thread_keyring}, {"landlock", landlock}, {"landlock_of_a_thread", landlock_of_a_thread}, {"two_names", two_names}, {"signed_tcp", signed_tcp}, {"droppable_memory", droppable_memory}, {"own_mounts", own_mounts},
+          {"no_room", no_room}, {"sealed_memory", sealed_memory}, {"local_descriptors", local_descriptors}, {"own_segment", own_segment}, {"process_keyring", process_keyring}, {"thread_keyring", thread_keyring}, {"landlock", landlock}, {"landlock_of_a_thread", landlock_of_a_thread}, {"two_names", two_names}, {"signed_tcp", signed_tcp}, {"droppable_memory", droppable_memory}, {"own_mounts", own_mounts},
           {"own_host_name", own_host_name}, {"told_queue", told_queue}, {"full_queue", full_queue},
           {"semaphore_undo", semaphore_undo}, {"out_of_band", out_of_band}, {"sent_ahead", sent_ahead}, {"epoll_in_flight", epoll_in_flight})

@@ -126,6 +126,7 @@ refused! {
     directory_notes: "F_NOTIFY",
     signed_tcp: "TCP_MD5SIG",
     local_descriptors: "modify_ldt",
+    own_segment: "set_thread_area",
     process_keyring: "keyring of its own",
     thread_keyring: "thread" "keyring of its own",
     landlock: "Landlock domain",

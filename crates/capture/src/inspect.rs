@@ -786,6 +786,10 @@ fn thread(
             stopped.tid()
         )));
     }
+    if regs.has_own_segment() {
+        let why = "it has a segment of its own (set_thread_area), which is not given back";
+        builder.refuse(format!("thread {}", stopped.tid()), why, "");
+    }
     let waiting = known.waiting.get(&stopped.tid()).cloned().unwrap_or_default();
     let earlier = known.earlier.get(&thread.tid).copied();
     thread.blocked =

@@ -38,6 +38,19 @@ pub struct Regs {
 
 const _: () = assert!(size_of::<Regs>() == 27 * 8);
 
+/// Entries of the global descriptor table that are a thread's own (`set_thread_area(2)`).
+const OWN_SEGMENTS: std::ops::RangeInclusive<u64> = 12..=14;
+
+impl Regs {
+    /// Whether it has a segment loaded that it has described to the kernel (`set_thread_area(2)`, which programs with 32-bit parts call).
+    pub fn has_own_segment(&self) -> bool {
+        const IS_LOCAL: u64 = 4;
+        [self.ds, self.es, self.fs, self.gs]
+            .iter()
+            .any(|selector| selector & IS_LOCAL == 0 && OWN_SEGMENTS.contains(&(selector >> 3)))
+    }
+}
+
 /// `orig_rax` of a thread that is in no system call.
 pub const NO_SYSCALL: u64 = u64::MAX;
 /// Code segment of 64-bit user code.
