@@ -12,6 +12,9 @@ pub enum Error {
     /// Another process has the program's id, or the id of one of its threads (exit code 3).
     #[error("process id {0} (or the id of one of its threads) is taken")]
     PidTaken(u32),
+    /// Ids as high as the program's are not given out here (exit code 3).
+    #[error("process id {0} is higher than they go here (kernel.pid_max)")]
+    PidTooHigh(u32),
     /// Its pid namespaces would lie deeper than the kernel lets them (exit code 1).
     #[error("process {0} cannot be made here: the kernel lets no more pid namespaces lie within each other")]
     TooDeep(u32),

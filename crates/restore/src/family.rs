@@ -134,6 +134,7 @@ fn passed_over(id: u32) -> stillpoint_linux::Error {
 fn refused(pid: u32, e: stillpoint_linux::Error) -> Error {
     match e.errno() {
         Some(libc::EEXIST) => Error::PidTaken(pid),
+        Some(libc::EINVAL) => Error::PidTooHigh(pid),
         Some(libc::EPERM) => Error::NoPidPrivilege(pid),
         Some(libc::ENOSPC) => Error::TooDeep(pid),
         _ => e.into(),

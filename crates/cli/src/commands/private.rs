@@ -91,6 +91,8 @@ impl Within for Inside {
 pub(super) enum Why {
     /// An id of one of its processes or threads is taken.
     Taken,
+    /// An id of one of them is higher than they go here. (Those of a pid namespace may go higher, since Linux 6.14.)
+    TooHigh,
     /// The user may not choose ids.
     Ordinary,
 }
@@ -99,6 +101,11 @@ impl Why {
     fn text(self, pid: u32) -> String {
         match self {
             Why::Taken => format!("process id {pid} (or the id of one of its threads) is taken"),
+            Why::TooHigh => {
+                format!(
+                    "process id {pid} (or another one of the program) is higher than they go here (kernel.pid_max)"
+                )
+            }
             Why::Ordinary => {
                 "old process ids are for an ordinary user to be had in a namespace of his own alone".into()
             }
@@ -160,6 +167,7 @@ pub(super) fn revive(
 fn not_to_be_had(why: Why, pid: u32, e: &stillpoint_linux::Error) -> Failure {
     let hint = match why {
         Why::Taken => "end who has it, or run it as root",
+        Why::TooHigh => "raise kernel.pid_max, or run it as root",
         Why::Ordinary => "see stillpoint doctor for what stands against it, or run it as root",
     };
     let why = why.text(pid);
@@ -222,7 +230,7 @@ fn outside(
     back.pid = seen_as(child.pid, inner)?;
     back.private_pid = Some(inner);
     back.notes.push(match why {
-        Why::Taken => format!("{}: it lives in a private pid namespace", why.text(inner)),
+        Why::Taken | Why::TooHigh => format!("{}: it lives in a private pid namespace", why.text(inner)),
         Why::Ordinary => {
             format!("restored without privileges: it lives in a user and a pid namespace, as process {inner}")
         }
@@ -236,7 +244,7 @@ fn outside(
         pager: None,
         paging: None,
         inside: Some(Rc::new(RefCell::new(line))),
-        has_checkpointer: why == Why::Taken,
+        has_checkpointer: why != Why::Ordinary,
         record: None,
         signals,
         meta: again.checkpoint.image.meta.clone(),

@@ -580,6 +580,7 @@ impl Again<'_> {
     ) -> Result<Revived> {
         let why = match &restored {
             Err(Error::PidTaken(_)) => Some(Why::Taken),
+            Err(Error::PidTooHigh(_)) => Some(Why::TooHigh),
             Err(Error::NoPidPrivilege(_)) => Some(Why::Ordinary),
             _ => None,
         };
@@ -812,7 +813,7 @@ pub(super) fn failure(error: Error, name: &dyn Display) -> Failure {
             let list: Vec<String> = things.iter().map(|t| format!("\n{t}")).collect();
             Failure::refused(format!("cannot restore {name}:{}", list.concat()))
         }
-        Error::PidTaken(_) | Error::NoPidPrivilege(_) => {
+        Error::PidTaken(_) | Error::PidTooHigh(_) | Error::NoPidPrivilege(_) => {
             Failure::refused(format!("cannot restore {name}: {error}"))
                 .hint("without --pid same it is restored in a private pid namespace")
         }
