@@ -753,6 +753,44 @@ static void own_segment(void) { // as programs have that run 32-bit code, and by
   EQUAL(first, entry->entry_number);
 }
 
+// A message of which the first half was sent, with more to come; `first`: bytes of a header in front of what is received.
+static void half_sent(int receiver, int sender, const void *to, socklen_t length, int first) {
+  char back[64] = {0};
+  MUST(sendto(sender, "half", 4, MSG_MORE, to, length) == 4);
+  cut();
+  EQUAL(sendto(sender, "rest", 4, 0, to, length), 4);
+  EQUAL(recv(receiver, back, sizeof back, 0), first + 8);
+  CHECK(!memcmp(back + first, "halfrest", 8));
+}
+
+static void half_a_datagram(void) {
+  int receiver = socket(AF_INET, SOCK_DGRAM, 0), sender = socket(AF_INET, SOCK_DGRAM, 0);
+  struct sockaddr_in a = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+  socklen_t length = sizeof a;
+  MUST(bind(receiver, (void *)&a, length) == 0 && getsockname(receiver, (void *)&a, &length) == 0);
+  MUST(connect(sender, (void *)&a, length) == 0);
+  half_sent(receiver, sender, 0, 0, 0);
+}
+
+static void half_a_datagram6(void) {
+  int receiver = socket(AF_INET6, SOCK_DGRAM, 0), sender = socket(AF_INET6, SOCK_DGRAM, 0);
+  struct sockaddr_in6 a = {.sin6_family = AF_INET6, .sin6_addr = IN6ADDR_LOOPBACK_INIT};
+  socklen_t length = sizeof a;
+  if (receiver < 0 || bind(receiver, (void *)&a, length))
+    SKIP("no IPv6 here");
+  MUST(getsockname(receiver, (void *)&a, &length) == 0);
+  half_sent(receiver, sender, &a, length, 0);
+}
+
+static void half_a_packet(void) {
+  enum { EXPERIMENT = 253, IP_HEADER = 20 };
+  int receiver = socket(AF_INET, SOCK_RAW, EXPERIMENT), sender = socket(AF_INET, SOCK_RAW, EXPERIMENT);
+  struct sockaddr_in a = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+  if (receiver < 0)
+    SKIP("no right to raw sockets");
+  half_sent(receiver, sender, &a, sizeof a, IP_HEADER);
+}
+
 static void local_descriptors(void) {
   struct user_desc entry = {.base_addr = 0x12345000, .limit = 0xfffff, .seg_32bit = 1, .limit_in_pages = 1, .useable = 1};
   char before[8] = {0}, after[8] = {0};
@@ -934,6 +972,6 @@ SCENARIOS({"fifo_reader", fifo_reader}, {"bound_through_proc", bound_through_pro
           {"own_directory", own_directory}, {"in_flight", in_flight}, {"lease", lease},
           {"broken_lease", broken_lease}, {"directory_notes", directory_notes},
           {"unread_inotify", unread_inotify}, {"watched_mapping", watched_mapping}, {"watched_and_gone", watched_and_gone}, {"bound_udp", bound_udp}, {"unbound_tcp", unbound_tcp},
-          {"no_room", no_room}, {"sealed_memory", sealed_memory}, {"local_descriptors", local_descriptors}, {"own_segment", own_segment}, {"process_keyring", process_keyring}, {"thread_keyring", thread_keyring}, {"landlock", landlock}, {"landlock_of_a_thread", landlock_of_a_thread}, {"two_names", two_names}, {"signed_tcp", signed_tcp}, {"droppable_memory", droppable_memory}, {"own_mounts", own_mounts},
+          {"no_room", no_room}, {"sealed_memory", sealed_memory}, {"local_descriptors", local_descriptors}, {"own_segment", own_segment}, {"process_keyring", process_keyring}, {"thread_keyring", thread_keyring}, {"landlock", landlock}, {"landlock_of_a_thread", landlock_of_a_thread}, {"two_names", two_names}, {"signed_tcp", signed_tcp}, {"half_a_datagram", half_a_datagram}, {"half_a_datagram6", half_a_datagram6}, {"half_a_packet", half_a_packet}, {"droppable_memory", droppable_memory}, {"own_mounts", own_mounts},
           {"own_host_name", own_host_name}, {"told_queue", told_queue}, {"full_queue", full_queue},
           {"semaphore_undo", semaphore_undo}, {"out_of_band", out_of_band}, {"sent_ahead", sent_ahead}, {"epoll_in_flight", epoll_in_flight})

@@ -61,6 +61,30 @@ pub fn unsent(socket: impl AsFd) -> Result<usize> {
     Ok(ioctl_int(socket, 0x5411, "SIOCOUTQ")?.max(0) as usize)
 }
 
+/// Whether a UDP socket has begun a datagram that is not complete (`UDP_CORK`, `MSG_MORE`).
+///
+/// Its bytes are unsent ones, and so are those that wait for a device. To which a socket's belong is told by sending it nothing, and that only
+/// for a try (`MSG_PROBE`), to an address that nobody can have: a datagram that was begun has an address, and the kernel does not look
+/// at another one (`udp_sendmsg`); one that would begin is refused for it. One that has no unsent bytes is not asked, as that would bind it.
+pub fn is_incomplete(socket: impl AsFd, family: i32) -> Result<bool> {
+    if unsent(&socket)? == 0 {
+        return Ok(false);
+    }
+    let mut nowhere = vec![0u8; if family == libc::AF_INET6 { 28 } else { 16 }];
+    nowhere[..2].copy_from_slice(&(family as u16).to_ne_bytes());
+    if let Some(last) = nowhere.get_mut(23) {
+        *last = 1; // of an IPv6 address: that of the loopback device
+    }
+    const PROBE: i32 = 0x10;
+    // SAFETY: the kernel reads no data, and the address, as long as it is.
+    let n = unsafe {
+        let flags = PROBE | libc::MSG_MORE | libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
+        let (fd, len) = (socket.as_fd().as_raw_fd(), nowhere.len() as libc::socklen_t);
+        libc::sendto(fd, std::ptr::null(), 0, flags, nowhere.as_ptr().cast(), len)
+    };
+    Ok(n == 0)
+}
+
 /// Sends a datagram to a raw `sockaddr`.
 pub fn send_to(socket: impl AsFd, data: &[u8], to: &[u8]) -> Result<(), std::io::Error> {
     // SAFETY: the kernel reads the data and the address, each as long as it is.
@@ -185,6 +209,31 @@ mod tests {
         assert_eq!(seen[1].1[2..4], from[1].local_addr().unwrap().port().to_be_bytes());
         let mut buffer = [0; 8];
         assert_eq!(to.recv(&mut buffer).unwrap(), 3);
+    }
+
+    #[test]
+    fn incomplete_datagrams_are_told_and_stay() {
+        for host in ["127.0.0.1", "[::1]"] {
+            let Ok(to) = UdpSocket::bind(format!("{host}:0")) else { continue };
+            let (from, address) = (UdpSocket::bind(format!("{host}:0")).unwrap(), to.local_addr().unwrap());
+            let family = if address.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 };
+            from.connect(address).unwrap();
+            let send = |data: &[u8], flags: i32| {
+                // SAFETY: the kernel reads the data, as long as it is.
+                let n = unsafe { libc::send(from.as_raw_fd(), data.as_ptr().cast(), data.len(), flags) };
+                assert_eq!(n, data.len() as isize);
+            };
+            assert!(!is_incomplete(&from, family).unwrap());
+            for rest in [&b"def"[..], b""] {
+                send(b"abc", libc::MSG_MORE);
+                assert!(is_incomplete(&from, family).unwrap());
+                assert!(is_incomplete(&from, family).unwrap());
+                send(rest, 0);
+                let mut buffer = [0; 8];
+                assert_eq!(to.recv(&mut buffer).unwrap(), 3 + rest.len());
+                assert!(!is_incomplete(&from, family).unwrap());
+            }
+        }
     }
 
     #[test]

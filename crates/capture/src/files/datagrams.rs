@@ -5,6 +5,7 @@ use super::descriptions::Description;
 use super::sockets::{CLOSE, WAIT, add, bound, common, may_wait};
 use crate::Result;
 use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
 use stillpoint_image::{Bytes, Socket, SocketOption};
 use stillpoint_linux::datagrams::{self, JOIN_GROUP, SOURCE_FILTER};
 use stillpoint_linux::descriptors::poll_now;
@@ -12,7 +13,9 @@ use stillpoint_linux::{packets, sockets};
 
 /// `SOL_NETLINK`
 const NETLINK: u32 = 270;
-const UDP_CORK: u32 = 1;
+const COMPLETE: &str = "try again when the program has sent the rest";
+/// A device that has packets to send has sent them after this time, unless it is held up.
+const SENDING: Duration = Duration::from_millis(10);
 
 type Sort = (i32, i32, i32);
 
@@ -22,8 +25,8 @@ pub(super) fn udp(scan: &mut Scan<'_>, d: &Description, sort: Sort) -> Result<Op
     if int(100 /* UDP_ENCAP */)? != 0 {
         return scan.refuse(d, "it is a UDP tunnel", CLOSE);
     }
-    if int(UDP_CORK)? != 0 && datagrams::unsent(&d.file)? > 0 {
-        return scan.refuse(d, "it has a datagram that is not complete (UDP_CORK)", CLOSE);
+    if datagrams::is_incomplete(&d.file, sort.0)? {
+        return scan.refuse(d, "it has a datagram that is not complete (UDP_CORK, MSG_MORE)", COMPLETE);
     }
     let Some(mut socket) = common(scan, d, sort)? else { return Ok(None) };
     if !groups(scan, d, sort, &mut socket)? {
@@ -50,6 +53,10 @@ pub(super) fn raw(scan: &mut Scan<'_>, d: &Description, sort: Sort) -> Result<Op
     if has_something(&d.file)? {
         return scan.refuse(d, "it has packets that were not yet read", WAIT);
     }
+    if stays_unsent(&d.file)? {
+        let why = "it has a packet that is not complete (MSG_MORE), or that was not yet sent";
+        return scan.refuse(d, why, COMPLETE);
+    }
     let Some(mut socket) = common(scan, d, sort)? else { return Ok(None) };
     if !groups(scan, d, sort, &mut socket)? {
         return Ok(None);
@@ -60,6 +67,19 @@ pub(super) fn raw(scan: &mut Scan<'_>, d: &Description, sort: Sort) -> Result<Op
     socket.local = if sort.1 == libc::SOCK_RAW && any { Bytes::default() } else { bound(local) };
     socket.remote = Bytes(sockets::peer_address(&d.file)?.unwrap_or_default());
     Ok(Some(add(scan, d, socket)))
+}
+
+/// Whether a socket has unsent bytes for longer than a device takes to send them. Nothing tells whether they are of a packet that is not
+/// complete.
+fn stays_unsent(file: impl AsFd) -> Result<bool> {
+    let begun = Instant::now();
+    loop {
+        match datagrams::unsent(&file)? {
+            0 => return Ok(false),
+            _ if begun.elapsed() > SENDING => return Ok(true),
+            _ => std::thread::sleep(Duration::from_millis(1)),
+        }
+    }
 }
 
 /// A socket of whole packets of an interface, or all. What comes while the program does not run is lost in any case, and so is
