@@ -271,6 +271,47 @@ static void pipes(void) {
   EQUAL(read(empty[0], back, 10), 1);
 }
 
+// Packets beside what is in none, and in pipes that are in another mode by now: what is read ends with a packet, and what of that does not
+// fit is lost.
+static void pipes_of_two_modes(void) {
+  static const struct {
+    int packets[3], now;
+    const char *parts[3];
+  } all[] = {{{1, 0}, 0, {"ab", "cdef"}}, {{0}, 1, {"abcdef"}}, {{1}, 0, {"alone"}}, {{1, 1, 0}, 1, {"one", "two", "three"}}};
+  int ends[COUNT(all)][2], behind[2];
+  for (size_t i = 0; i < COUNT(all); i++) {
+    MUST(pipe2(ends[i], O_NONBLOCK) == 0);
+    for (int part = 0; part < 3 && all[i].parts[part]; part++) {
+      size_t length = strlen(all[i].parts[part]);
+      MUST(fcntl(ends[i][1], F_SETFL, O_NONBLOCK | (all[i].packets[part] ? O_DIRECT : 0)) == 0);
+      MUST(write(ends[i][1], all[i].parts[part], length) == (ssize_t)length);
+    }
+    MUST(fcntl(ends[i][1], F_SETFL, O_NONBLOCK | (all[i].now ? O_DIRECT : 0)) == 0);
+  }
+  // What a page is full of is apart from packets, also when most of it was read.
+  char page[PAGE];
+  memset(page, 'p', sizeof page);
+  MUST(pipe2(behind, O_NONBLOCK) == 0 && write(behind[1], page, PAGE) == PAGE && fcntl(behind[1], F_SETFL, O_NONBLOCK | O_DIRECT) == 0);
+  MUST(write(behind[1], "AAAA", 4) == 4 && write(behind[1], "BBBB", 4) == 4 && read(behind[0], page, PAGE - 6) == PAGE - 6);
+  cut();
+  char back[64];
+  EQUAL(read(behind[0], back, sizeof back), 10);
+  CHECK(!memcmp(back, "ppppppAAAA", 10));
+  EQUAL(read(behind[0], back, 2), 2);
+  CHECK(!memcmp(back, "BB", 2));
+  EQUAL(read(behind[0], back, 2), -1);
+  for (size_t i = 0; i < COUNT(all); i++) {
+    CHECK(!(fcntl(ends[i][1], F_GETFL) & O_DIRECT) == !all[i].now);
+    for (int part = 0; part < 3 && all[i].parts[part]; part++) {
+      size_t length = all[i].packets[part] ? 2 : strlen(all[i].parts[part]);
+      EQUAL(read(ends[i][0], back, length), length);
+      CHECK(!memcmp(back, all[i].parts[part], length));
+    }
+    EQUAL(read(ends[i][0], back, 1), -1);
+    EQUAL(errno, EAGAIN);
+  }
+}
+
 // Whose pipes and sockets are: that decides who may open them again, and which sockets may share an address.
 static void owners(void) {
   int p[2], pair[2], udp = socket(AF_INET, SOCK_DGRAM, 0), listener = socket(AF_UNIX, SOCK_STREAM, 0);
@@ -1510,7 +1551,7 @@ static void many_descriptors(void) {
 }
 
 SCENARIOS({"regular", regular}, {"duplicates", duplicates}, {"deleted", deleted}, {"times", times}, {"directories", directories},
-          {"pipes", pipes}, {"owners", owners}, {"fifo", fifo}, {"fifo_in_common", fifo_in_common}, {"fifo_removed", fifo_removed}, {"fifo_left", fifo_left}, {"stream_pair", stream_pair}, {"credentials_pair", credentials_pair}, {"message_pairs", message_pairs},
+          {"pipes", pipes}, {"pipes_of_two_modes", pipes_of_two_modes}, {"owners", owners}, {"fifo", fifo}, {"fifo_in_common", fifo_in_common}, {"fifo_removed", fifo_removed}, {"fifo_left", fifo_left}, {"stream_pair", stream_pair}, {"credentials_pair", credentials_pair}, {"message_pairs", message_pairs},
           {"half_closed_pair", half_closed_pair}, {"listening_tcp4", listening_tcp4},
           {"listening_tcp6", listening_tcp6}, {"listening_unix", listening_unix}, {"eventfds", eventfds},
           {"signalfds", signalfds}, {"epolls", epolls}, {"inotifys", inotifys}, {"watched_closely", watched_closely}, {"memfd_programs", memfd_programs}, {"lock_owner", lock_owner}, {"deleted_folders", deleted_folders}, {"shared_port", shared_port}, {"fanotifys", fanotifys}, {"pidfds", pidfds}, {"pidfds_unwaited", pidfds_unwaited}, {"ptys", ptys}, {"pty_modes", pty_modes}, {"hung_up", hung_up}, {"pty_unread", pty_unread}, {"leases", leases},

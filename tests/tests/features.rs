@@ -64,6 +64,7 @@ mod descriptors {
         times,
         directories,
         pipes,
+        pipes_of_two_modes,
         owners,
         fifo,
         fifo_in_common,

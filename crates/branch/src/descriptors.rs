@@ -561,14 +561,7 @@ pub fn refill(
     if pipes::capacity(&write)? < capacity {
         pipes::set_capacity(&write, capacity)?;
     }
-    for packet in packets {
-        let mut rest = packet.as_slice();
-        while !rest.is_empty() {
-            let n = rustix::io::write(&write, rest).map_err(failed)?;
-            rest = &rest[n..];
-        }
-    }
-    Ok(())
+    Ok(pipes::fill(&write, packets)?)
 }
 
 fn call<const N: usize>(thread: &mut dyn Run, what: &str, nr: i64, args: [u64; N]) -> Result<i64> {

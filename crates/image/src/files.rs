@@ -476,7 +476,8 @@ pub struct Pipe {
     /// Capacity in bytes (`F_GETPIPE_SZ`).
     #[n(0)]
     pub capacity: u64,
-    /// Unread data; a pipe in packet mode has one entry a packet (and an empty one behind a single packet), any other at most one.
+    /// Unread data: one entry a packet (and an empty one behind a single packet), or at most one of what is in no packets. Of both beside each
+    /// other, an empty entry stands in front of what is in no packet.
     #[n(1)]
     pub data: Vec<Bytes>,
     /// Path of a FIFO, index into [`crate::Image::paths`].

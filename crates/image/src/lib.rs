@@ -70,6 +70,12 @@ impl From<Vec<u8>> for Bytes {
     }
 }
 
+impl AsRef<[u8]> for Bytes {
+    fn as_ref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
 impl From<&std::path::Path> for Bytes {
     fn from(p: &std::path::Path) -> Self {
         use std::os::unix::ffi::OsStrExt;

@@ -6,7 +6,7 @@ use crate::{Error, Result};
 use rustix::fs::{FileType, Mode};
 use std::collections::HashSet;
 use std::os::fd::AsFd;
-use stillpoint_image::{FileKind, OpenFile, PathFile, Pipe};
+use stillpoint_image::{Bytes, FileKind, OpenFile, PathFile, Pipe};
 use stillpoint_linux::{Error as Kernel, descriptors, pipes};
 
 /// Makes all pipes that are not standard streams.
@@ -68,7 +68,7 @@ fn open_kept(opening: &mut Opening<'_>, index: u32, rows: &[(usize, &OpenFile)])
 fn open_pipe(opening: &mut Opening<'_>, pipe: &Pipe, rows: &[(usize, &OpenFile)]) -> Result<()> {
     let (read, write) = pipes::pipe(0)?;
     resize(opening, &write, pipe)?;
-    fill(&write, pipe, in_packets(pipe, rows))?;
+    fill(&write, &pipe.data)?;
     let another = read.try_clone().map_err(|e| Kernel::call("duplicate a pipe", e))?;
     let (mut read, mut write) = (Some(read), Some(write));
     for (row, file) in rows {
@@ -119,7 +119,7 @@ fn open_fifo(opening: &mut Opening<'_>, pipe: &Pipe, path: u32, rows: &[(usize, 
     if !first.is_empty() || !pipe.data.is_empty() {
         let both = paths::open_row(opening, path, (libc::O_RDWR | libc::O_NONBLOCK) as u32)?;
         open_ends(opening, path, &first)?;
-        fill(&both, pipe, in_packets(pipe, rows))?;
+        fill(&both, &pipe.data)?;
     }
     open_ends(opening, path, &last)
 }
@@ -163,24 +163,12 @@ fn resize(opening: &mut Opening<'_>, end: impl AsFd, pipe: &Pipe) -> Result<()> 
     Ok(())
 }
 
-pub(super) fn in_packets(pipe: &Pipe, rows: &[(usize, &OpenFile)]) -> bool {
-    pipe.data.len() > 1 || rows.iter().any(|(_, f)| f.flags & libc::O_DIRECT as u32 != 0)
-}
-
 /// Puts unread data back; `write` can write.
-pub(super) fn fill(write: impl AsFd, pipe: &Pipe, packets: bool) -> Result<()> {
-    if pipe.data.is_empty() {
+pub(super) fn fill(write: impl AsFd, data: &[Bytes]) -> Result<()> {
+    if data.is_empty() {
         return Ok(());
     }
+    // Whoever fills it does not wait, and sets packet mode for each part.
     let end = descriptors::reopen(&write, libc::O_WRONLY | libc::O_NONBLOCK)?;
-    let packet_flag = if packets { libc::O_DIRECT } else { 0 };
-    super::set_status_flags(&end, (libc::O_NONBLOCK | packet_flag) as u32)?;
-    for part in &pipe.data {
-        let mut rest = part.0.as_slice();
-        while !rest.is_empty() {
-            let n = rustix::io::write(&end, rest).map_err(|e| Kernel::call("fill a pipe", e))?;
-            rest = &rest[n..];
-        }
-    }
-    Ok(())
+    Ok(pipes::fill(&end, data)?)
 }

@@ -6,7 +6,7 @@ use crate::{Pump, Result, Stdio, To};
 use rustix::fs::{FileType, OFlags};
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use stillpoint_image::{Bytes, FileKind, Image, OpenFile, Pipe, Process, Pty};
+use stillpoint_image::{Bytes, FileKind, Image, OpenFile, Process, Pty};
 use stillpoint_linux::{Error as Kernel, descriptors, pipes as kernel_pipes, tty};
 
 /// Opens the rows that led outside, and the controlling terminal.
@@ -85,8 +85,7 @@ fn feed(
     {
         return Err(e.into());
     }
-    let is_in_packets = unread.iter().any(|pipe| pipes::in_packets(pipe, &[]));
-    pipes::fill(&to, &Pipe { data: first, ..Pipe::default() }, is_in_packets)?;
+    pipes::fill(&to, &first)?;
     if let Some(from) = from {
         opening.files.pumps.push(Pump { number: outward.number(opening.image), from, to });
     }

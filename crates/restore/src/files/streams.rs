@@ -429,15 +429,15 @@ fn lacking(image: &Image, unread: &[&Pipe], fd: &OwnedFd) -> Result<Vec<Bytes>> 
             let before: Vec<u8> = pipe.data.iter().flat_map(|part| &part.0).copied().collect();
             left -= overlap(&before, &pipes::contents(fd)?.concat());
         }
-        for part in &pipe.data {
-            let (taken, _) = part.0.split_at(left.min(part.0.len()));
+        for (part, is_packet) in pipes::parts(&pipe.data) {
+            let (taken, _) = part.split_at(left.min(part.len()));
             left -= taken.len();
             if !taken.is_empty() {
-                parts.push(Bytes(taken.to_vec()));
+                parts.push(pipes::Part { bytes: taken.to_vec(), is_packet });
             }
         }
     }
-    Ok(parts)
+    Ok(pipes::told(parts).into_iter().map(Bytes).collect())
 }
 
 /// How many of the last bytes of one are the first of the other, at most.
