@@ -525,6 +525,35 @@ static void datagrams_unread(void) {
   EQUAL(recv(s[0], c, sizeof c, 0), 5);
 }
 
+// Bound to an address, and to a port only when they are connected (`IP_BIND_ADDRESS_NO_PORT`).
+static void without_port(void) {
+  enum { NO_PORT = 24 };
+  static const int kinds[] = {SOCK_STREAM, SOCK_DGRAM, SOCK_DGRAM};
+  address own = loopback(AF_INET, 0), to, seen;
+  own.v4.sin_addr.s_addr = htonl(INADDR_LOOPBACK + 8);
+  int listens = door(AF_INET, 0), s[COUNT(kinds)], one = 1, zero = 0;
+  to = name_of(listens, 0);
+  for (size_t i = 0; i < COUNT(kinds); i++) {
+    MUST((s[i] = socket(AF_INET, kinds[i], 0)) >= 0 && setsockopt(s[i], IPPROTO_IP, NO_PORT, &one, sizeof one) == 0);
+    MUST(bind(s[i], &own.any, size_of(&own)) == 0);
+  }
+  // One that says otherwise by now.
+  MUST(setsockopt(s[2], IPPROTO_IP, NO_PORT, &zero, sizeof zero) == 0);
+  cut();
+  for (size_t i = 0; i < COUNT(kinds); i++) {
+    seen = name_of(s[i], 0);
+    same(&seen, &own);
+    EQUAL(connect(s[i], &to.any, size_of(&to)), 0);
+    seen = name_of(s[i], 0);
+    EQUAL(seen.v4.sin_addr.s_addr, own.v4.sin_addr.s_addr);
+    CHECK(seen.v4.sin_port != 0);
+    int is = -1;
+    socklen_t length = sizeof is;
+    EQUAL(getsockopt(s[i], IPPROTO_IP, NO_PORT, &is, &length), 0);
+    EQUAL(is, i < 2);
+  }
+}
+
 static void groups(void) {
   address a = loopback(AF_INET, 0);
   a.v4.sin_addr.s_addr = INADDR_ANY;
@@ -842,4 +871,4 @@ SCENARIOS({"pair4", pair4}, {"pair6", pair6}, {"pair_mapped", pair_mapped}, {"tw
           {"no_door", no_door}, {"full", full}, {"half_closed", half_closed}, {"crowded", crowded}, {"other_end_closed", other_end_closed},
           {"with_options", with_options}, {"corked", corked}, {"watched", watched}, {"busy", busy},
           {"blocked", blocked}, {"many", many}, {"datagrams_unread", datagrams_unread},
-          {"groups", groups}, {"raw_and_netlink", raw_and_netlink}, {"packets", packets}, {"foreign", foreign}, {"serve", serve}, {"idle_door", idle_door}, {"knocks", knocks}, {"multipath", multipath})
+          {"groups", groups}, {"without_port", without_port}, {"raw_and_netlink", raw_and_netlink}, {"packets", packets}, {"foreign", foreign}, {"serve", serve}, {"idle_door", idle_door}, {"knocks", knocks}, {"multipath", multipath})

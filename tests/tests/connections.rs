@@ -54,6 +54,7 @@ scenarios! {
     many,
     datagrams_unread,
     groups,
+    without_port,
     raw_and_netlink,
     packets,
     foreign,

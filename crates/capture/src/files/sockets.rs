@@ -7,6 +7,7 @@ use crate::{Error, Result};
 use rustix::fs::{FileType, Stat, major, minor};
 use std::ffi::OsStr;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -217,10 +218,12 @@ pub(super) fn may_wait(scan: &mut Scan<'_>, d: &Description, row: u32) -> Result
     Ok(())
 }
 
-/// An internet address, or nothing if the socket is not bound to a port.
+/// An internet address, or nothing if the socket is bound to none. One that is bound may still have no port (`IP_BIND_ADDRESS_NO_PORT`).
 pub(super) fn bound(address: Vec<u8>) -> Bytes {
-    let has_port = address.get(2..4).is_some_and(|port| port != [0, 0]);
-    Bytes(if has_port { address } else { Vec::new() })
+    let has = |at: Range<usize>| address.get(at).is_some_and(|bytes| bytes.iter().any(|byte| *byte != 0));
+    let (port, v4, v6) = (2..4, 4..8, 8..24);
+    let is_v6 = address.len() > 24;
+    Bytes(if has(port) || has(if is_v6 { v6 } else { v4 }) { address } else { Vec::new() })
 }
 
 /// A raw internet address for people.

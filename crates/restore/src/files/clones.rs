@@ -1,7 +1,7 @@
 //! What copies of a program that run beside each other and beside it have for themselves, what in common, and what only one can have.
 
 use super::check::check;
-use super::sockets::{DATAGRAM, REUSE_ADDRESS, REUSE_PORT, STREAM, UNIX, name, needs_sharing};
+use super::sockets::{DATAGRAM, REUSE_ADDRESS, REUSE_PORT, STREAM, UNIX, has_port, name, needs_sharing};
 use super::{called, queues};
 use crate::{Error, FilesPolicy, Result};
 use rustix::fs::{FileType, Stat};
@@ -197,7 +197,7 @@ impl Objects {
 
 /// Whether others can be bound to the address of a socket, too.
 fn shares_address(socket: &Socket) -> bool {
-    let is_bound = socket.family != UNIX && !socket.local.0.is_empty() && socket.connection.is_none();
+    let is_bound = socket.family != UNIX && has_port(socket) && socket.connection.is_none();
     match socket.kind {
         STREAM => is_bound && socket.is_set(REUSE_PORT),
         DATAGRAM => is_bound && (socket.is_set(REUSE_PORT) || socket.is_set(REUSE_ADDRESS)),

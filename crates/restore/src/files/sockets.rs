@@ -22,6 +22,7 @@ pub(super) const REUSE_PORT: (u32, u32) = (libc::SOL_SOCKET as u32, libc::SO_REU
 pub(super) const REUSE_ADDRESS: (u32, u32) = (libc::SOL_SOCKET as u32, libc::SO_REUSEADDR as u32);
 const FREE_BIND: (u32, u32) = (libc::IPPROTO_IP as u32, libc::IP_FREEBIND as u32);
 const FREE_BIND6: (u32, u32) = (libc::IPPROTO_IPV6 as u32, libc::IPV6_FREEBIND as u32);
+const NO_PORT: (u32, u32) = (libc::IPPROTO_IP as u32, libc::IP_BIND_ADDRESS_NO_PORT as u32);
 const IN_USE: &str = "another program uses this address";
 /// Longest `sun_path`, with its end.
 const SUN_PATH: usize = 108;
@@ -288,10 +289,15 @@ fn bind_all(opening: &mut Opening<'_>, made: &mut HashMap<usize, OwnedFd>) -> Re
     if refusals.is_empty() { Ok(()) } else { Err(Error::Refused(refusals)) }
 }
 
+/// Whether an internet socket is bound to a port; it may be bound to an address only.
+pub(super) fn has_port(socket: &Socket) -> bool {
+    socket.local.0.get(2..4).is_some_and(|port| port != [0, 0])
+}
+
 /// The sockets without connections that are bound to the internet address of one of them, which is among them; none of any other.
 fn sharers<'i>(image: &'i Image, socket: &'i Socket) -> impl Iterator<Item = &'i Socket> {
     let is_internet = [libc::AF_INET as u32, libc::AF_INET6 as u32].contains(&socket.family);
-    let is_bound = is_internet && !socket.local.0.is_empty() && socket.connection.is_none();
+    let is_bound = is_internet && has_port(socket) && socket.connection.is_none();
     let at = |s: &'i Socket| (s.family, s.kind, s.protocol, &s.local);
     image
         .sockets
@@ -361,20 +367,27 @@ fn name_in(address: &Bytes) -> Option<&Path> {
     Some(Path::new(OsStr::from_bytes(name))).filter(|_| !name.is_empty())
 }
 
-/// Binds to an address, also to one that was not the machine's when the program was there.
+/// Binds to an address, also to one that was not the machine's when the program was there, or that goes without a port.
 pub(super) fn bind_address(socket: &Socket, fd: &OwnedFd) -> std::io::Result<()> {
-    if !socket.foreign {
-        return sockets::bind(fd, &socket.local.0);
-    }
-    let (level, option) = if socket.family == libc::AF_INET6 as u32 { FREE_BIND6 } else { FREE_BIND };
-    let set = |value: &[u8]| {
+    let is_internet = [libc::AF_INET as u32, libc::AF_INET6 as u32].contains(&socket.family);
+    let free = if socket.family == libc::AF_INET6 as u32 { FREE_BIND6 } else { FREE_BIND };
+    // One that was connected meanwhile may have lost its port without having set that.
+    let goes_without_port = is_internet && !has_port(socket);
+    let needed = [(socket.foreign, free), (goes_without_port, NO_PORT)];
+    let set = |(level, option): (u32, u32), value: &[u8]| {
         let set = sockets::set_option(fd, level, option, value);
         set.map_err(|e| std::io::Error::from_raw_os_error(e.errno().unwrap_or(libc::EIO)))
     };
-    let before = sockets::option(fd, level, option).ok().flatten();
-    set(&1i32.to_ne_bytes())?;
+    let mut before = Vec::new();
+    for (_, option) in needed.into_iter().filter(|(is_needed, _)| *is_needed) {
+        let is = sockets::option(fd, option.0, option.1).ok().flatten();
+        before.push((option, is.unwrap_or(0i32.to_ne_bytes().to_vec())));
+        set(option, &1i32.to_ne_bytes())?;
+    }
     let bound = sockets::bind(fd, &socket.local.0);
-    set(&before.unwrap_or(0i32.to_ne_bytes().to_vec()))?;
+    for (option, value) in before {
+        set(option, &value)?;
+    }
     bound
 }
 
