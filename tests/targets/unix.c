@@ -422,6 +422,45 @@ static void half_closed(void) { // with what was sent before
   EQUAL(send(t[1], "yes", 3, 0), 3);
 }
 
+// How a new socket fares that is to reach a name, and to send there; 0: well.
+static int failure_at(const char *name, int kind) {
+  int s = socket(AF_UNIX, kind | SOCK_CLOEXEC, 0);
+  int failure = reach(s, name) || send(s, "x", 1, MSG_NOSIGNAL) != 1 ? errno : 0;
+  close(s);
+  return failure;
+}
+
+static int polled(int fd) {
+  struct pollfd p = {fd, POLLIN | POLLRDHUP, 0};
+  MUST(poll(&p, 1, 0) >= 0);
+  return p.revents;
+}
+
+static void shut_alone(void) { // halves of sockets without a connection, and what was sent before
+  int door = bound(SOCK_STREAM, "@stillpoint-door"), idle = bound(SOCK_STREAM, "@stillpoint-idle");
+  int box = bound(SOCK_DGRAM, "@stillpoint-box"), open_box = bound(SOCK_DGRAM, "@stillpoint-open-box");
+  int sender = socket(AF_UNIX, SOCK_DGRAM, 0), silent = socket(AF_UNIX, SOCK_STREAM, 0);
+  MUST(!listen(door, 3) && !failure_at("@stillpoint-box", SOCK_DGRAM));
+  MUST(!shutdown(door, SHUT_RD) && !shutdown(idle, SHUT_RD) && !shutdown(box, SHUT_RD));
+  MUST(!shutdown(sender, SHUT_WR) && !shutdown(silent, SHUT_WR));
+  int all[] = {door, idle, box, sender, silent}, then[COUNT(all)];
+  for (size_t i = 0; i < COUNT(all); i++)
+    then[i] = polled(all[i]);
+  cut();
+  for (size_t i = 0; i < COUNT(all); i++)
+    EQUAL(polled(all[i]), then[i]);
+  EQUAL(failure_at("@stillpoint-door", SOCK_STREAM), ECONNREFUSED);
+  EQUAL(failure_at("@stillpoint-box", SOCK_DGRAM), EPIPE);
+  char byte = 0;
+  EQUAL(read(box, &byte, 1), 1);
+  EQUAL(byte, 'x');
+  EQUAL(reach(sender, "@stillpoint-open-box"), 0);
+  EQUAL(send(sender, "x", 1, MSG_NOSIGNAL), -1);
+  EQUAL(errno, EPIPE);
+  EQUAL(failure_at("@stillpoint-open-box", SOCK_DGRAM), 0);
+  EQUAL(read(open_box, &byte, 1), 1);
+}
+
 static void listening(void) { // to strangers
   char path[108];
   snprintf(path, sizeof path, "%s/door", directory);
@@ -771,4 +810,4 @@ static void each_other(void) {
 SCENARIOS({"in_flight", in_flight}, {"each_other", each_other}, {"by_itself", by_itself}, {"watch_in_flight", watch_in_flight}, {"nested", nested}, {"left_behind", left_behind}, {"credentials", credentials},
           {"senders", senders}, {"mutual", mutual}, {"clients", clients}, {"pending", pending},
           {"listener_closed", listener_closed}, {"directory_gone", directory_gone}, {"renamed", renamed}, {"peek_offset", peek_offset}, {"half_closed", half_closed},
-          {"logging", logging}, {"listening", listening}, {"peers", peers}, {"pending_peers", pending_peers}, {"nameless", nameless}, {"handles", handles}, {"filters", filters}, {"empty_inside", empty_inside})
+          {"logging", logging}, {"listening", listening}, {"shut_alone", shut_alone}, {"peers", peers}, {"pending_peers", pending_peers}, {"nameless", nameless}, {"handles", handles}, {"filters", filters}, {"empty_inside", empty_inside})

@@ -402,6 +402,7 @@ mod unix {
         handles,
         filters,
         half_closed,
+        shut_alone,
     );
 }
 

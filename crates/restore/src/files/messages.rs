@@ -66,7 +66,9 @@ impl OpenFiles {
             }
             self.fill(image, socket, &laden, &what)?;
             options::apply(&laden.own, socket, &what)?;
-            files::shut_down(&laden.own, socket)?;
+            if laden.via.is_some() {
+                files::shut_down(&laden.own, socket)?;
+            }
             let peer = socket.peer.and_then(|row| image.sockets.get(row as usize));
             if let (Some(peer), Some(via)) = (peer, &laden.via) {
                 // Its filter is for what comes when its own messages are there.
@@ -76,6 +78,9 @@ impl OpenFiles {
                     files::shut_down(via, peer)?;
                 }
             }
+        }
+        for (row, fd) in std::mem::take(&mut self.to_shut_down) {
+            files::shut_down(fd, &image.sockets[row])?;
         }
         Ok(())
     }

@@ -104,6 +104,8 @@ pub struct OpenFiles {
     nameless: HashMap<u32, OwnedFd>,
     /// Sockets whose messages come when all processes are there.
     laden: Vec<messages::Laden>,
+    /// Sockets without a connection, by row, that a half of is ended when that is done.
+    to_shut_down: Vec<(usize, OwnedFd)>,
     /// What mappings are made from and the process stands in: row of [`Image::paths`], and whether for writing.
     mapped: HashMap<(u32, bool), OwnedFd>,
     /// Holds numbers of descriptions that are made later.
@@ -228,6 +230,7 @@ impl<'a> Opening<'a> {
             queues: queues::Queues::default(),
             nameless: HashMap::new(),
             laden: Vec::new(),
+            to_shut_down: Vec::new(),
             mapped: HashMap::new(),
             reserve: descriptors::null()?,
             cuts: Vec::new(),

@@ -124,6 +124,7 @@ pub(super) fn open(opening: &mut Opening<'_>) -> Result<()> {
     for (index, socket) in opening.image.sockets.iter().enumerate().filter(|(_, s)| s.protocol == UDP) {
         made.get(&index).map_or(Ok(()), |fd| shut_down(fd, socket))?;
     }
+    keep_to_shut_down(opening, &made, &kept)?;
     let rows = opening.rows(|f| match f.kind {
         FileKind::Socket(index) => Some(index),
         _ => None,
@@ -604,6 +605,23 @@ fn finish(opening: &mut Opening<'_>, made: &HashMap<usize, OwnedFd>, kept: &Hash
         }
         options::apply(fd, socket, &name(opening.image, socket))?;
         shut_down(fd, socket)?;
+    }
+    Ok(())
+}
+
+/// Unix sockets without a connection of which a half was ended: until all have their messages, others are to send to them, and by them.
+fn keep_to_shut_down(
+    opening: &mut Opening<'_>,
+    made: &HashMap<usize, OwnedFd>,
+    kept: &HashSet<usize>,
+) -> Result<()> {
+    for (index, socket) in opening.image.sockets.iter().enumerate() {
+        let is_connected = socket.peer.is_some() || socket.orphan;
+        let is_it = socket.family == UNIX && socket.shutdown != 0 && !is_connected && !kept.contains(&index);
+        if let Some(fd) = made.get(&index).filter(|_| is_it) {
+            let fd = fd.try_clone().map_err(|e| Kernel::call("duplicate a socket", e))?;
+            opening.files.to_shut_down.push((index, fd));
+        }
     }
     Ok(())
 }
