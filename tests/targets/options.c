@@ -180,4 +180,34 @@ static void stamps_and_processors(void) {
   EQUAL(read(accepted, &byte, 1), 1);
 }
 
-SCENARIOS({"every_option", every_option}, {"stamps_and_processors", stamps_and_processors})
+// What takes more than a number: sizes that were set, and are the kernel's again to change, keys, and times to send at.
+static void sizes_and_keys(void) {
+  enum { BUFFER_LOCK = 72, TXTIME = 61, KEY = 33 };
+  struct { int clock; unsigned flags; } txtime = {CLOCK_MONOTONIC, 2};
+  int size = 30000, none = 0, pair[2], udp = socket(AF_INET, SOCK_DGRAM, 0), server = listening(AF_INET);
+  unsigned char key[16];
+  for (int i = 0; i < 16; i++)
+    key[i] = i * 7;
+  MUST(!socketpair(AF_UNIX, SOCK_DGRAM, 0, pair) && udp >= 0 && server >= 0);
+  int all[] = {udp, pair[0]};
+  for (size_t i = 0; i < COUNT(all); i++) {
+    MUST(!setsockopt(all[i], SOL_SOCKET, SO_RCVBUF, &size, sizeof size) && !setsockopt(all[i], SOL_SOCKET, SO_SNDBUF, &size, sizeof size));
+    if (setsockopt(all[i], SOL_SOCKET, BUFFER_LOCK, &none, sizeof none))
+      SKIP("no SO_BUF_LOCK here");
+  }
+  MUST(!setsockopt(udp, SOL_SOCKET, TXTIME, &txtime, sizeof txtime) && !setsockopt(server, IPPROTO_TCP, KEY, key, sizeof key));
+  cut();
+  for (size_t i = 0; i < COUNT(all); i++) {
+    expect_number(all[i], SO_RCVBUF, 2 * size);
+    expect_number(all[i], SO_SNDBUF, 2 * size);
+    expect_number(all[i], BUFFER_LOCK, 0);
+  }
+  struct value v = value_of(udp, SOL_SOCKET, TXTIME);
+  EQUAL(v.length, sizeof txtime);
+  CHECK(!memcmp(v.bytes, &txtime, sizeof txtime));
+  v = value_of(server, IPPROTO_TCP, KEY);
+  EQUAL(v.length, sizeof key);
+  CHECK(!memcmp(v.bytes, key, sizeof key));
+}
+
+SCENARIOS({"every_option", every_option}, {"sizes_and_keys", sizes_and_keys}, {"stamps_and_processors", stamps_and_processors})

@@ -753,6 +753,17 @@ static void own_segment(void) { // as programs have that run 32-bit code, and by
   EQUAL(first, entry->entry_number);
 }
 
+static void router_alert(void) { // packets of one kind for routers: which it is can be set, and not be read
+  enum { ALERT = 22, RSVP = 1 };
+  int s = socket(AF_INET6, SOCK_RAW, IPPROTO_RAW), kind = RSVP, is = 0;
+  socklen_t length = sizeof is;
+  if (s < 0 || setsockopt(s, IPPROTO_IPV6, ALERT, &kind, sizeof kind))
+    SKIP("no right to raw sockets, or no IPv6");
+  cut();
+  EQUAL(getsockopt(s, IPPROTO_IPV6, ALERT, &is, &length), 0);
+  EQUAL(is, 1);
+}
+
 // A message of which the first half was sent, with more to come; `first`: bytes of a header in front of what is received.
 static void half_sent(int receiver, int sender, const void *to, socklen_t length, int first) {
   char back[64] = {0};
@@ -972,6 +983,6 @@ SCENARIOS({"fifo_reader", fifo_reader}, {"bound_through_proc", bound_through_pro
           {"own_directory", own_directory}, {"in_flight", in_flight}, {"lease", lease},
           {"broken_lease", broken_lease}, {"directory_notes", directory_notes},
           {"unread_inotify", unread_inotify}, {"watched_mapping", watched_mapping}, {"watched_and_gone", watched_and_gone}, {"bound_udp", bound_udp}, {"unbound_tcp", unbound_tcp},
-          {"no_room", no_room}, {"sealed_memory", sealed_memory}, {"local_descriptors", local_descriptors}, {"own_segment", own_segment}, {"process_keyring", process_keyring}, {"thread_keyring", thread_keyring}, {"landlock", landlock}, {"landlock_of_a_thread", landlock_of_a_thread}, {"two_names", two_names}, {"signed_tcp", signed_tcp}, {"half_a_datagram", half_a_datagram}, {"half_a_datagram6", half_a_datagram6}, {"half_a_packet", half_a_packet}, {"droppable_memory", droppable_memory}, {"own_mounts", own_mounts},
+          {"no_room", no_room}, {"sealed_memory", sealed_memory}, {"local_descriptors", local_descriptors}, {"own_segment", own_segment}, {"process_keyring", process_keyring}, {"thread_keyring", thread_keyring}, {"landlock", landlock}, {"landlock_of_a_thread", landlock_of_a_thread}, {"two_names", two_names}, {"signed_tcp", signed_tcp}, {"half_a_datagram", half_a_datagram}, {"half_a_datagram6", half_a_datagram6}, {"half_a_packet", half_a_packet}, {"router_alert", router_alert}, {"droppable_memory", droppable_memory}, {"own_mounts", own_mounts},
           {"own_host_name", own_host_name}, {"told_queue", told_queue}, {"full_queue", full_queue},
           {"semaphore_undo", semaphore_undo}, {"out_of_band", out_of_band}, {"sent_ahead", sent_ahead}, {"epoll_in_flight", epoll_in_flight})

@@ -377,6 +377,7 @@ mod options {
     scenarios!("options":
         every_option,
         stamps_and_processors,
+        sizes_and_keys,
     );
 }
 

@@ -128,6 +128,7 @@ refused! {
     half_a_datagram: "not complete",
     half_a_datagram6: "not complete",
     half_a_packet: "not complete",
+    router_alert: "packets for routers",
     local_descriptors: "modify_ldt",
     own_segment: "set_thread_area",
     process_keyring: "keyring of its own",

@@ -13,6 +13,8 @@ use stillpoint_linux::{packets, sockets};
 
 /// `SOL_NETLINK`
 const NETLINK: u32 = 270;
+const IPV6: u32 = libc::IPPROTO_IPV6 as u32;
+const ROUTER_ALERT: u32 = 22;
 const COMPLETE: &str = "try again when the program has sent the rest";
 /// A device that has packets to send has sent them after this time, unless it is held up.
 const SENDING: Duration = Duration::from_millis(10);
@@ -52,6 +54,10 @@ pub(super) fn udp(scan: &mut Scan<'_>, d: &Description, sort: Sort) -> Result<Op
 pub(super) fn raw(scan: &mut Scan<'_>, d: &Description, sort: Sort) -> Result<Option<u32>> {
     if has_something(&d.file)? {
         return scan.refuse(d, "it has packets that were not yet read", WAIT);
+    }
+    if sort.0 == libc::AF_INET6 && sockets::int_option(&d.file, IPV6, ROUTER_ALERT)?.unwrap_or(0) != 0 {
+        let why = "it takes packets for routers (IPV6_ROUTER_ALERT), and which is not told";
+        return scan.refuse(d, why, CLOSE);
     }
     if stays_unsent(&d.file)? {
         let why = "it has a packet that is not complete (MSG_MORE), or that was not yet sent";
@@ -149,7 +155,7 @@ pub(crate) fn has_something(file: impl AsFd) -> Result<bool> {
 }
 
 /// Adds the groups that a socket has joined to its options; `false` if refused.
-fn groups(scan: &mut Scan<'_>, d: &Description, sort: Sort, socket: &mut Socket) -> Result<bool> {
+pub(super) fn groups(scan: &mut Scan<'_>, d: &Description, sort: Sort, socket: &mut Socket) -> Result<bool> {
     let families: &[(i32, i32)] = match sort.0 {
         libc::AF_INET => &[(libc::AF_INET, libc::IPPROTO_IP)],
         _ => &[(libc::AF_INET, libc::IPPROTO_IP), (libc::AF_INET6, libc::IPPROTO_IPV6)],

@@ -14,6 +14,8 @@ const TCP: u32 = libc::IPPROTO_TCP as u32;
 const UDP: u32 = libc::IPPROTO_UDP as u32;
 /// `SO_BUF_LOCK`: which buffer sizes were set by hand.
 const SO_BUF_LOCK: u32 = 72;
+/// Buffer sizes, each with its bit in that.
+const BUFFERS: [(i32, u32); 2] = [(1, libc::SO_SNDBUF as u32), (2, libc::SO_RCVBUF as u32)];
 
 /// `SO_TIMESTAMPING_NEW`
 const TIMESTAMPING_NEW: u32 = 65;
@@ -46,6 +48,7 @@ const SOCKET: &[i32] = &[
     69, // SO_PREFER_BUSY_POLL
     70, // SO_BUSY_POLL_BUDGET
     74, // SO_TXREHASH
+    libc::SO_TXTIME,
     libc::SO_DEBUG,
     41, // SO_WIFI_STATUS
     43, // SO_NOFCS
@@ -152,6 +155,7 @@ const TRANSMISSION: &[i32] = &[
     libc::TCP_NOTSENT_LOWAT,
     libc::TCP_SAVE_SYN,
     libc::TCP_FASTOPEN,
+    libc::TCP_FASTOPEN_KEY,
     libc::TCP_FASTOPEN_CONNECT,
     libc::TCP_FASTOPEN_NO_COOKIE,
     libc::TCP_INQ,
@@ -226,8 +230,8 @@ impl Defaults {
 
     /// Options of a socket that a new one does not have by itself, in the order to set them.
     pub fn differing(&mut self, socket: impl AsFd, sort: Sort) -> Result<Vec<SocketOption>> {
-        let mut options = buffers(&socket)?;
         let fresh = self.of(sort)?;
+        let mut options = buffers(&socket, sort, fresh)?;
         for (level, name) in known(sort) {
             let Some(value) = sockets::option(&socket, level, name)? else { continue };
             let is_default = fresh.get(&(level, name)).is_some_and(|default| *default == value);
@@ -283,7 +287,8 @@ fn can_be_set(level: u32, name: u32, value: &[u8]) -> bool {
 
 fn read(socket: &OwnedFd, sort: Sort) -> Result<HashMap<(u32, u32), Vec<u8>>> {
     let mut values = HashMap::new();
-    for (level, name) in known(sort) {
+    let sizes = BUFFERS.map(|(_, name)| (SOL_SOCKET, name));
+    for (level, name) in known(sort).chain(sizes) {
         if let Some(value) = sockets::option(socket, level, name)? {
             values.insert((level, name), value);
         }
@@ -291,16 +296,22 @@ fn read(socket: &OwnedFd, sort: Sort) -> Result<HashMap<(u32, u32), Vec<u8>>> {
     Ok(values)
 }
 
-/// Buffer sizes that were set by hand; the kernel chooses and changes all others.
-fn buffers(socket: impl AsFd) -> Result<Vec<SocketOption>> {
-    let locked = sockets::int_option(&socket, SOL_SOCKET, SO_BUF_LOCK)?.unwrap_or(0);
-    let mut options = Vec::new();
-    for (bit, name) in [(1, libc::SO_SNDBUF as u32), (2, libc::SO_RCVBUF as u32)] {
-        if locked & bit != 0
-            && let Some(value) = sockets::option(&socket, SOL_SOCKET, name)?
-        {
-            options.push(SocketOption { level: SOL_SOCKET, name, value: Bytes(value) });
+/// Buffer sizes that were set by hand. That locks them, and a program may unlock them again: then the kernel chooses and changes those of
+/// TCP, and leaves others as they are.
+fn buffers(socket: impl AsFd, sort: Sort, fresh: &HashMap<(u32, u32), Vec<u8>>) -> Result<Vec<SocketOption>> {
+    let locked = sockets::int_option(&socket, SOL_SOCKET, SO_BUF_LOCK)?;
+    let is_tuned = sort.0 != libc::AF_UNIX && sort.1 == libc::SOCK_STREAM;
+    let option = |name, value| SocketOption { level: SOL_SOCKET, name, value: Bytes(value) };
+    let (mut options, mut locks) = (Vec::new(), 0);
+    for (bit, name) in BUFFERS {
+        let Some(value) = sockets::option(&socket, SOL_SOCKET, name)? else { continue };
+        let is_default = fresh.get(&(SOL_SOCKET, name)) == Some(&value);
+        if locked.unwrap_or(0) & bit != 0 || !is_tuned && !is_default {
+            locks |= bit;
+            options.push(option(name, value));
         }
     }
+    let unlocked = locked.filter(|locked| *locked != locks);
+    options.extend(unlocked.map(|locked| option(SO_BUF_LOCK, locked.to_ne_bytes().to_vec())));
     Ok(options)
 }
