@@ -630,6 +630,37 @@ static void listening_tcp6(void) {
   listening_tcp(AF_INET6);
 }
 
+// Whom the file of a socket lets in besides its owner and group, and attributes of what has no name.
+static void file_attributes(void) {
+  static const struct { uint16_t tag, rights; uint32_t id; } entries[] = {{1, 6, -1}, {2, 7, 1234}, {4, 0, -1}, {0x10, 7, -1}, {0x20, 0, -1}};
+  static const char list[] = "system.posix_acl_access", own[] = "user.kept";
+  unsigned char access[4 + sizeof entries] = {2}, back[64];
+  memcpy(access + 4, entries, sizeof entries);
+  struct sockaddr_un a = {.sun_family = AF_UNIX};
+  snprintf(a.sun_path, sizeof a.sun_path, "%s", path_of("door"));
+  int door = socket(AF_UNIX, SOCK_STREAM, 0), memory = memfd_create("attributes", 0);
+  MUST(door >= 0 && memory >= 0 && !bind(door, (void *)&a, sizeof a) && !listen(door, 3) && !chmod(a.sun_path, 0600));
+  if (setxattr(a.sun_path, list, access, sizeof access, 0))
+    SKIP("no access lists here");
+  MUST(!mkdir(path_of("folder"), 0700));
+  int folder = open(path_of("folder"), O_RDONLY | O_DIRECTORY);
+  int all[] = {memory, folder}, has[COUNT(all)];
+  for (size_t i = 0; i < COUNT(all); i++)
+    has[i] = !fsetxattr(all[i], own, "value", 5, 0);
+  MUST(!rmdir(path_of("folder")));
+  cut();
+  EQUAL(getxattr(a.sun_path, list, back, sizeof back), sizeof access);
+  CHECK(!memcmp(back, access, sizeof access));
+  struct stat s;
+  EQUAL(stat(a.sun_path, &s), 0);
+  EQUAL(s.st_mode & 07777, 0670);
+  for (size_t i = 0; i < COUNT(all); i++)
+    if (has[i]) {
+      EQUAL(fgetxattr(all[i], own, back, sizeof back), 5);
+      CHECK(!memcmp(back, "value", 5));
+    }
+}
+
 static void listening_unix(void) {
   int named = socket(AF_UNIX, SOCK_STREAM, 0), hidden = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK, 0);
   struct sockaddr_un address = {.sun_family = AF_UNIX}, hidden_address = {.sun_family = AF_UNIX};
@@ -1553,7 +1584,7 @@ static void many_descriptors(void) {
 SCENARIOS({"regular", regular}, {"duplicates", duplicates}, {"deleted", deleted}, {"times", times}, {"directories", directories},
           {"pipes", pipes}, {"pipes_of_two_modes", pipes_of_two_modes}, {"owners", owners}, {"fifo", fifo}, {"fifo_in_common", fifo_in_common}, {"fifo_removed", fifo_removed}, {"fifo_left", fifo_left}, {"stream_pair", stream_pair}, {"credentials_pair", credentials_pair}, {"message_pairs", message_pairs},
           {"half_closed_pair", half_closed_pair}, {"listening_tcp4", listening_tcp4},
-          {"listening_tcp6", listening_tcp6}, {"listening_unix", listening_unix}, {"eventfds", eventfds},
+          {"listening_tcp6", listening_tcp6}, {"listening_unix", listening_unix}, {"file_attributes", file_attributes}, {"eventfds", eventfds},
           {"signalfds", signalfds}, {"epolls", epolls}, {"inotifys", inotifys}, {"watched_closely", watched_closely}, {"memfd_programs", memfd_programs}, {"lock_owner", lock_owner}, {"deleted_folders", deleted_folders}, {"shared_port", shared_port}, {"fanotifys", fanotifys}, {"pidfds", pidfds}, {"pidfds_unwaited", pidfds_unwaited}, {"ptys", ptys}, {"pty_modes", pty_modes}, {"hung_up", hung_up}, {"pty_unread", pty_unread}, {"leases", leases},
           {"devices", devices}, {"idle_devices", idle_devices}, {"locks", locks}, {"signal_driven", signal_driven}, {"proc_files", proc_files}, {"network_files", network_files}, {"ended_proc_files", ended_proc_files},
           {"many_descriptors", many_descriptors})

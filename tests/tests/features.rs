@@ -77,6 +77,7 @@ mod descriptors {
         listening_tcp4,
         listening_tcp6,
         listening_unix,
+        file_attributes,
         eventfds,
         signalfds,
         epolls,

@@ -64,7 +64,7 @@ pub struct PathFile {
     #[n(17)]
     #[cbor(default)]
     pub made_anew: bool,
-    /// Extended attributes of a deleted file: names and values.
+    /// Extended attributes of a deleted file or directory, or of the file of a unix socket: names and values.
     #[n(18)]
     #[cbor(default)]
     pub attributes: Vec<(Bytes, Bytes)>,

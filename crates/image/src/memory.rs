@@ -269,6 +269,10 @@ pub struct MemoryObject {
     /// Its times, as who has a descriptor of it is told of them.
     #[n(21)]
     pub times: Option<Times>,
+    /// Extended attributes of a memfd: names and values.
+    #[n(22)]
+    #[cbor(default)]
+    pub attributes: Vec<(Bytes, Bytes)>,
 }
 
 /// A System V shared memory segment (`shmget`). It outlives the programs that are attached to it, unless it is marked for

@@ -85,6 +85,7 @@ pub fn memory_object(
         gid: stat.st_gid,
         segment: None,
         times: Some(paths::times(&stat)),
+        attributes: paths::attributes_of(file, what)?,
     };
     let (row, mut new) = builder.object(stat.st_dev, stat.st_ino, || object.clone());
     let owner = Owner::Object(row);
@@ -148,6 +149,7 @@ pub(crate) fn mapped_object(
         gid,
         segment: None,
         times: None,
+        attributes: Vec::new(),
     });
     let range = Range { start: vma.offset, len: vma.len() };
     // Huge pages are on a device of their own, and asked of in a process's tables alone.

@@ -244,11 +244,12 @@ pub(crate) fn attributes(
 ) -> rustix::io::Result<Vec<(Bytes, Bytes)>> {
     /// `XATTR_SIZE_MAX` and `XATTR_LIST_MAX`.
     const MOST: usize = 64 << 10;
+    // Most have none: one has no room for more.
+    if matches!(list(&mut [0]), Ok(0) | Err(rustix::io::Errno::OPNOTSUPP)) {
+        return Ok(Vec::new());
+    }
     let mut names = vec![0; MOST];
-    let len = match list(&mut names) {
-        Err(rustix::io::Errno::OPNOTSUPP) => return Ok(Vec::new()),
-        len => len?,
-    };
+    let len = list(&mut names)?;
     names.truncate(len);
     let mut all = Vec::new();
     for name in names.split(|b| *b == 0).filter(|name| !name.is_empty()) {
@@ -258,6 +259,14 @@ pub(crate) fn attributes(
         all.push((Bytes(name.to_vec()), Bytes(value)));
     }
     Ok(all)
+}
+
+/// Extended attributes of a file, names and values; `file` may be only a handle to it.
+pub(crate) fn attributes_of(file: impl AsFd, what: &str) -> Result<Vec<(Bytes, Bytes)>> {
+    let way = format!("/proc/self/fd/{}", file.as_fd().as_raw_fd());
+    let list = |names: &mut [u8]| rustix::fs::listxattr(&way, names);
+    let all = attributes(list, |name, value| rustix::fs::getxattr(&way, name, value));
+    Ok(all.map_err(|e| Error::call(format!("read attributes of {what}"), e))?)
 }
 
 /// Row of a file that has no name any more, with its contents; `link` is the kernel's name for it.
@@ -281,13 +290,10 @@ pub fn deleted_content(
     let name = link.strip_suffix(b" (deleted)").unwrap_or(link);
     let namespace = builder.views.of_file(&file)?;
     let (row, new) = builder.path(PathFile { deleted: true, namespace, ..describe(name, &stat, usage) });
+    if new && matches!(kind, FileType::RegularFile | FileType::Directory) {
+        builder.image.paths[row as usize].attributes = attributes_of(&file, what)?;
+    }
     if new && kind == FileType::RegularFile {
-        // It may be only a handle to it.
-        let way = format!("/proc/self/fd/{}", file.as_fd().as_raw_fd());
-        let list = |names: &mut [u8]| rustix::fs::listxattr(&way, names);
-        builder.image.paths[row as usize].attributes =
-            attributes(list, |name, value| rustix::fs::getxattr(&way, name, value))
-                .map_err(|e| Error::call(format!("read attributes of {what}"), e))?;
         // The duplicate may be write-only, and its offset is the target's: read through a description of our own, if nobody is told.
         let is_noticed =
             builder.noticed.is(&builder.views.reach(namespace, name), (stat.st_dev, stat.st_ino));

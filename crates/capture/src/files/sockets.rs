@@ -262,6 +262,9 @@ fn unix(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)) -> Result<O
     if !name(scan, d, &diag, peer, &mut socket)? {
         return Ok(None);
     }
+    if let Some(row) = socket.path {
+        note_attributes(scan, row)?;
+    }
     // One that is not connected can have been sent datagrams only.
     let is_reached = sort.1 == libc::SOCK_DGRAM || peer.is_some() || socket.orphan;
     let has_queue = socket.listening.is_none() && is_reached;
@@ -456,6 +459,23 @@ fn name(
         }
     }
     Ok(true)
+}
+
+/// Fills in the extended attributes of the file that a socket is bound to, lists of who may connect among them.
+fn note_attributes(scan: &mut Scan<'_>, row: u32) -> Result<()> {
+    let file = &scan.builder.image.paths[row as usize];
+    if file.deleted {
+        return Ok(());
+    }
+    let place = scan.builder.views.reach(file.namespace, &file.path.0);
+    let list = |names: &mut [u8]| rustix::fs::llistxattr(&place, names);
+    let found = paths::attributes(list, |name, value| rustix::fs::lgetxattr(&place, name, value));
+    scan.builder.image.paths[row as usize].attributes = match found {
+        // Somebody has just removed it.
+        Err(rustix::io::Errno::NOENT) => Vec::new(),
+        found => found.map_err(|e| Kernel::file(&place, e))?,
+    };
+    Ok(())
 }
 
 /// Where the file of a socket is mounted by itself (`mount --bind`), as seen from a mount namespace of the program's.

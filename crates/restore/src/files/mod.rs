@@ -305,6 +305,10 @@ impl<'a> Opening<'a> {
     fn finish_objects(&mut self) -> Result<()> {
         for (object, fd) in self.image.objects.iter().zip(&self.files.objects) {
             objects::finish_memory(object, fd)?;
+            if let Some(name) = &object.memfd {
+                let what = format!("memfd {}", String::from_utf8_lossy(&name.0));
+                self.files.notes.extend(objects::give_attributes(fd, &object.attributes, &what));
+            }
         }
         for (row, made) in self.deleted.drain() {
             let file = &self.image.paths[row as usize];

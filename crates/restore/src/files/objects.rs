@@ -8,7 +8,7 @@ use std::ffi::OsStr;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use stillpoint_image::{MemoryObject, Owner, PAGE, PathFile, Status, Times};
+use stillpoint_image::{Bytes, MemoryObject, Owner, PAGE, PathFile, Status, Times};
 use stillpoint_linux::{Error as Kernel, memfd};
 
 /// Makes a memory object with its contents, not yet sealed.
@@ -108,6 +108,23 @@ fn link_of(fd: impl AsFd) -> String {
     format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd())
 }
 
+/// Gives a file its extended attributes; `of` may be a handle (`O_PATH`). Returns a remark on those that it cannot have here.
+pub(super) fn give_attributes(of: impl AsFd, attributes: &[(Bytes, Bytes)], what: &str) -> Option<String> {
+    let mut lost = Vec::new();
+    for (name, value) in attributes {
+        let (name, way) = (OsStr::from_bytes(&name.0), link_of(&of));
+        let mut now = vec![0; value.0.len() + 1];
+        let has = rustix::fs::getxattr(&way, name, &mut now);
+        if has.is_ok_and(|length| now[..length] == value.0) {
+            continue;
+        }
+        if let Err(e) = rustix::fs::setxattr(&way, name, &value.0, XattrFlags::empty()) {
+            lost.push(format!("{} ({e})", name.to_string_lossy()));
+        }
+    }
+    (!lost.is_empty()).then(|| format!("{what}: without its extended attributes {}", lost.join(", ")))
+}
+
 /// Gives something its times; `of` may be a handle (`O_PATH`).
 pub(super) fn give_times(of: impl AsFd, times: &Times) -> rustix::io::Result<()> {
     let time =
@@ -180,15 +197,7 @@ impl Recreated {
     pub fn finish(&self, row: &PathFile) -> Result<Option<String>> {
         let named = |e| Kernel::file(row.path.as_path(), e);
         own(&self.file, row.uid, row.gid, row.mode).map_err(named)?;
-        let mut lost = Vec::new();
-        for (name, value) in &row.attributes {
-            let name = OsStr::from_bytes(&name.0);
-            if let Err(e) = rustix::fs::setxattr(link_of(&self.file), name, &value.0, XattrFlags::empty()) {
-                lost.push(format!("{} ({e})", name.to_string_lossy()));
-            }
-        }
-        let told = || format!("{} (deleted): without its extended attributes {}", row.path, lost.join(", "));
-        Ok((!lost.is_empty()).then(told))
+        Ok(give_attributes(&self.file, &row.attributes, &format!("{} (deleted)", row.path)))
     }
 
     /// A handle by which times are given to it at the end. It does not keep anybody from executing the file, as one for writing would.

@@ -2,7 +2,7 @@
 
 use super::addresses::{stays, when_free};
 use super::detour::Detour;
-use super::{OpenFiles, Opening, clones, connections, datagrams, messages, missing, options, peers};
+use super::{OpenFiles, Opening, clones, connections, datagrams, messages, missing, objects, options, peers};
 use crate::{Error, Result, TcpPolicy};
 use rustix::fs::{FileType, Gid, Mode, Uid};
 use std::collections::{HashMap, HashSet};
@@ -26,6 +26,8 @@ const NO_PORT: (u32, u32) = (libc::IPPROTO_IP as u32, libc::IP_BIND_ADDRESS_NO_P
 const IN_USE: &str = "another program uses this address";
 /// Longest `sun_path`, with its end.
 const SUN_PATH: usize = 108;
+/// The extended attribute that is a list of who may do what (`acl(5)`).
+const ACCESS_LIST: &str = "system.posix_acl_access";
 
 /// Refuses where names of unix sockets are in use. A name that is left over from a socket nobody listens on is not.
 pub(super) fn check(image: &Image, refusals: &mut Vec<String>) {
@@ -427,12 +429,20 @@ fn bind_path(
         return Ok(std::fs::remove_file(path).map_err(|e| Kernel::file(path, e))?);
     }
     let named = |e| Kernel::file(path, e);
+    let has_list = file.attributes.iter().any(|(name, _)| name.0 == ACCESS_LIST.as_bytes());
+    if !has_list {
+        // It may just have been given one by its directory.
+        let _ = rustix::fs::lremovexattr(path, ACCESS_LIST);
+    }
     rustix::fs::chmod(path, Mode::from_raw_mode(file.mode & 0o7777)).map_err(named)?;
     let stat = rustix::fs::lstat(path).map_err(named)?;
     if (stat.st_uid, stat.st_gid) != (file.uid, file.gid) {
         let (uid, gid) = (Uid::from_raw(file.uid), Gid::from_raw(file.gid));
         rustix::fs::chown(path, Some(uid), Some(gid)).map_err(named)?;
     }
+    let handle = stillpoint_linux::mounts::handle(rustix::fs::CWD, path)?;
+    let what = format!("socket {}", file.path);
+    opening.files.notes.extend(objects::give_attributes(handle, &file.attributes, &what));
     Ok(())
 }
 
