@@ -764,6 +764,25 @@ static void router_alert(void) { // packets of one kind for routers: which it is
   EQUAL(is, 1);
 }
 
+static void tells_of_pressure(const char *path) {
+  static const char trigger[] = "some 500000 2000000";
+  int fd = open(path, O_RDWR | O_NONBLOCK | O_CLOEXEC);
+  if (fd < 0 || write(fd, trigger, sizeof trigger) != sizeof trigger)
+    SKIP("nobody is told of pressure here");
+  cut();
+  EQUAL(write(fd, trigger, sizeof trigger), -1);
+  EQUAL(errno, EBUSY); // it has one
+}
+
+static void pressure_trigger(void) {
+  tells_of_pressure("/proc/pressure/cpu");
+}
+
+static void pressure_of_a_group(void) {
+  const char *where[] = {"/sys/fs/cgroup/cpu.pressure", "/sys/fs/cgroup/unified/cpu.pressure"};
+  tells_of_pressure(where[access(where[0], F_OK) != 0]);
+}
+
 // A message of which the first half was sent, with more to come; `first`: bytes of a header in front of what is received.
 static void half_sent(int receiver, int sender, const void *to, socklen_t length, int first) {
   char back[64] = {0};
@@ -983,6 +1002,6 @@ SCENARIOS({"fifo_reader", fifo_reader}, {"bound_through_proc", bound_through_pro
           {"own_directory", own_directory}, {"in_flight", in_flight}, {"lease", lease},
           {"broken_lease", broken_lease}, {"directory_notes", directory_notes},
           {"unread_inotify", unread_inotify}, {"watched_mapping", watched_mapping}, {"watched_and_gone", watched_and_gone}, {"bound_udp", bound_udp}, {"unbound_tcp", unbound_tcp},
-          {"no_room", no_room}, {"sealed_memory", sealed_memory}, {"local_descriptors", local_descriptors}, {"own_segment", own_segment}, {"process_keyring", process_keyring}, {"thread_keyring", thread_keyring}, {"landlock", landlock}, {"landlock_of_a_thread", landlock_of_a_thread}, {"two_names", two_names}, {"signed_tcp", signed_tcp}, {"half_a_datagram", half_a_datagram}, {"half_a_datagram6", half_a_datagram6}, {"half_a_packet", half_a_packet}, {"router_alert", router_alert}, {"droppable_memory", droppable_memory}, {"own_mounts", own_mounts},
+          {"no_room", no_room}, {"sealed_memory", sealed_memory}, {"local_descriptors", local_descriptors}, {"own_segment", own_segment}, {"process_keyring", process_keyring}, {"thread_keyring", thread_keyring}, {"landlock", landlock}, {"landlock_of_a_thread", landlock_of_a_thread}, {"two_names", two_names}, {"signed_tcp", signed_tcp}, {"half_a_datagram", half_a_datagram}, {"half_a_datagram6", half_a_datagram6}, {"half_a_packet", half_a_packet}, {"router_alert", router_alert}, {"pressure_trigger", pressure_trigger}, {"pressure_of_a_group", pressure_of_a_group}, {"droppable_memory", droppable_memory}, {"own_mounts", own_mounts},
           {"own_host_name", own_host_name}, {"told_queue", told_queue}, {"full_queue", full_queue},
           {"semaphore_undo", semaphore_undo}, {"out_of_band", out_of_band}, {"sent_ahead", sent_ahead}, {"epoll_in_flight", epoll_in_flight})

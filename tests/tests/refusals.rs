@@ -129,6 +129,8 @@ refused! {
     half_a_datagram6: "not complete",
     half_a_packet: "not complete",
     router_alert: "packets for routers",
+    pressure_trigger: "PSI trigger",
+    pressure_of_a_group: "PSI trigger",
     local_descriptors: "modify_ldt",
     own_segment: "set_thread_area",
     process_keyring: "keyring of its own",

@@ -23,12 +23,13 @@ use stillpoint_linux::mounts;
 const PROC: u64 = 0x9fa0;
 const MQUEUE: u64 = 0x1980_0202;
 const FUSE: u64 = 0x6573_5546;
+const CGROUP2: u64 = 0x6367_7270;
 const NAMESPACES: u64 = 0x6e73_6673;
 
 /// File systems whose files are views of the kernel: a path is all there is to them.
 const VIEWS: [u64; 5] = [
     0x6265_6572, // sysfs
-    0x6367_7270, // cgroup2
+    CGROUP2,
     0x0027_e0eb, // cgroup
     0x7363_6673, // securityfs
     0x6462_6720, // debugfs
@@ -69,9 +70,18 @@ pub(crate) fn capture(scan: &mut Scan<'_>, d: &Description) -> Result<Option<Fil
     if let Some((_, what)) = STATEFUL.iter().find(|s| s.0 == magic) {
         return scan.refuse(d, format!("it is {what}"), "close it before the checkpoint");
     }
+    if magic == CGROUP2 && d.link.ends_with(b".pressure") && d.can_write() {
+        return refuse_trigger(scan, d);
+    }
     let usage = usage(&d.stat, magic, d.can_write());
     let row = path_file(scan.builder, &d.link, &d.file, usage, &d.name())?;
     Ok(row.map(FileKind::Path))
+}
+
+/// A file of pressure that was opened for writing: what was written to it is when its reader is to be woken.
+fn refuse_trigger(scan: &mut Scan<'_>, d: &Description) -> Result<Option<FileKind>> {
+    let why = "it may have been told of which pressure to tell (PSI trigger), which nobody can read";
+    scan.refuse(d, why, "close it before the checkpoint")
 }
 
 /// The name below `/proc`, as who has it open finds it there, of a namespace that a process of the program is in.
@@ -358,6 +368,9 @@ fn proc_file(scan: &mut Scan<'_>, d: &Description) -> Result<Option<FileKind>> {
     let Some((pid, below)) = file.of_process() else {
         if !name.starts_with("/proc") || deleted {
             return scan.refuse(d, NOT_REACHED, CLOSE);
+        }
+        if name.starts_with("/proc/pressure/") && d.can_write() {
+            return refuse_trigger(scan, d);
         }
         return Ok(Some(FileKind::Proc(scan.builder.path(file).0)));
     };
