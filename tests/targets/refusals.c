@@ -783,6 +783,25 @@ static void pressure_of_a_group(void) {
   tells_of_pressure(where[access(where[0], F_OK) != 0]);
 }
 
+// A terminal that is no terminal any more, but a line of something else.
+static void line_discipline(void) {
+  static const int others[] = {27 /* N_NULL */, 13, 1, 3, 15, 25};
+  int unlock = 0, number, is = 0, master = open("/dev/ptmx", O_RDWR | O_NOCTTY | O_CLOEXEC);
+  MUST(master >= 0 && !ioctl(master, TIOCSPTLCK, &unlock) && !ioctl(master, TIOCGPTN, &number));
+  char name[64];
+  snprintf(name, sizeof name, "/dev/pts/%d", number);
+  int slave = open(name, O_RDWR | O_NOCTTY | O_CLOEXEC), set = -1;
+  MUST(slave >= 0);
+  for (size_t i = 0; i < COUNT(others) && set < 0; i++)
+    if (!ioctl(slave, TIOCSETD, &others[i]))
+      set = others[i];
+  if (set < 0)
+    SKIP("no other line discipline here");
+  cut();
+  EQUAL(ioctl(slave, TIOCGETD, &is), 0);
+  EQUAL(is, set);
+}
+
 // A message of which the first half was sent, with more to come; `first`: bytes of a header in front of what is received.
 static void half_sent(int receiver, int sender, const void *to, socklen_t length, int first) {
   char back[64] = {0};
@@ -1002,6 +1021,6 @@ SCENARIOS({"fifo_reader", fifo_reader}, {"bound_through_proc", bound_through_pro
           {"own_directory", own_directory}, {"in_flight", in_flight}, {"lease", lease},
           {"broken_lease", broken_lease}, {"directory_notes", directory_notes},
           {"unread_inotify", unread_inotify}, {"watched_mapping", watched_mapping}, {"watched_and_gone", watched_and_gone}, {"bound_udp", bound_udp}, {"unbound_tcp", unbound_tcp},
-          {"no_room", no_room}, {"sealed_memory", sealed_memory}, {"local_descriptors", local_descriptors}, {"own_segment", own_segment}, {"process_keyring", process_keyring}, {"thread_keyring", thread_keyring}, {"landlock", landlock}, {"landlock_of_a_thread", landlock_of_a_thread}, {"two_names", two_names}, {"signed_tcp", signed_tcp}, {"half_a_datagram", half_a_datagram}, {"half_a_datagram6", half_a_datagram6}, {"half_a_packet", half_a_packet}, {"router_alert", router_alert}, {"pressure_trigger", pressure_trigger}, {"pressure_of_a_group", pressure_of_a_group}, {"droppable_memory", droppable_memory}, {"own_mounts", own_mounts},
+          {"no_room", no_room}, {"sealed_memory", sealed_memory}, {"local_descriptors", local_descriptors}, {"own_segment", own_segment}, {"process_keyring", process_keyring}, {"thread_keyring", thread_keyring}, {"landlock", landlock}, {"landlock_of_a_thread", landlock_of_a_thread}, {"two_names", two_names}, {"signed_tcp", signed_tcp}, {"half_a_datagram", half_a_datagram}, {"half_a_datagram6", half_a_datagram6}, {"half_a_packet", half_a_packet}, {"router_alert", router_alert}, {"pressure_trigger", pressure_trigger}, {"pressure_of_a_group", pressure_of_a_group}, {"line_discipline", line_discipline}, {"droppable_memory", droppable_memory}, {"own_mounts", own_mounts},
           {"own_host_name", own_host_name}, {"told_queue", told_queue}, {"full_queue", full_queue},
           {"semaphore_undo", semaphore_undo}, {"out_of_band", out_of_band}, {"sent_ahead", sent_ahead}, {"epoll_in_flight", epoll_in_flight})

@@ -131,6 +131,7 @@ refused! {
     router_alert: "packets for routers",
     pressure_trigger: "PSI trigger",
     pressure_of_a_group: "PSI trigger",
+    line_discipline: "line discipline",
     local_descriptors: "modify_ldt",
     own_segment: "set_thread_area",
     process_keyring: "keyring of its own",

@@ -65,6 +65,11 @@ pub fn set_window(tty: impl AsFd, size: [u16; 4]) -> Result<()> {
     check(|| "set the window size of a terminal".into(), r.into()).map(drop)
 }
 
+/// Number of the line discipline of a terminal; 0 (`N_TTY`): the one of terminals.
+pub fn discipline(tty: impl AsFd) -> Result<i32> {
+    ioctl_int(tty, libc::TIOCGETD, "read the line discipline of a terminal")
+}
+
 /// Number of the slave of a master.
 pub fn number(master: impl AsFd) -> Result<u32> {
     Ok(ioctl_int(master, libc::TIOCGPTN, "read the number of a pty")? as u32)

@@ -26,6 +26,10 @@ pub(crate) fn device(scan: &mut Scan<'_>, d: &Description) -> Result<Option<File
     if let Some(device) = devices::known(d) {
         return devices::capture(scan, d, device);
     }
+    if tty::discipline(&d.file).is_ok_and(|number| number != 0) {
+        let why = "it is a terminal with another line discipline (TIOCSETD), whose state cannot be captured";
+        return scan.refuse(d, why, "close it before the checkpoint");
+    }
     if (major, minor) == (5, 0) {
         return controlling(scan, d);
     }
