@@ -1567,6 +1567,45 @@ static void ended_proc_files(void) {
       CHECK(!strcmp(link[0][i], link[1][i]));
 }
 
+// What is set of pipes and memory, and then otherwise when it is told to change that, before which it is brought back.
+static void set_otherwise(void) {
+  int ends[2], memory = memfd_create("set", MFD_ALLOW_SEALING);
+  struct f_owner_ex own = {F_OWNER_PID, getpid()}, none = {F_OWNER_PID, 0}, is = {0};
+  MUST(memory >= 0 && pipe(ends) == 0 && fcntl(ends[1], F_SETPIPE_SZ, 8192) == 8192 && fchmod(memory, 0640) == 0);
+  MUST(fcntl(ends[0], F_SETOWN_EX, &own) == 0 && fcntl(ends[0], F_SETSIG, SIGUSR1) == 0 && write(ends[1], "kept", 4) == 4);
+  int mixed[2]; // a packet, and bytes in none
+  char back[8];
+  MUST(pipe2(mixed, O_NONBLOCK | O_DIRECT) == 0 && write(mixed[1], "ab", 2) == 2 && fcntl(mixed[1], F_SETFL, O_NONBLOCK) == 0);
+  MUST(write(mixed[1], "cdef", 4) == 4);
+  ready();
+  while (!gone()) {
+    nap(0.002);
+    if (access(path_of("change"), F_OK))
+      continue;
+    MUST(fcntl(ends[1], F_SETPIPE_SZ, 65536) == 65536 && fchmod(memory, 0600) == 0);
+    MUST(fcntl(ends[0], F_SETOWN_EX, &none) == 0 && fcntl(ends[0], F_SETSIG, 0) == 0);
+    MUST(read(mixed[0], back, 8) == 2 && read(mixed[0], back, 8) == 4 && fcntl(mixed[1], F_SETFL, O_NONBLOCK | O_DIRECT) == 0);
+    close(open(path_of("changed"), O_CREAT | O_WRONLY, 0600));
+    for (;;)
+      pause();
+  }
+  struct stat s;
+  EQUAL(fcntl(ends[1], F_GETPIPE_SZ), 8192);
+  EQUAL(fcntl(ends[0], F_GETOWN_EX, &is), 0);
+  EQUAL(is.type, F_OWNER_PID);
+  EQUAL(is.pid, getpid());
+  EQUAL(fcntl(ends[0], F_GETSIG), SIGUSR1);
+  EQUAL(fstat(memory, &s), 0);
+  EQUAL(s.st_mode & 07777, 0640);
+  EQUAL(read(ends[0], back, sizeof back), 4);
+  EQUAL(fcntl(mixed[1], F_GETFL) & O_DIRECT, 0);
+  EQUAL(read(mixed[0], back, 1), 1);
+  EQUAL(back[0], 'a');
+  EQUAL(read(mixed[0], back, 2), 2);
+  EQUAL(read(mixed[0], back + 2, 6), 2);
+  CHECK(!memcmp(back, "cdef", 4));
+}
+
 static void many_descriptors(void) {
   int fd[900];
   close(create("shared-by-many", O_RDWR, "some text"));
@@ -1587,4 +1626,4 @@ SCENARIOS({"regular", regular}, {"duplicates", duplicates}, {"deleted", deleted}
           {"listening_tcp6", listening_tcp6}, {"listening_unix", listening_unix}, {"file_attributes", file_attributes}, {"eventfds", eventfds},
           {"signalfds", signalfds}, {"epolls", epolls}, {"inotifys", inotifys}, {"watched_closely", watched_closely}, {"memfd_programs", memfd_programs}, {"lock_owner", lock_owner}, {"deleted_folders", deleted_folders}, {"shared_port", shared_port}, {"fanotifys", fanotifys}, {"pidfds", pidfds}, {"pidfds_unwaited", pidfds_unwaited}, {"ptys", ptys}, {"pty_modes", pty_modes}, {"hung_up", hung_up}, {"pty_unread", pty_unread}, {"leases", leases},
           {"devices", devices}, {"idle_devices", idle_devices}, {"locks", locks}, {"signal_driven", signal_driven}, {"proc_files", proc_files}, {"network_files", network_files}, {"ended_proc_files", ended_proc_files},
-          {"many_descriptors", many_descriptors})
+          {"many_descriptors", many_descriptors}, {"set_otherwise", set_otherwise})

@@ -189,6 +189,21 @@ return_of! {
     sleeps: relative_nanosleep poll_timeout futex_relative cond_timedwait;
 }
 
+/// What a program has set of its pipes and memory since is as it was.
+#[test]
+fn what_was_set_otherwise_goes_back() {
+    let Some(branched) = Branched::start("descriptors", "set_otherwise", Build::Dynamic) else { return };
+    let directory = branched.running.directory().to_owned();
+    let snapshot = branched.snapshot();
+    std::fs::write(directory.join("change"), "").expect("told to change");
+    let changed = || directory.join("changed").exists().then_some(());
+    wait_for("it to set all otherwise", Duration::from_secs(10), changed);
+    std::fs::remove_file(directory.join("change")).expect("not told any more");
+    assert!(branched.try_rollback(snapshot, ""));
+    branched.forget(snapshot);
+    branched.finish("back");
+}
+
 #[test]
 fn a_static_program() {
     returns("threads", "many", Build::Static);

@@ -216,7 +216,7 @@ impl Between {
             Ok(duplicate_from(view.pidfd, fd)?)
         };
         for (which, pipe) in &self.pipes {
-            if now.pipes.get(which).is_some_and(|now| now.contents.1 == pipe.contents.1) {
+            if now.pipes.get(which).is_some_and(|now| now.contents == pipe.contents) {
                 continue;
             }
             let (capacity, packets) = &pipe.contents;

@@ -13,8 +13,11 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::time::SystemTime;
 use stillpoint_capture::Refusal;
-use stillpoint_linux::descriptors::{compare, duplicate_from, readable};
+use stillpoint_linux::descriptors::{
+    F_SETOWN_EX, F_SETSIG, SignalOwner, compare, duplicate_from, readable, signal_owner,
+};
 use stillpoint_linux::fdinfo::{Detail, EpollLine, FdInfo, Folders, Info, TimerLine};
+use stillpoint_linux::proc::Proc;
 use stillpoint_linux::program::{Arg, Program, Run};
 use stillpoint_linux::{fanotify, layout, pipes, watches};
 
@@ -34,6 +37,8 @@ pub struct Held {
     expires_ns: Option<u64>,
     /// Numbers with the same open file description have the same.
     pub description: usize,
+    /// Of a pipe: who gets its signals, by an id in the pid namespace of the process.
+    owner: Option<SignalOwner>,
 }
 
 /// A descriptor table, and what is in the pipes that lie within the program.
@@ -249,7 +254,9 @@ impl Table {
             }
             others.push(fd);
             let Place { identity, mode, device } = stat;
-            let one = Held { link, info, identity, mode, device, expires_ns, description };
+            let is_pipe = link.starts_with(b"pipe:[");
+            let owner = if is_pipe { Some(owner_of(pid, pidfd, fd)?) } else { None };
+            let one = Held { link, info, identity, mode, device, expires_ns, description, owner };
             told.note(&folders, fd, text, &one);
             held.insert(fd, one);
         }
@@ -284,6 +291,21 @@ impl Table {
         }
         found
     }
+}
+
+/// Who gets the signals of a description, by an id as the process calls it; nobody if it has no name for him.
+fn owner_of(pid: u32, pidfd: BorrowedFd<'_>, fd: u32) -> Result<SignalOwner> {
+    let owner = signal_owner(&duplicate_from(pidfd, fd)?)?;
+    let nobody = SignalOwner { kind: 0, id: 0, ..owner };
+    if owner.id == 0 {
+        return Ok(nobody);
+    }
+    const GROUP: i32 = 2;
+    let level = Proc::process(pid)?.status()?.ns_pid.len().saturating_sub(1);
+    // He may end in this moment.
+    let Ok(status) = Proc::process(owner.id as u32).and_then(|who| who.status()) else { return Ok(nobody) };
+    let ids = if owner.kind == GROUP { status.ns_pgid } else { status.ns_pid };
+    Ok(ids.get(level).map_or(nobody, |id| SignalOwner { id: *id as i32, ..owner }))
 }
 
 /// When a timer expires that was set to a time of the day.
@@ -535,10 +557,10 @@ pub fn put_back(
             watch(thread, fd, wanted, &present)?;
         }
     }
-    for (link, (capacity, packets)) in &then.pipes {
+    for (link, contents @ (capacity, packets)) in &then.pipes {
         let is_new = |fd: &u32| now.held.get(fd).is_none_or(|h| h.link != *link);
         let Some((read, write)) = then.ends(link) else { continue };
-        if now.pipes.get(link).is_some_and(|(_, now)| now == packets) && !is_new(&read) {
+        if now.pipes.get(link) == Some(contents) && !is_new(&read) {
             continue;
         }
         refill(duplicate_from(pidfd, read)?, duplicate_from(pidfd, write)?, *capacity, packets)?;
@@ -558,7 +580,7 @@ pub fn refill(
     while readable(&read)? > 0 {
         rustix::io::read(&read, &mut buf).map_err(failed)?;
     }
-    if pipes::capacity(&write)? < capacity {
+    if pipes::capacity(&write)? != capacity {
         pipes::set_capacity(&write, capacity)?;
     }
     Ok(pipes::fill(&write, packets)?)
@@ -643,6 +665,11 @@ fn make(thread: &mut dyn Run, fd: u32, held: &Held) -> Result<()> {
     place(thread, new, fd, held, true)
 }
 
+/// Who got its signals.
+fn owner_before(held: &Held) -> SignalOwner {
+    held.owner.unwrap_or_default()
+}
+
 /// Sets what was told of a descriptor that is open, `before` being what was there before the rollback began.
 fn adjust(thread: &mut dyn Run, fd: u32, held: &Held, before: Option<&Held>) -> Result<()> {
     let what = name(fd, &held.link);
@@ -658,6 +685,19 @@ fn adjust(thread: &mut dyn Run, fd: u32, held: &Held, before: Option<&Held>) -> 
             libc::SYS_fcntl,
             [number, (libc::F_SETFL as u64).into(), flags.into()],
         );
+    }
+    let owner = held.owner.filter(|owner| before.map_or(SignalOwner::default(), owner_before) != *owner);
+    if let Some(SignalOwner { kind, id, signal }) = owner {
+        let who = p.data(&[kind.to_le_bytes(), id.to_le_bytes()].concat());
+        let args = [number, (F_SETOWN_EX as u64).into(), who];
+        p.attempt(format!("{what}: owner"), libc::SYS_fcntl, args);
+        let args = [number, (F_SETSIG as u64).into(), (signal as u64).into()];
+        p.attempt(format!("{what}: signal"), libc::SYS_fcntl, args);
+    }
+    let bits = |held: &Held| held.mode & 0o7777;
+    if held.link.starts_with(b"/memfd:") && before.is_some_and(|now| bits(now) != bits(held)) {
+        let args = [number, u64::from(bits(held)).into()];
+        p.attempt(format!("{what}: mode"), libc::SYS_fchmod, args);
     }
     if held.has_an_offset() && before.map_or(0, |b| b.info.pos) != held.info.pos {
         let args = [number, held.info.pos.into(), (libc::SEEK_SET as u64).into()];
