@@ -840,6 +840,26 @@ static void half_a_packet(void) {
   half_sent(receiver, sender, &a, sizeof a, IP_HEADER);
 }
 
+static const char *own_terminal(void) {
+  int master = posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC);
+  MUST(master >= 0 && !unlockpt(master) && ptsname(master));
+  return ptsname(master);
+}
+
+static void terminal_by_path(void) {
+  int slave = open(own_terminal(), O_PATH | O_CLOEXEC);
+  MUST(slave >= 0);
+  cut();
+  struct stat s;
+  CHECK(!fstat(slave, &s) && S_ISCHR(s.st_mode));
+}
+
+static void watched_terminal(void) {
+  int fd = inotify_init1(IN_NONBLOCK);
+  MUST(inotify_add_watch(fd, own_terminal(), IN_ATTRIB) > 0);
+  cut();
+}
+
 static void local_descriptors(void) {
   struct user_desc entry = {.base_addr = 0x12345000, .limit = 0xfffff, .seg_32bit = 1, .limit_in_pages = 1, .useable = 1};
   char before[8] = {0}, after[8] = {0};
@@ -1021,6 +1041,6 @@ SCENARIOS({"fifo_reader", fifo_reader}, {"bound_through_proc", bound_through_pro
           {"own_directory", own_directory}, {"in_flight", in_flight}, {"lease", lease},
           {"broken_lease", broken_lease}, {"directory_notes", directory_notes},
           {"unread_inotify", unread_inotify}, {"watched_mapping", watched_mapping}, {"watched_and_gone", watched_and_gone}, {"bound_udp", bound_udp}, {"unbound_tcp", unbound_tcp},
-          {"no_room", no_room}, {"sealed_memory", sealed_memory}, {"local_descriptors", local_descriptors}, {"own_segment", own_segment}, {"process_keyring", process_keyring}, {"thread_keyring", thread_keyring}, {"landlock", landlock}, {"landlock_of_a_thread", landlock_of_a_thread}, {"two_names", two_names}, {"signed_tcp", signed_tcp}, {"half_a_datagram", half_a_datagram}, {"half_a_datagram6", half_a_datagram6}, {"half_a_packet", half_a_packet}, {"router_alert", router_alert}, {"pressure_trigger", pressure_trigger}, {"pressure_of_a_group", pressure_of_a_group}, {"line_discipline", line_discipline}, {"droppable_memory", droppable_memory}, {"own_mounts", own_mounts},
+          {"no_room", no_room}, {"sealed_memory", sealed_memory}, {"local_descriptors", local_descriptors}, {"own_segment", own_segment}, {"terminal_by_path", terminal_by_path}, {"watched_terminal", watched_terminal}, {"process_keyring", process_keyring}, {"thread_keyring", thread_keyring}, {"landlock", landlock}, {"landlock_of_a_thread", landlock_of_a_thread}, {"two_names", two_names}, {"signed_tcp", signed_tcp}, {"half_a_datagram", half_a_datagram}, {"half_a_datagram6", half_a_datagram6}, {"half_a_packet", half_a_packet}, {"router_alert", router_alert}, {"pressure_trigger", pressure_trigger}, {"pressure_of_a_group", pressure_of_a_group}, {"line_discipline", line_discipline}, {"droppable_memory", droppable_memory}, {"own_mounts", own_mounts},
           {"own_host_name", own_host_name}, {"told_queue", told_queue}, {"full_queue", full_queue},
           {"semaphore_undo", semaphore_undo}, {"out_of_band", out_of_band}, {"sent_ahead", sent_ahead}, {"epoll_in_flight", epoll_in_flight})

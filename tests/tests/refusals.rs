@@ -134,6 +134,8 @@ refused! {
     line_discipline: "line discipline",
     local_descriptors: "modify_ldt",
     own_segment: "set_thread_area",
+    terminal_by_path: "O_PATH",
+    watched_terminal: "inotify",
     process_keyring: "keyring of its own",
     thread_keyring: "thread" "keyring of its own",
     landlock: "Landlock domain",

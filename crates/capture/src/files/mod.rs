@@ -141,6 +141,7 @@ pub fn capture_files(builder: &mut Builder, target: &Target<'_>) -> Result<Vec<u
         }
     }
     terminals::refuse_strange(&mut scan);
+    terminals::refuse_named(&mut scan);
     terminals::resolve(&mut scan)?;
     pending::resolve(&mut scan)?;
     sockets::resolve_senders(&mut scan);

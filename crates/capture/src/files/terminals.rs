@@ -7,6 +7,7 @@ use super::descriptions::Description;
 use super::{Scan, devices, paths};
 use crate::Result;
 use rustix::fs::{FileType, major, minor};
+use std::collections::HashSet;
 use std::os::fd::AsFd;
 use stillpoint_image::{Bytes, FileKind, PathFile, Pty, Terminal, TerminalOwner, Usage, is_memory_device};
 use stillpoint_linux::descriptors::{poll_now, readable};
@@ -171,6 +172,22 @@ pub(crate) fn refuse_strange(scan: &mut Scan<'_>) {
             "its master is outside the program",
             "end who holds it before the checkpoint",
         );
+    }
+}
+
+/// Refuses handles to terminals of the program, and watches on them: what has a name goes when its master does, and there is none to begin
+/// from when the terminal is made anew.
+pub(crate) fn refuse_named(scan: &mut Scan<'_>) {
+    let image = &scan.builder.image;
+    let own: HashSet<u32> = image.ptys.iter().map(|pty| pty.number).collect();
+    let is_own = |file: &&PathFile| {
+        FileType::from_raw_mode(file.mode) == FileType::CharacterDevice
+            && tty::slave_number(file.rdev).is_some_and(|number| own.contains(&number))
+    };
+    let named: Vec<String> = image.paths.iter().filter(is_own).map(|file| file.path.to_string()).collect();
+    for path in named {
+        let what = "the program has a handle to a terminal of its own (O_PATH), or watches it (inotify)";
+        scan.builder.refuse(path, what, "");
     }
 }
 
