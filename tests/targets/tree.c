@@ -1394,6 +1394,9 @@ static void goes_on(long times) {
   for (int i = 0; i < 3 && getpid() % 2; i++)
     spawn(pauses, 0);
   until_word(0);
+  // Another thread may have been given the signal, and not yet have run.
+  for (int i = 0; i < 20000 && continues < times; i++)
+    nap(0.001);
   EQUAL(continues, times);
 }
 
