@@ -565,11 +565,6 @@ static void groups(void) {
                                .imr_interface.s_addr = htonl(INADDR_LOOPBACK),
                                .imr_sourceaddr.s_addr = htonl(INADDR_LOOPBACK)};
   MUST(setsockopt(s, IPPROTO_IP, IP_ADD_SOURCE_MEMBERSHIP, &one, sizeof one) == 0);
-  int stream = socket(AF_INET, SOCK_STREAM, 0), listens = door(AF_INET, 0);
-  struct group_req request = {.gr_interface = if_nametoindex("lo")};
-  memcpy(&request.gr_group, &(struct sockaddr_in){.sin_family = AF_INET, .sin_addr = join.imr_multiaddr}, sizeof(struct sockaddr_in));
-  MUST(setsockopt(stream, IPPROTO_IP, MCAST_JOIN_GROUP, &request, sizeof request) == 0);
-  MUST(setsockopt(listens, IPPROTO_IP, MCAST_JOIN_GROUP, &request, sizeof request) == 0);
   MUST(setsockopt(s, IPPROTO_IP, IP_MULTICAST_TTL, &ttl, sizeof ttl) == 0);
   cut();
   EQUAL(setsockopt(s, IPPROTO_IP, IP_ADD_MEMBERSHIP, &join, sizeof join), -1);
@@ -577,8 +572,6 @@ static void groups(void) {
   EQUAL(setsockopt(s, IPPROTO_IP, IP_DROP_MEMBERSHIP, &join, sizeof join), 0);
   EQUAL(setsockopt(s, IPPROTO_IP, IP_DROP_SOURCE_MEMBERSHIP, &one, sizeof one), 0);
   EQUAL(setsockopt(none, IPPROTO_IP, IP_DROP_MEMBERSHIP, &join, sizeof join), -1);
-  EQUAL(setsockopt(stream, IPPROTO_IP, MCAST_LEAVE_GROUP, &request, sizeof request), 0);
-  EQUAL(setsockopt(listens, IPPROTO_IP, MCAST_LEAVE_GROUP, &request, sizeof request), 0);
   socklen_t length = sizeof ttl;
   ttl = 0;
   getsockopt(s, IPPROTO_IP, IP_MULTICAST_TTL, &ttl, &length);

@@ -127,7 +127,6 @@ refused! {
     signed_tcp: "TCP_MD5SIG",
     half_a_datagram: "not complete",
     half_a_datagram6: "not complete",
-    half_a_packet: "not complete",
     router_alert: "packets for routers",
     pressure_trigger: "PSI trigger",
     pressure_of_a_group: "PSI trigger",

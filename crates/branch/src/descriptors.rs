@@ -254,7 +254,7 @@ impl Table {
             }
             others.push(fd);
             let Place { identity, mode, device } = stat;
-            let is_pipe = link.starts_with(b"pipe:[");
+            let is_pipe = link.starts_with(b"pipe:[") && info.flags & libc::O_PATH as u32 == 0;
             let owner = if is_pipe { Some(owner_of(pid, pidfd, fd)?) } else { None };
             let one = Held { link, info, identity, mode, device, expires_ns, description, owner };
             told.note(&folders, fd, text, &one);

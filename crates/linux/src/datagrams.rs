@@ -4,6 +4,7 @@
 use crate::descriptors::{check, ioctl_int};
 use crate::sockets::{int_option, set_option};
 use crate::{Error, Result};
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd};
 
 const SOL_SOCKET: u32 = libc::SOL_SOCKET as u32;
@@ -65,9 +66,10 @@ pub fn unsent(socket: impl AsFd) -> Result<usize> {
 ///
 /// Its bytes are unsent ones, and so are those that wait for a device. To which a socket's belong is told by sending it nothing, and that only
 /// for a try (`MSG_PROBE`), to an address that nobody can have: a datagram that was begun has an address, and the kernel does not look
-/// at another one (`udp_sendmsg`); one that would begin is refused for it. One that has no unsent bytes is not asked, as that would bind it.
+/// at another one (`udp_sendmsg`); one that would begin is refused for it. One that has no unsent bytes, or no port, is not asked, as that would bind it.
 pub fn is_incomplete(socket: impl AsFd, family: i32) -> Result<bool> {
-    if unsent(&socket)? == 0 {
+    let has_port = rustix::net::getsockname(&socket).ok().and_then(|own| SocketAddr::try_from(own).ok());
+    if unsent(&socket)? == 0 || has_port.is_none_or(|own| own.port() == 0) {
         return Ok(false);
     }
     let mut nowhere = vec![0u8; if family == libc::AF_INET6 { 28 } else { 16 }];

@@ -131,10 +131,16 @@ fn passed_over(id: u32) -> stillpoint_linux::Error {
     stillpoint_linux::Error::call(format!("come to id {id}"), std::io::Error::from_raw_os_error(libc::EEXIST))
 }
 
+/// Ids are lower than this, as far as that is told.
+fn highest() -> u32 {
+    let told = std::fs::read_to_string("/proc/sys/kernel/pid_max").ok();
+    told.and_then(|told| told.trim().parse().ok()).unwrap_or(u32::MAX)
+}
+
 fn refused(pid: u32, e: stillpoint_linux::Error) -> Error {
     match e.errno() {
         Some(libc::EEXIST) => Error::PidTaken(pid),
-        Some(libc::EINVAL) => Error::PidTooHigh(pid),
+        Some(libc::EINVAL) if pid >= highest() => Error::PidTooHigh(pid),
         Some(libc::EPERM) => Error::NoPidPrivilege(pid),
         Some(libc::ENOSPC) => Error::TooDeep(pid),
         _ => e.into(),

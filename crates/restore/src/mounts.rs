@@ -292,7 +292,7 @@ impl Building {
 
     /// Lets directories that the program holds have the inode numbers that they had, where an overlay gives them out: before anybody else
     /// comes to one. `held`: paths in the namespace, and numbers.
-    pub fn number(&self, mounts: &Mounts, held: &[(&Path, u64)]) -> Result<()> {
+    pub fn number(&self, mounts: &Mounts, held: &[(&Path, u64)]) {
         let is_overlay = |row: &usize| mounts.systems[*row].kind == OVERLAY;
         for row in (0..mounts.systems.len()).filter(is_overlay) {
             let on_it = held.iter().filter_map(|(path, ino)| {
@@ -300,10 +300,9 @@ impl Building {
                 (of as usize == row).then_some((path, *ino))
             });
             if let Some(view) = &self.views[row] {
-                overlays::number(view, on_it.collect())?;
+                overlays::number(view, on_it.collect());
             }
         }
-        Ok(())
     }
 
     /// Makes what shows processes, and what is on it, and lets mounts share what they shared.

@@ -132,7 +132,7 @@ impl Namespaces {
             match (mounts, systems) {
                 (Some(mounts), Some(systems)) => {
                     let made = build(mounts, propagation, systems, around, within)?;
-                    made.number(mounts, &directories(image, row))?;
+                    made.number(mounts, &directories(image, row));
                     building = Some(made);
                 }
                 _ => {

@@ -272,23 +272,25 @@ const PASSED_OVER: u64 = 20_000;
 /// Those that were nobody's are given to a directory that is made and removed. One that was moved into a later one gets a number that
 /// was nobody's. What is not written to cannot pass any over, and begins anew. `view`: a mount of the overlay to which nobody has come yet;
 /// `held`: paths in it, and numbers.
-pub(crate) fn number(view: &OwnedFd, mut held: Vec<(PathBuf, u64)>) -> Result<()> {
+pub(crate) fn number(view: &OwnedFd, mut held: Vec<(PathBuf, u64)>) {
     held.retain(|(path, _)| !path.as_os_str().is_empty());
     let numbers: HashMap<PathBuf, u64> = held.iter().cloned().collect();
     held.sort_by_key(|(path, _)| {
         (path.ancestors().filter_map(|part| numbers.get(part)).max().copied(), path.components().count())
     });
     let stat = |path: &Path| rustix::fs::statat(view, path, AtFlags::SYMLINK_NOFOLLOW);
-    let root = stat(Path::new(".")).map_err(|e| Kernel::call("look at an overlay", e))?;
+    let Ok(root) = stat(Path::new(".")) else { return };
     let Some(mut passed) = held.first().filter(|_| root.st_ino < FIRST).and_then(|_| pass_over(view)) else {
-        return Ok(());
+        return;
     };
     let (mut known, mut left) = (HashSet::new(), PASSED_OVER);
     for (path, ino) in &held {
         // Who comes to it comes to those around it first.
         let mut way: Vec<&Path> = path.ancestors().filter(|part| !part.as_os_str().is_empty()).collect();
         way.retain(|part| !known.contains(*part));
-        while passed + (way.len() as u64) < *ino && left > 0 {
+        // What cannot be reached is not begun.
+        let is_near = *ino <= passed + way.len() as u64 + left;
+        while is_near && passed + (way.len() as u64) < *ino && left > 0 {
             let Some(next) = pass_over(view).filter(|next| *next == passed + 1) else { break };
             (passed, left) = (next, left - 1);
         }
@@ -302,9 +304,8 @@ pub(crate) fn number(view: &OwnedFd, mut held: Vec<(PathBuf, u64)>) -> Result<()
         last_access: time(root.st_atime, root.st_atime_nsec),
         last_modification: time(root.st_mtime, root.st_mtime_nsec),
     };
-    let failed = |e| Kernel::call("set the times of an overlay's root", e);
-    rustix::fs::utimensat(view, ".", &times, AtFlags::empty()).map_err(failed)?;
-    Ok(())
+    // Who may make a directory there may not always do this.
+    let _ = rustix::fs::utimensat(view, ".", &times, AtFlags::empty());
 }
 
 /// Lets a number of an overlay be that of a directory which is no more; none if nobody may make one.

@@ -5,7 +5,6 @@ use super::descriptions::Description;
 use super::sockets::{CLOSE, WAIT, add, bound, common, may_wait};
 use crate::Result;
 use std::os::fd::AsFd;
-use std::time::{Duration, Instant};
 use stillpoint_image::{Bytes, Socket, SocketOption};
 use stillpoint_linux::datagrams::{self, JOIN_GROUP, SOURCE_FILTER};
 use stillpoint_linux::descriptors::poll_now;
@@ -16,8 +15,6 @@ const NETLINK: u32 = 270;
 const IPV6: u32 = libc::IPPROTO_IPV6 as u32;
 const ROUTER_ALERT: u32 = 22;
 const COMPLETE: &str = "try again when the program has sent the rest";
-/// A device that has packets to send has sent them after this time, unless it is held up.
-const SENDING: Duration = Duration::from_millis(10);
 
 type Sort = (i32, i32, i32);
 
@@ -59,10 +56,6 @@ pub(super) fn raw(scan: &mut Scan<'_>, d: &Description, sort: Sort) -> Result<Op
         let why = "it takes packets for routers (IPV6_ROUTER_ALERT), and which is not told";
         return scan.refuse(d, why, CLOSE);
     }
-    if stays_unsent(&d.file)? {
-        let why = "it has a packet that is not complete (MSG_MORE), or that was not yet sent";
-        return scan.refuse(d, why, COMPLETE);
-    }
     let Some(mut socket) = common(scan, d, sort)? else { return Ok(None) };
     if !groups(scan, d, sort, &mut socket)? {
         return Ok(None);
@@ -73,19 +66,6 @@ pub(super) fn raw(scan: &mut Scan<'_>, d: &Description, sort: Sort) -> Result<Op
     socket.local = if sort.1 == libc::SOCK_RAW && any { Bytes::default() } else { bound(local) };
     socket.remote = Bytes(sockets::peer_address(&d.file)?.unwrap_or_default());
     Ok(Some(add(scan, d, socket)))
-}
-
-/// Whether a socket has unsent bytes for longer than a device takes to send them. Nothing tells whether they are of a packet that is not
-/// complete.
-fn stays_unsent(file: impl AsFd) -> Result<bool> {
-    let begun = Instant::now();
-    loop {
-        match datagrams::unsent(&file)? {
-            0 => return Ok(false),
-            _ if begun.elapsed() > SENDING => return Ok(true),
-            _ => std::thread::sleep(Duration::from_millis(1)),
-        }
-    }
 }
 
 /// A socket of whole packets of an interface, or all. What comes while the program does not run is lost in any case, and so is

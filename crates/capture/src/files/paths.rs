@@ -264,7 +264,12 @@ pub(crate) fn attributes(
     let mut all = Vec::new();
     for name in names.split(|b| *b == 0).filter(|name| !name.is_empty()) {
         let mut value = vec![0; MOST];
-        let len = get(OsStr::from_bytes(name), &mut value)?;
+        // Somebody has just removed it; or it is listed, and not for us to know.
+        use rustix::io::Errno;
+        let len = match get(OsStr::from_bytes(name), &mut value) {
+            Err(Errno::NODATA | Errno::OPNOTSUPP | Errno::ACCESS | Errno::PERM) => continue,
+            got => got?,
+        };
         value.truncate(len);
         all.push((Bytes(name.to_vec()), Bytes(value)));
     }

@@ -204,10 +204,6 @@ fn tcp(scan: &mut Scan<'_>, d: &Description, sort: (i32, i32, i32)) -> Result<Op
     let listens = info.state == state::LISTEN;
     socket.listening = listens.then_some(info.backlog);
     socket.unaccepted = Some(info.pending).filter(|&n| listens && n > 0);
-    // Nothing comes to it from a group, but to be in one is to keep the machine in it.
-    if !is_multipath && !datagrams::groups(scan, d, sort, &mut socket)? {
-        return Ok(None);
-    }
     let row = add(scan, d, socket);
     if listens {
         may_wait(scan, d, row)?;

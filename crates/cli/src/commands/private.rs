@@ -167,7 +167,7 @@ pub(super) fn revive(
 fn not_to_be_had(why: Why, pid: u32, e: &stillpoint_linux::Error) -> Failure {
     let hint = match why {
         Why::Taken => "end who has it, or run it as root",
-        Why::TooHigh => "raise kernel.pid_max, or run it as root",
+        Why::TooHigh => "raise kernel.pid_max",
         Why::Ordinary => "see stillpoint doctor for what stands against it, or run it as root",
     };
     let why = why.text(pid);

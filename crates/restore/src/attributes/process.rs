@@ -294,7 +294,10 @@ fn has_pending_expiry(process: &Process, timer: &PosixTimer) -> bool {
 /// timer is set anew or deleted, and counts overruns and the time to the next from there on. Not if the timer has been set anew since
 /// (before Linux 6.13 the old expiry stays), nor where time passes only as the program works.
 pub(super) fn expires_anew(timer: &PosixTimer) -> bool {
-    timer.interval_ns != 0 || timer.remaining_ns == 0 && !counts_work(timer.clock)
+    match timer.remaining_ns {
+        0 => !counts_work(timer.clock),
+        _ => timer.interval_ns != 0,
+    }
 }
 
 /// A prctl(2) that must succeed.

@@ -8,6 +8,7 @@ use stillpoint_linux::sockets;
 const SOL_SOCKET: u32 = libc::SOL_SOCKET as u32;
 const SNDBUF: u32 = libc::SO_SNDBUF as u32;
 const RCVBUF: u32 = libc::SO_RCVBUF as u32;
+const BUF_LOCK: u32 = libc::SO_BUF_LOCK as u32;
 const FILTER: u32 = libc::SO_ATTACH_FILTER as u32;
 
 /// Whether an option asks for time stamps, which a TCP socket may be asked for by number (`SOF_TIMESTAMPING_OPT_ID`) only when it is being
@@ -39,9 +40,20 @@ pub(super) fn apply_some(
         let set = match (option.level, option.name) {
             (SOL_SOCKET, SNDBUF) => set_buffer(&fd, option, libc::SO_SNDBUFFORCE as u32),
             (SOL_SOCKET, RCVBUF) => set_buffer(&fd, option, libc::SO_RCVBUFFORCE as u32),
+            // Before Linux 5.15 nobody locks or unlocks sizes.
+            (SOL_SOCKET, BUF_LOCK) => {
+                let _ = sockets::set_option(&fd, option.level, option.name, &option.value.0);
+                Ok(())
+            }
             (SOL_SOCKET, FILTER) => sockets::attach_filter(&fd, &option.value.0),
             _ => sockets::set_option(&fd, option.level, option.name, &option.value.0),
         };
+        // A size that the kernel may change as well is what it can be.
+        let is_size = matches!(option.name, SNDBUF | RCVBUF) && option.level == SOL_SOCKET;
+        let set = set.or_else(|e| match is_size && socket.option((SOL_SOCKET, BUF_LOCK)).is_some() {
+            true => Ok(()),
+            false => Err(e),
+        });
         set.map_err(|e| Error::Failed(format!("{what}: {e}")))?;
     }
     Ok(())
