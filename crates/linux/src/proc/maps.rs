@@ -66,9 +66,23 @@ impl Proc {
 pub fn parse(text: &[u8], path: &Path) -> Result<Vec<Vma>> {
     let mut all = Vec::with_capacity(text.len() / 64);
     for line in text::lines(text) {
-        all.push(parse_line(line).ok_or_else(|| nonsense(path, line))?);
+        let vma = parse_line(line).ok_or_else(|| nonsense(path, line))?;
+        give_way(&mut all, vma.start, |vma| vma);
+        all.push(vma);
     }
     Ok(all)
+}
+
+/// Cuts off what mappings told so far have from `start` on, where the next one begins. The kernel tells a list in pieces, between which the program
+/// may have changed its mappings: two can overlap then, and the later one is as it is now.
+pub(super) fn give_way<T>(told: &mut Vec<T>, start: u64, vma: impl Fn(&mut T) -> &mut Vma) {
+    while let Some(last) = told.last_mut().map(&vma).filter(|last| last.end > start) {
+        if last.start < start {
+            last.end = start;
+            return;
+        }
+        told.pop();
+    }
 }
 
 /// `START-END rwxp OFFSET MAJOR:MINOR INODE      NAME`
@@ -155,6 +169,23 @@ ffffffffff600000-ffffffffff601000 --xp 00000000 00:00 0                  [vsysca
         assert_eq!((all[0].offset, all[0].dev), (0x1000, libc::makedev(0xfe, 1)));
         assert!(all[1].shared && !all[0].shared);
         assert_eq!((all[4].ino, all[4].offset), (u64::MAX, 0x7_ffff_f000));
+    }
+
+    #[test]
+    fn what_overlaps_is_as_the_later_one_tells() {
+        let told = |lists: &[(u64, u64)]| {
+            let text: String = lists
+                .iter()
+                .map(|(start, end)| format!("{start:x}-{end:x} rw-p 00000000 00:00 0\n"))
+                .collect();
+            let all = parse(text.as_bytes(), Path::new("maps")).unwrap();
+            all.iter().map(|vma| (vma.start, vma.end)).collect::<Vec<_>>()
+        };
+        assert_eq!(told(&[(1, 5), (5, 6)]), [(1, 5), (5, 6)]);
+        assert_eq!(told(&[(1, 5), (3, 6)]), [(1, 3), (3, 6)]);
+        assert_eq!(told(&[(1, 9), (3, 4), (5, 6)]), [(1, 3), (3, 4), (5, 6)]);
+        assert_eq!(told(&[(1, 2), (3, 5), (3, 4)]), [(1, 2), (3, 4)]);
+        assert_eq!(told(&[(1, 2), (4, 8), (5, 9), (3, 6)]), [(1, 2), (3, 6)]);
     }
 
     #[test]

@@ -158,6 +158,7 @@ pub fn parse(text: &[u8], path: &Path) -> Result<Vec<Smap>> {
             detail(last, line).ok_or_else(|| nonsense(path, line))?;
         } else {
             let vma = maps::parse_line(line).ok_or_else(|| nonsense(path, line))?;
+            maps::give_way(&mut all, vma.start, |smap| &mut smap.vma);
             all.push(Smap { vma, ..Smap::default() });
         }
     }
