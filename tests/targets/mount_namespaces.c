@@ -715,13 +715,17 @@ static void over_memory(void) {
 }
 
 // Read from a disk, and written in memory.
-static void over_both(void) {
+static void lies_over_both(void) {
   enter_new(CLONE_NEWNS);
   share(MS_PRIVATE);
   makes_layers(directory);
   has_memory();
   makes("memory/upper"), makes("memory/work");
   overlay("merged", "lowerdir=lower:be low\\,\\:er,upperdir=memory/upper,workdir=memory/work");
+}
+
+static void over_both(void) {
+  lies_over_both();
   works_on_it("merged");
 }
 
@@ -734,12 +738,7 @@ static ino_t number_of(int fd) {
 // Directories of one over several file systems have numbers by the order in which somebody came to them first. A program that has
 // looked at some of them tells them from others by these.
 static void numbered_directories(void) {
-  enter_new(CLONE_NEWNS);
-  share(MS_PRIVATE);
-  makes_layers(directory);
-  has_memory();
-  makes("memory/upper"), makes("memory/work");
-  overlay("merged", "lowerdir=lower:be low\\,\\:er,upperdir=memory/upper,workdir=memory/work");
+  lies_over_both();
   MUST(!chdir("merged"));
   const char *paths[] = {".", "one", "one/within", "folder", "one/within/deep", "late"};
   int fds[COUNT(paths)];

@@ -135,7 +135,7 @@ pub(crate) fn has_something(file: impl AsFd) -> Result<bool> {
 }
 
 /// Adds the groups that a socket has joined to its options; `false` if refused.
-pub(super) fn groups(scan: &mut Scan<'_>, d: &Description, sort: Sort, socket: &mut Socket) -> Result<bool> {
+fn groups(scan: &mut Scan<'_>, d: &Description, sort: Sort, socket: &mut Socket) -> Result<bool> {
     let families: &[(i32, i32)] = match sort.0 {
         libc::AF_INET => &[(libc::AF_INET, libc::IPPROTO_IP)],
         _ => &[(libc::AF_INET, libc::IPPROTO_IP), (libc::AF_INET6, libc::IPPROTO_IPV6)],

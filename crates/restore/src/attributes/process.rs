@@ -237,8 +237,8 @@ const NS: u64 = 1_000_000_000;
 /// Asks for the time of all clocks of which a periodic timer has an expiry pending.
 fn clocks(process: &Process) -> (Program, Vec<(i32, Arg)>) {
     let (mut p, mut clocks) = (Program::new(), Vec::<(i32, Arg)>::new());
-    for timer in process.timers.iter().filter(|t| t.interval_ns != 0 && has_pending_expiry(process, t)) {
-        if expires_anew(timer) && !counts_work(timer.clock) && clocks.iter().all(|(c, _)| *c != timer.clock) {
+    for timer in process.timers.iter().filter(|t| t.interval_ns != 0 && expires_at_once(process, t)) {
+        if !counts_work(timer.clock) && clocks.iter().all(|(c, _)| *c != timer.clock) {
             let time = p.room(kernel::TIMESPEC);
             let args = [(timer.clock as u64).into(), time];
             p.call(format!("clock_gettime {}", timer.clock), libc::SYS_clock_gettime, args);
@@ -267,7 +267,7 @@ fn arm(process: &Process, now: &HashMap<i32, u64>) -> Program {
         p.call(format!("setitimer {which}"), libc::SYS_setitimer, [(which as u64).into(), data]);
     }
     for t in &process.timers {
-        let (flags, first) = match expires_anew(t) && has_pending_expiry(process, t) {
+        let (flags, first) = match expires_at_once(process, t) {
             true => now.get(&t.clock).map_or((0, 1), |&now| (libc::TIMER_ABSTIME, expired(t, now))),
             false if t.remaining_ns == 0 => continue,
             false => (0, t.remaining_ns),
@@ -285,9 +285,10 @@ fn expired(timer: &PosixTimer, now: u64) -> u64 {
     (now + timer.remaining_ns).saturating_sub(timer.interval_ns).max(1)
 }
 
-fn has_pending_expiry(process: &Process, timer: &PosixTimer) -> bool {
-    let pending = process.pending.iter().chain(process.threads.iter().flat_map(|t| &t.pending));
-    pending.into_iter().any(|info| is_expiry_of(timer, info))
+/// Whether a timer has an expiry pending that is let come anew.
+fn expires_at_once(process: &Process, timer: &PosixTimer) -> bool {
+    let mut pending = process.pending.iter().chain(process.threads.iter().flat_map(|t| &t.pending));
+    expires_anew(timer) && pending.any(|info| is_expiry_of(timer, info))
 }
 
 /// Whether an expiry that is pending is the new timer's own, which is let expire at once: the kernel takes it back when the
